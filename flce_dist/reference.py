@@ -1,0 +1,110 @@
+"""The textbook version, single-rank and tensor-parallel: logits, log-softmax, plain autograd.
+
+This is the oracle of the tests and of ``launch.verify``: a few obvious lines, every logit
+materialised, differentiated by autograd. Run it in fp64 for the truth, in the training dtype for
+eager PyTorch's own error. Under tensor parallelism it gathers the whole weight and the whole
+hidden, so each rank computes what one GPU would.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reference_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_range: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
+
+    Logits keep the dtype of the inputs, as eager PyTorch would; everything after them is computed
+    in fp32 (fp64 for fp64 inputs). ``[T, V_all]`` is materialised.
+    """
+    if tp_group is not None:
+        if vocab_range is None:
+            start = dist.get_rank(tp_group) * weight.shape[0]
+            vocab_range = (start, start + weight.shape[0])
+        weight = _GatherRows.apply(weight, vocab_range, tp_group)
+        bias = None if bias is None else _GatherRows.apply(bias, vocab_range, tp_group)
+        if sequence_parallel:
+            start = dist.get_rank(tp_group) * hidden.shape[0]
+            hidden = _GatherRows.apply(hidden, (start, start + hidden.shape[0]), tp_group)
+
+    # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
+    counted = labels != ignore_index
+    hidden = hidden.where(counted[..., None], 0.0)
+    labels = labels.where(counted, 0)[..., None].long()
+
+    V_all = weight.shape[0] if vocab_size is None else vocab_size
+    logits = hidden @ weight[:V_all].T * logit_scale
+    if bias is not None:
+        logits = logits + bias[:V_all]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(dtype)
+    lse = logits.logsumexp(-1)
+    logprob = F.log_softmax(logits, dim=-1)
+    label_logprob = logprob.gather(-1, labels).squeeze(-1)
+    entropy = -(logprob.exp() * logprob).sum(-1)
+    correct = (logits.argmax(-1, keepdim=True) == labels).squeeze(-1) & counted
+
+    loss = -(1 - label_smoothing) * label_logprob - label_smoothing * logprob.mean(-1)
+    loss = loss + z_loss_weight * lse.square()
+    token_weight = counted.to(dtype) if token_weight is None else token_weight.to(dtype) * counted
+    loss, lse, label_logprob, entropy = (x * counted for x in (loss, lse, label_logprob, entropy))
+    loss = loss * token_weight
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        norm = token_weight.sum()
+        loss = loss.sum() / norm.where(norm != 0, 1.0)
+    return loss, lse, label_logprob, entropy, correct
+
+
+class _GatherRows(torch.autograd.Function):
+    """Every rank's rows (uneven ones too), in order of ``vocab_range``; gradient: the own rows.
+
+    Every rank goes on to compute the same loss from the same numbers, so the gradient of its own
+    rows is already whole and needs no sum over ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, row_range: tuple[int, int], group: dist.ProcessGroup) -> Tensor:
+        ctx.row_range = row_range
+        mine = torch.tensor(row_range, device=rows.device)
+        ranges = mine.new_empty(2 * dist.get_world_size(group))
+        dist.all_gather_into_tensor(ranges, mine, group=group)
+        starts, ends = ranges[0::2].tolist(), ranges[1::2].tolist()
+
+        longest = max(end - start for start, end in zip(starts, ends, strict=True))
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        gathered = rows.new_empty(longest * len(starts), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, group=group)
+        blocks = gathered.split(longest) if longest else [gathered] * len(starts)
+        out = rows.new_empty(max(ends), *rows.shape[1:])
+        for block, start, end in zip(blocks, starts, ends, strict=True):
+            out[start:end] = block[: end - start]
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        start, end = ctx.row_range
+        return dout[start:end], None, None
