@@ -1,0 +1,82 @@
+"""Measure the peak memory of a piece of code: forward, backward and kernels' own temporaries.
+
+On a GPU the caching allocator keeps the count. On CPU PyTorch keeps none, so its profiler
+reports every allocation and release of the CPU allocator, and the peak of their running sum is
+taken. (A TorchDispatchMode would be simpler but sees only what operators return: `logsumexp`
+allocates a whole copy of its input inside, which only the allocator knows.)
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import profiler
+
+_one_profiler = threading.Lock()
+
+
+@dataclass
+class PeakMemory:
+    """What a ``peak_memory`` block measured; filled in when the block ends.
+
+    Attributes:
+        bytes: the most that was allocated at one time above what was live at the start.
+    """
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
+    """Measure the peak of tensor memory on ``device`` inside the block, above its start.
+
+    ::
+
+        with peak_memory(hidden.device) as peak:
+            loss_fn(hidden, weight, labels).backward()
+        print(peak.bytes)
+
+    On CPU it counts the calling thread, where autograd also runs a CPU backward; memory that
+    NumPy or oneDNN allocates by itself is not seen. Tensors made before the block must outlive it:
+    the profiler does not know the size of what it did not see allocated.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:<i>".
+
+    Raises:
+        RuntimeError: if two blocks on CPU overlap in one process, nested or in threads.
+    """
+    device = torch.device(device)
+    peak = PeakMemory()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start_bytes = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
+        return
+
+    if not _one_profiler.acquire(blocking=False):
+        raise RuntimeError("peak_memory on CPU must not overlap with another one in this process")
+    # Kineto otherwise prints a line to stderr at each start and stop; read at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        with profiler.profile(profile_memory=True) as prof:
+            yield peak
+        peak.bytes = _peak_of_running_sum(prof)
+    finally:
+        _one_profiler.release()
+
+
+def _peak_of_running_sum(prof: profiler.profile) -> int:
+    assert prof.kineto_results is not None
+    events = [event for event in prof.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
