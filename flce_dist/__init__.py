@@ -1,0 +1,10 @@
+"""Fused linear cross entropy for tensor- and sequence-parallel training of language models."""
+
+from flce_dist.api import (
+    LossWithMetrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+
+__all__ = ["LossWithMetrics", "linear_cross_entropy", "linear_cross_entropy_with_metrics"]
+__version__ = "0.1.0"

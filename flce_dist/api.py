@@ -1,0 +1,247 @@
+"""The functions that people call.  T tokens, V vocabulary rows here, H hidden size, P ranks."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import checks, collectives
+from flce_dist.autograd import InForwardFunction, LinearCrossEntropyFunction
+from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.plan import plan
+from flce_dist.steps import Call
+from flce_dist.vocab import VocabShard
+
+
+class LossWithMetrics(NamedTuple):
+    """Loss, and per token (labels' shape) what the same pass over the logits yields.
+
+    Every rank of the tensor-parallel group holds the same values. Ignored tokens hold 0 and False.
+    """
+
+    loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction
+    lse: Tensor  # log-sum-exp of the logits, fp32, differentiable
+    logprob: Tensor  # log-probability of the label, fp32, differentiable
+    entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
+    correct: Tensor  # bool: no other logit is above the label's
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    reduce_dhidden: bool = True,
+    vocab_range: tuple[int, int] | None = None,
+    schedule: Schedule = "auto",
+    max_logits_bytes: int | None = None,
+    impl: Impl | None = None,
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight.T`` against labels, without materialising the logits.
+
+    With ``z = softcap(logit_scale * (h . w) + b)`` and lse the log-sum-exp of z over the whole
+    vocabulary, each token's loss is::
+
+        lse - (1 - label_smoothing) * z_label - label_smoothing / V_all * sum_v z_v
+            + z_loss_weight * lse^2
+
+    Args:
+        hidden: [..., H] last hidden states, fp32, bf16, fp16 (or fp64 with impl="eager"). The same
+            on every rank, or under ``sequence_parallel`` this rank's [T / P, ..., H], of which
+            rank order along the first dimension makes the whole.
+        weight: [V, H] output projection, hidden's dtype; this rank's rows of the vocabulary.
+        labels: [...] int64 or int32 global ids; the same whole tensor on every rank.
+        bias: [V], this rank's.
+        reduction: "none" (labels' shape), "sum" or "mean" (over the sum of token_weight).
+        ignore_index: label of tokens that contribute nothing, whatever their hidden states hold.
+        label_smoothing: weight of the uniform distribution over the whole true vocabulary.
+        z_loss_weight: weight of ``lse^2``.
+        softcap: c of ``c * tanh(z / c)``; None for none.
+        logit_scale: factor of ``h . w``, before the bias.
+        token_weight: float, labels' shape, the same on every rank; a factor of each token's loss.
+        vocab_size: true size V_all of the whole vocabulary where the weight is padded; rows at or
+            beyond it are excluded everywhere and get a zero gradient. Default: all rows.
+        tp_group: ranks among which the vocabulary is split; None for one process.
+        sequence_parallel: hidden is split by token over ``tp_group``.
+        reduce_dhidden: sum dhidden over ``tp_group`` in backward; False leaves that to the caller
+            (one who wraps hidden in Megatron's copy_to_tensor_model_parallel_region).
+        vocab_range: half-open rows (start, end) of this rank, for uneven shards; by default rank r
+            holds rows [r * V, (r + 1) * V). Needs vocab_size.
+        schedule: what backward does for the probabilities. "recompute" computes logits again,
+            "cached" keeps exponentials [T, V] in hidden's dtype (in bf16 for fp16), "in_forward"
+            makes both gradients in forward, a chunk of tokens at a time, and allows a scalar
+            upstream gradient; "auto" caches what fits into ``max_logits_bytes`` and recomputes
+            the rest.
+        max_logits_bytes: bound on what is held of the [T, V] logits on this rank, in bytes. Must be
+            the same on all ranks. Default: 1 GiB for auto and in_forward, else none.
+        impl: "triton", "eager", or by default triton on a GPU and eager elsewhere.
+
+    Returns:
+        The loss, fp32 (fp64 for fp64 inputs), bitwise the same on every rank. Every rank of
+        ``tp_group`` should start backward from it with the same upstream gradient: each uses its
+        own for its share, so that different ones give the gradient of no one function.
+
+    Raises:
+        ValueError: an argument is wrong; NotImplementedError: a combination is not supported.
+
+    Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
+    parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
+    """
+    options = LossOptions(
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sequence_parallel=sequence_parallel,
+        reduce_dhidden=reduce_dhidden,
+        schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+    )
+    tensors = (hidden, weight, labels, bias, token_weight)
+    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl).loss
+
+
+def linear_cross_entropy_with_metrics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    reduce_dhidden: bool = True,
+    vocab_range: tuple[int, int] | None = None,
+    schedule: Schedule = "auto",
+    max_logits_bytes: int | None = None,
+    impl: Impl | None = None,
+) -> LossWithMetrics:
+    """``linear_cross_entropy`` and, of the same pass, lse, logprob, entropy and correct per token.
+
+    A gradient through lse, logprob or entropy makes backward recompute the logits of every column,
+    cached or not; under "in_forward" it raises. The metrics are of the logits after softcap, and
+    free of label smoothing, z-loss and token weights.
+    """
+    options = LossOptions(
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sequence_parallel=sequence_parallel,
+        reduce_dhidden=reduce_dhidden,
+        schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+        with_metrics=True,
+    )
+    tensors = (hidden, weight, labels, bias, token_weight)
+    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl)
+
+
+def _apply(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    options: LossOptions,
+    vocab_size: int | None,
+    vocab_range: tuple[int, int] | None,
+    tp_group: dist.ProcessGroup | None,
+    impl: str | None,
+) -> LossWithMetrics:
+    """Check, flatten to [T, H], plan, run, and give results labels' shape again."""
+    checks.check_options(options, impl)
+    checks.check_group(tp_group, options.sequence_parallel)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    checks.check_tensors(hidden, weight, labels, bias, token_weight)
+    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    V, H = weight.shape
+    checks.check_parallel_shapes(
+        hidden,
+        labels,
+        V,
+        P=P,
+        rank=rank,
+        sequence_parallel=options.sequence_parallel,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
+    )
+    impl = impl or ("triton" if hidden.is_cuda else "eager")
+    checks.check_impl(impl, hidden)
+
+    shape, flat_labels = labels.shape, labels.reshape(-1).long()
+    vocab_size = V * P if vocab_size is None else vocab_size
+    start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
+    checks.check_labels(flat_labels, vocab_size, options.ignore_index)
+
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    cache_itemsize = max(2, hidden.element_size())
+    call = Call(
+        options=options,
+        shard=VocabShard(start, end, vocab_size),
+        plan=plan(
+            T=flat_labels.numel(),
+            V=min(V, vocab_size) if vocab_range is None else -(-vocab_size // P),
+            itemsize=cache_itemsize,
+            schedule=options.schedule if needs_grad else "recompute",
+            max_logits_bytes=options.max_logits_bytes,
+            expressible=not options.smoothing_needs_logits,
+        ),
+        kernels=_kernels(impl),
+        tp_group=tp_group,
+    )
+    in_forward = call.plan.schedule == "in_forward"
+    function = InForwardFunction if in_forward else LinearCrossEntropyFunction
+    weights = None if token_weight is None else token_weight.reshape(-1)
+    # The dtypes are settled above; autocast must not reach into the products of the schedules.
+    with torch.autocast(hidden.device.type, enabled=False):
+        out = function.apply(hidden.reshape(-1, H), weight, bias, flat_labels, weights, call)
+    loss, *metrics = out
+    loss = loss.reshape(shape) if options.reduction == "none" else loss
+    return LossWithMetrics(loss, *(m if m is None else m.reshape(shape) for m in metrics))
+
+
+def _kernels(impl: str) -> ModuleType:
+    """Import on demand: a machine that only runs eager needs no working triton."""
+    if impl == "triton":
+        from flce_dist.kernels import gpu
+
+        return gpu
+    from flce_dist.kernels import eager
+
+    return eager
+
+
+def _autocast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
+    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

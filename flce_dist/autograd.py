@@ -1,0 +1,209 @@
+"""The schedules: which kernel and which collective comes when.
+
+T = tokens on the tensor-parallel group, V = vocabulary rows here, H = hidden size, P = ranks.
+A token's way: gather (under sequence parallelism), statistics of this shard, merge over ranks,
+loss; in backward dlogits by pieces, two matrix products each, and the sum of dhidden over ranks.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flce_dist import collectives, steps
+from flce_dist.kernels import gemm, merge, row_gradient
+from flce_dist.kernels.merge import TokenStats
+from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.steps import Call, Dlogits
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """``loss, lse, logprob, entropy, correct`` under the schedules recompute and cached.
+
+    Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden, then
+    three all-reduces: SUM of label logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local
+    hidden, weight, bias, labels, about ten [T] vectors, and the cached columns [T, cached_v].
+
+    Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
+    sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;
+    then a reduce-scatter (else an all-reduce) of dhidden, in flight during the last dweight.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
+        cache, columns = None, call.plan.cached_columns(logits.V)
+        if columns:
+            cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
+        stats = steps.shard_stats(call, logits, cache)
+
+        scale = steps.token_scale(logits, token_weight, call.options.reduction)
+        loss = scale * merge.token_loss(stats, **call.loss_terms)
+        if call.options.reduction != "none":
+            loss = loss.sum()
+        metrics = steps.metrics(stats, logits) if call.options.with_metrics else (None,) * 4
+        _, _, entropy, correct = metrics
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
+        ctx.save_for_backward(hidden, weight, bias, labels, scale, cache, entropy, *stats)
+        return loss, *metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, dlse, dlogprob, dentropy, _dcorrect):
+        call: Call = ctx.call
+        hidden, weight, bias, labels, scale, cache, entropy, *stats = ctx.saved_tensors
+        stats, metrics = TokenStats(*stats), MetricGradients(dlse, dlogprob, dentropy)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+
+        counted = labels != call.options.ignore_index
+        dloss = torch.zeros_like(scale) if dloss is None else dloss * scale
+        dloss = dloss.where(counted, 0.0)
+        if metrics.any() or call.options.smoothing_needs_logits:
+            cache = None  # exponentials alone do not express this gradient: recompute every column
+            rows = row_gradient.row_gradient_with_metrics(
+                dloss, metrics, stats, entropy, call.options.softcap, **call.loss_terms
+            )
+        else:
+            reference = steps.backward_reference(stats, hidden.dtype)
+            rows = row_gradient.row_gradient(
+                dloss, stats, reference, call.options.softcap, **call.loss_terms
+            )
+
+        # Decided from facts that all ranks share: every rank gathers or none does.
+        needs_hidden = need_weight or cache is None or call.plan.cached_v < call.plan.V
+        gather = call.start_gather(hidden) if needs_hidden else None
+
+        @functools.cache
+        def logits() -> ShardLogits:
+            assert gather is not None
+            return call.logits(gather.wait(), weight, bias, labels)
+
+        @functools.cache
+        def dweight_operands() -> tuple[Tensor, Tensor | None]:
+            return (
+                steps.scaled_hidden(call, logits(), rows),
+                steps.dweight_row(call, logits(), rows),
+            )
+
+        dhidden = dweight = dbias = None
+        acc = scale.new_zeros(len(labels), weight.shape[1]) if need_hidden else None
+        if need_weight:
+            dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            dweight[call.shard.V :] = 0.0
+        if need_bias:
+            dbias = torch.zeros_like(bias)
+
+        dlogits = Dlogits(call, labels, stats, rows, cache, hidden.dtype)
+        for start, end in dlogits.pieces():
+            d = dlogits.piece(start, end, logits)
+            if acc is not None:
+                gemm.add_matmul(acc, d, weight[start:end])
+                if end == call.shard.V:
+                    share = steps.finish_dhidden(call, acc, weight, counted, rows)
+                    dhidden = call.start_reduce_dhidden(share)
+            if dweight is not None:
+                scaled, row = dweight_operands()
+                gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
+            if dbias is not None:
+                dbias[start:end] = steps.dbias_piece(d, rows)
+        return dhidden and dhidden.wait(), dweight, dbias, None, None, None
+
+
+class InForwardFunction(torch.autograd.Function):
+    """``loss, lse, logprob, entropy, correct`` under the schedule in_forward.
+
+    Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
+    exponentials at hand; dweight accumulates in fp32. Under sequence parallelism an all-gather of
+    hidden before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
+    [1 to 3, chunk_t] per chunk. Saved: both gradients, for an upstream gradient of 1.
+
+    Backward: the gradients times the scalar upstream gradient. No collective.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
+        ctx.set_materialize_grads(False)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
+        scale = steps.token_scale(logits, token_weight, call.options.reduction)
+        chunks, V = call.plan.chunks(), call.shard.V
+
+        dhidden = dweight = dbias = None
+        if need_hidden:
+            dhidden = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
+        if need_weight:
+            dweight = torch.zeros_like(weight, dtype=scale.dtype)
+        if need_bias:
+            dbias = scale.new_zeros(weight.shape[0])
+        buffer = steps.new_window(call.plan.chunk_t, V, logits.cache_dtype, hidden.device)
+        loss, metrics = scale.new_zeros(()), []
+
+        for first, last in chunks:
+            chunk = logits.tokens(first, last)
+            cache = buffer[: last - first]
+            stats = steps.shard_stats(call, chunk, cache)
+            loss += (scale[first:last] * merge.token_loss(stats, **call.loss_terms)).sum()
+            if call.options.with_metrics:
+                metrics.append(steps.metrics(stats, chunk))
+
+            reference = steps.backward_reference(stats, hidden.dtype)
+            rows = row_gradient.row_gradient(
+                scale[first:last], stats, reference, call.options.softcap, **call.loss_terms
+            )
+            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
+            _add_chunk(call, chunk, rows, dlogits, dweight, dbias, dhidden, slice(first, last))
+
+        if dhidden is not None:
+            dhidden = call.start_reduce_dhidden(dhidden).wait()
+        ctx.save_for_backward(dhidden, dweight, dbias)
+        ctx.dtype = weight.dtype
+        if not call.options.with_metrics:
+            return loss, None, None, None, None
+        merged = [torch.cat(parts) for parts in zip(*metrics, strict=True)]
+        ctx.mark_non_differentiable(merged[-1])
+        return loss, *merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *dmetrics):
+        if any(d is not None for d in dmetrics):
+            raise NotImplementedError(
+                "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
+                "logprob or entropy was asked for; use schedule='recompute'"
+            )
+        gradients = (None if g is None else (g * dloss).to(ctx.dtype) for g in ctx.saved_tensors)
+        return *gradients, None, None, None
+
+
+def _add_chunk(
+    call: Call,
+    chunk: ShardLogits,
+    rows: RowGradient,
+    dlogits: Dlogits,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dhidden: Tensor | None,
+    tokens: slice,
+) -> None:
+    """Add one token chunk to dweight [V, H] and dbias [V], and write its rows of dhidden."""
+    V, weight = call.shard.V, chunk.weight
+    acc = None if dhidden is None else rows.scale.new_zeros(chunk.T, chunk.H)
+    scaled = None if dweight is None else steps.scaled_hidden(call, chunk, rows)
+    for start, end in dlogits.pieces():
+        d = dlogits.piece(start, end, lambda: chunk)
+        if acc is not None:
+            gemm.add_matmul(acc, d, weight[start:end])
+        if dweight is not None and scaled is not None:
+            gemm.add_matmul(dweight[start:end], d.T, scaled)
+        if dbias is not None:
+            dbias[start:end] += steps.dbias_piece(d, rows)
+    if dhidden is not None and acc is not None:
+        dhidden[tokens] = steps.finish_dhidden(call, acc, weight, chunk.counted, rows)
+    row = None if dweight is None else steps.dweight_row(call, chunk, rows)
+    if dweight is not None and row is not None:
+        dweight[:V] += row

@@ -1,0 +1,101 @@
+"""How the logits are walked: what is cached, what is recomputed, in which pieces.
+
+``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so that all
+ranks walk alike and issue the same collectives. T = tokens, V = rows of the largest shard.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flce_dist.options import Schedule
+
+DEFAULT_LOGITS_BYTES = 1 << 30
+"""Budget of ``auto`` and ``in_forward`` where the caller names none."""
+
+_WINDOW_BYTES = 256 << 20
+_MIN_WINDOW, _MAX_WINDOW = 4096, 32768
+_TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule and its sizes.
+
+    ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
+    others are recomputed in backward, ``window_v`` columns at a time. ``chunk_t`` tokens are
+    walked at a time (all of them but for in_forward). ``logits_bytes`` is the most that cache and
+    window take together.
+    """
+
+    schedule: Literal["recompute", "cached", "in_forward"]
+    T: int
+    V: int
+    cached_v: int
+    window_v: int
+    chunk_t: int
+    logits_bytes: int
+
+    def cached_columns(self, V: int) -> int:
+        """Columns cached by a rank that holds ``V`` rows; a plan that caches all caches all."""
+        return V if self.cached_v >= self.V else min(self.cached_v, V)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Token chunks ``(start, end)``, the same on every rank."""
+        return [(t, min(t + self.chunk_t, self.T)) for t in range(0, max(1, self.T), self.chunk_t)]
+
+
+def plan(
+    *,
+    T: int,
+    V: int,
+    itemsize: int,
+    schedule: Schedule,
+    max_logits_bytes: int | None,
+    expressible: bool,
+) -> Plan:
+    """Choose what to cache and what to recompute within ``max_logits_bytes``.
+
+    Args:
+        T: tokens on the tensor-parallel group.
+        V: rows of the largest shard, ``ceil(V_all / P)``.
+        itemsize: bytes of one cached exponential.
+        schedule: ``auto`` caches what fits into the budget (1 GiB unless given) and recomputes the
+            rest; ``cached`` does the same but caches everything unless a budget is given;
+            ``recompute`` caches nothing; ``in_forward`` walks token chunks that fit.
+        max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
+            tokens, is used even where it exceeds the bound.
+        expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
+    """
+    column_bytes = max(1, T * itemsize)
+    if schedule == "in_forward":
+        budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
+        chunk = max(_TILE, _round_down(budget // max(1, V * itemsize)))
+        chunk = min(T, _round_up(-(-T // max(1, -(-T // chunk)))))
+        return Plan(schedule, T, V, V, _TILE, max(1, chunk), chunk * V * itemsize)
+
+    window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
+    if max_logits_bytes is not None:
+        window = min(window, max(_TILE, _round_down(max_logits_bytes // column_bytes)))
+    window = max(1, min(window, V))
+
+    caching = schedule == "cached" or (schedule == "auto" and expressible)
+    budget = max_logits_bytes
+    if budget is None and schedule == "auto":
+        budget = DEFAULT_LOGITS_BYTES
+    if not caching:
+        cached = 0
+    elif budget is None or V * column_bytes <= budget:
+        cached = V
+    else:
+        cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
+    held = cached + (window if cached < V else 0)
+    name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
+    return Plan(name, T, V, cached, window, max(1, T), held * column_bytes if T else 0)
+
+
+def _round_down(n: int) -> int:
+    return n // _TILE * _TILE
+
+
+def _round_up(n: int) -> int:
+    return -(-n // _TILE) * _TILE

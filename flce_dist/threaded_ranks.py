@@ -1,0 +1,192 @@
+"""Simulated ranks as threads of this process: milliseconds a call, any closure, P up to 8 or so.
+
+Torch's threaded process group copies between the threads' tensors and takes whatever it is given:
+ranks that call different collectives silently mix their data. So here the ranks first compare what
+each is about to do, and an error says which one differs or has already gone. Async work is
+complete at once, and all ranks draw from the one default random generator: a test of overlap or of
+random state wants forked ranks.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import GroupName, _get_default_group, _store_based_barrier
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from flce_dist.forked_ranks import RankFailed, unfinished
+
+_BACKEND = "flce_threads"
+_ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
+_REDUCE_SCATTER = dist.ReduceScatterOptions()
+_one_world = threading.Lock()  # the threads' world takes the place of torch's, which is global
+_this_rank = threading.local()  # .meeting: that of the world that this thread is a rank of
+
+
+class _PeerGone(RuntimeError):
+    """This rank could not go on since another had ended; report that one's error, if it has one."""
+
+
+class _Meeting:
+    """Where the ranks of one simulated world compare their next collective."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._gone: dict[int, str] = {}  # global rank -> how it ended
+        self._calls: dict[str, dict[int, str]] = {}  # group -> rank -> call, of the current turn
+        self._met: dict[str, tuple[int, dict[int, str]]] = {}  # group -> (turns, calls of the last)
+
+    def leave(self, rank: int, how: str) -> None:
+        with self._changed:
+            self._gone[rank] = how
+            self._changed.notify_all()
+
+    def agree(self, group: str, members: list[int], rank: int, call: str) -> None:
+        """Return once all members are about to make the same ``call``; raise if they are not."""
+        with self._changed:
+            turn = self._met.get(group, (0, {}))[0]
+            calls = self._calls.setdefault(group, {})
+            calls[rank] = call
+            if len(calls) == len(members):
+                self._met[group] = (turn + 1, self._calls.pop(group))
+                self._changed.notify_all()
+            while self._met.get(group, (0, {}))[0] == turn:
+                gone = [member for member in members if member in self._gone]
+                if gone:
+                    how = self._gone[gone[0]]
+                    raise _PeerGone(f"rank {rank} waits in {call}, but rank {gone[0]} {how}")
+                self._changed.wait()
+            calls = self._met[group][1]
+        if len(set(calls.values())) > 1:
+            listed = "; ".join(f"rank {r}: {calls[r]}" for r in sorted(calls))
+            raise RuntimeError(f"ranks disagree on a collective: {listed}")
+
+
+class ThreadedGroup(multi_threaded_pg.ProcessLocalGroup):
+    """Torch's threaded group that checks every collective and lists it in ``calls``.
+
+    ``calls`` are this rank's own, as "allreduce SUM float32[16]": what each rank puts in.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.calls: list[str] = []
+
+    def allreduce(self, tensor_list: list[Tensor], opts: Any = _ALLREDUCE) -> Any:  # type: ignore[override]
+        self._agree(f"allreduce {_op(opts)}", tensor_list)
+        return super().allreduce(tensor_list, opts)
+
+    def allgather(self, output_tensors: Any, input_tensor: list[Tensor], *opts: Any) -> Any:  # type: ignore[override]
+        self._agree("allgather", input_tensor)
+        return super().allgather(output_tensors, input_tensor, *opts)
+
+    def reduce_scatter(  # type: ignore[override]
+        self, output_tensor: Any, scatter_list: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
+    ) -> Any:
+        self._agree(f"reduce_scatter {_op(opts)}", scatter_list[0])
+        return super().reduce_scatter(output_tensor, scatter_list, opts)
+
+    def broadcast(self, tensor_list: list[Tensor], opts: Any = _BROADCAST) -> Any:  # type: ignore[override]
+        self._agree(f"broadcast from {opts.rootRank}", tensor_list)
+        return super().broadcast(tensor_list, opts)
+
+    def _agree(self, kind: str, tensors: list[Tensor]) -> None:
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        call = f"{kind} {dtype}[{sum(x.numel() for x in tensors)}]"
+        self.calls.append(call)
+        members = dist.get_process_group_ranks(self)
+        _this_rank.meeting.agree(self.pg_name, members, members[self.rank()], call)
+
+
+def run_threads(
+    fn: Callable[[dist.ProcessGroup], Any], world_size: int, timeout_s: float
+) -> list[Any]:
+    """``run_ranks`` over threads."""
+    meeting = _Meeting()
+    results: dict[int, Any] = {}
+    errors: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int, store: dist.Store) -> None:
+        _this_rank.meeting = meeting
+        how = "has returned"
+        try:
+            dist.init_process_group(
+                _BACKEND,
+                rank=rank,
+                world_size=world_size,
+                store=store,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            results[rank] = fn(_get_default_group())
+        except BaseException as error:
+            how = f"has raised {type(error).__name__}"
+            errors.append((rank, error))
+        meeting.leave(rank, how)
+
+    with _one_world:
+        _set_isolation(True)
+        multi_threaded_pg._install_threaded_pg()
+        excepthook = sys.excepthook  # each init_process_group puts another in front of it
+        try:
+            store = dist.HashStore()
+            threads = [
+                threading.Thread(target=rank_main, args=(rank, store), daemon=True)
+                for rank in range(world_size)
+            ]
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + timeout_s
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            stuck = {
+                rank: _stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()
+            }
+        finally:
+            sys.excepthook = excepthook
+            multi_threaded_pg._uninstall_threaded_pg()
+            multi_threaded_pg.ProcessLocalGroup.reset()
+            _set_isolation(False)
+
+    _raise_first(list(errors), world_size)
+    if stuck:
+        for rank in stuck:
+            meeting.leave(rank, "has timed out")  # wakes the ranks that wait for each other
+        raise TimeoutError(unfinished(world_size, stuck, timeout_s))
+    return [results[rank] for rank in range(world_size)]
+
+
+def _raise_first(errors: list[tuple[int, BaseException]], world_size: int) -> None:
+    if not errors:
+        return
+    # A rank that waited in vain tells only half of the story; stable, so the earliest of the rest.
+    rank, error = min(errors, key=lambda item: isinstance(item[1], _PeerGone))
+    report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    raise error from RankFailed(f"rank {rank} of {world_size} raised\n{report}")
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else ""
+
+
+def _op(opts: Any) -> str:
+    return str(opts.reduceOp.op).removeprefix("RedOpType.")
+
+
+def _create_group(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> ThreadedGroup:
+    group = ThreadedGroup(rank, world_size)
+    # Ranks make subgroups in their own time: none may use one before all of its members have it.
+    _store_based_barrier(rank, store, "", world_size, timeout)
+    return group
+
+
+dist.Backend.register_backend(_BACKEND, _create_group, devices=["cpu", "cuda"])

@@ -1,0 +1,110 @@
+"""The plain matrix products around the fused kernels, by cuBLAS on a GPU and by torch on a CPU.
+
+All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no product of half
+operands into fp32, so there operands are upcast, a slice at a time so that no large fp32 copy
+appears. T = tokens, W = columns of one vocabulary window, H = hidden size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_UPCAST_BYTES = 16 << 20  # of one fp32 slice on the CPU
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which products of ``dtype`` operands accumulate."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def operand(x: Tensor) -> Tensor:
+    """``x`` as ``project`` wants it: upcast once on the CPU, untouched on a GPU."""
+    return x if x.is_cuda else x.to(acc_dtype(x.dtype))
+
+
+def project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return ``hidden @ weight.T`` as [T, W] in the accumulation dtype.
+
+    hidden [T, H] comes from ``operand``; weight is [W, H].
+    """
+    if _has_fp32_output(weight):
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden @ weight.to(hidden.dtype).T
+
+
+def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """Accumulate ``acc += a @ b`` in place; a is [M, K], b [K, N], acc [M, N] fp32 or fp64."""
+    if _has_fp32_output(a):
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+        return
+    for k in _slices(a.shape[1], 4 * a.shape[0]):
+        acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
+
+
+def weight_grad(
+    dlogits: Tensor, hidden: Tensor, *, row: Tensor | None = None, out: Tensor
+) -> None:
+    """Write ``out = dlogits.T @ hidden + row`` with one rounding; [T, W], [T, H] -> [W, H].
+
+    ``row`` [H] in the accumulation dtype is added to every row of the result.
+    """
+    if dlogits.is_cuda:
+        if row is None:
+            torch.mm(dlogits.T, hidden, out=out)
+        else:
+            torch.addmm(row.to(out.dtype), dlogits.T, hidden, out=out)
+        return
+    hidden = operand(hidden)
+    for w in _slices(dlogits.shape[1], 4 * dlogits.shape[0]):
+        product = dlogits[:, w].to(hidden.dtype).T @ hidden
+        out[w] = product if row is None else product + row
+
+
+def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Return ``sum_t weights[t] * x[t]`` as [N] in weights' dtype; weights [T] fp32, x [T, N].
+
+    On a GPU each weight is split into two halves of x's precision, so that one thin product of
+    x's dtype carries them to about 2^-16 and x is read once.
+    """
+    if not _has_fp32_output(x):
+        total = weights.new_zeros(x.shape[1])
+        for n in _slices(x.shape[1], 4 * x.shape[0]):
+            total[n] = weights @ x[:, n].to(weights.dtype)
+        return total
+    # Normalised, since fp16 would flush weights below 6e-8 (1 / T is near that at large T).
+    unit = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    normal = weights / unit
+    high = normal.to(x.dtype)
+    low = (normal - high).to(x.dtype)
+    return torch.mm(torch.stack((high, low)), x, out_dtype=torch.float32).sum(0) * unit
+
+
+def scale_rows(
+    x: Tensor,
+    scale: Tensor,
+    counted: Tensor,
+    *,
+    plus: tuple[Tensor, Tensor] | None = None,
+    out: Tensor,
+) -> None:
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where not counted.
+
+    x and out are [T, N], scale and counted [T]; ``plus`` holds u [T] and row [N]. Uncounted rows
+    are selected away, not multiplied by 0: they may hold NaN.
+    """
+    for t in _slices(x.shape[0], 4 * x.shape[1]):
+        rows = x[t].to(scale.dtype) * scale[t, None]
+        if plus is not None:
+            u, row = plus
+            rows += u[t, None] * row
+        out[t] = rows.where(counted[t, None], 0.0)
+
+
+def _has_fp32_output(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _slices(length: int, bytes_each: int) -> Iterator[slice]:
+    step = max(1, _UPCAST_BYTES // max(1, bytes_each))
+    return (slice(start, start + step) for start in range(0, length, step))

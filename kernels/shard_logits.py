@@ -1,0 +1,71 @@
+"""One rank's logits as the kernels see them: operands, not numbers.
+
+T = tokens, V = vocabulary rows here, H = hidden size.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShardLogits:
+    """``z = softcap(logit_scale * hidden @ weight.T + bias)``, never materialised.
+
+    hidden [T, H], weight [V, H] and bias [V] share a dtype; labels are [T] int64 global ids, of
+    which ``vocab_start_index <= label < vocab_start_index + V`` are owned here. Rows with
+    ``label == ignore_index`` may hold anything, NaN too, and contribute nothing.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    vocab_start_index: int
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+
+    @property
+    def T(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def V(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.hidden.shape[1]
+
+    @property
+    def stats_dtype(self) -> torch.dtype:
+        """Dtype of every per-token statistic: fp32, or fp64 for fp64 inputs."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of cached exponentials ``exp(z - reference)``.
+
+        They reach ``exp(50)``: bf16 holds that, fp16 does not and caches in bf16.
+        """
+        return torch.bfloat16 if self.hidden.dtype == torch.float16 else self.hidden.dtype
+
+    @property
+    def counted(self) -> Tensor:
+        """[T] bool: which tokens are not ignored."""
+        return self.labels != self.ignore_index
+
+    def tokens(self, start: int, end: int) -> "ShardLogits":
+        """The logits of tokens ``start <= t < end`` (views)."""
+        return replace(self, hidden=self.hidden[start:end], labels=self.labels[start:end])
+
+    def columns(self, start: int, end: int) -> "ShardLogits":
+        """The logits of this shard's rows ``start <= v < end`` (views)."""
+        return replace(
+            self,
+            weight=self.weight[start:end],
+            bias=None if self.bias is None else self.bias[start:end],
+            vocab_start_index=self.vocab_start_index + start,
+        )
