@@ -17,11 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
-from torch.distributed.distributed_c10d import GroupName, _get_default_group, _store_based_barrier
+from torch._C import _distributed_c10d as native
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from flce_dist.forked_ranks import RankFailed, unfinished
+
+# Private parts of torch, without types.
+c10d: Any = dist.distributed_c10d
+c10d_native: Any = native
 
 _BACKEND = "flce_threads"
 _ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
@@ -124,14 +127,14 @@ def run_threads(
                 store=store,
                 timeout=timedelta(seconds=timeout_s),
             )
-            results[rank] = fn(_get_default_group())
+            results[rank] = fn(c10d._get_default_group())
         except BaseException as error:
             how = f"has raised {type(error).__name__}"
             errors.append((rank, error))
         meeting.leave(rank, how)
 
     with _one_world:
-        _set_isolation(True)
+        c10d_native._set_thread_isolation_mode(True)
         multi_threaded_pg._install_threaded_pg()
         excepthook = sys.excepthook  # each init_process_group puts another in front of it
         try:
@@ -152,7 +155,7 @@ def run_threads(
             sys.excepthook = excepthook
             multi_threaded_pg._uninstall_threaded_pg()
             multi_threaded_pg.ProcessLocalGroup.reset()
-            _set_isolation(False)
+            c10d_native._set_thread_isolation_mode(False)
 
     _raise_first(list(errors), world_size)
     if stuck:
@@ -185,7 +188,7 @@ def _create_group(
 ) -> ThreadedGroup:
     group = ThreadedGroup(rank, world_size)
     # Ranks make subgroups in their own time: none may use one before all of its members have it.
-    _store_based_barrier(rank, store, "", world_size, timeout)
+    c10d._store_based_barrier(rank, store, "", world_size, timeout)
     return group
 
 

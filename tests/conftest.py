@@ -1,0 +1,29 @@
+"""Settings of every test process, and workers that many tests share."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flce_dist.testing import RankPool
+
+if not torch.cuda.is_available():
+    # Kernels run on CPU tensors; read when triton is first imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests are small, and several processes or simulated ranks share the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``gloo_ranks(P)``: forked gloo workers that live as long as the session."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return pools.setdefault(world_size, RankPool(world_size, timeout_s=60.0))
+
+    yield pool
+    for one in pools.values():
+        one.close()

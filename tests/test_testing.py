@@ -1,0 +1,282 @@
+"""Simulated ranks: results, failures that name their rank, and the error budget's own honesty."""
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist.testing import (
+    RankFailed,
+    RankPool,
+    ThreadedGroup,
+    assert_within_budget,
+    error_budget,
+    relative_rms,
+    run_ranks,
+)
+
+BACKENDS = ["threads", "gloo"]
+
+
+class Unpicklable(Exception):
+    def __init__(self, code: int, reason: str):
+        super().__init__(f"{code}: {reason}")  # pickle would call it with one argument
+
+
+def sums(group: dist.ProcessGroup, start: int = 0) -> tuple[int, torch.Tensor]:
+    x = torch.full((2,), float(start + group.rank()))
+    dist.all_reduce(x, group=group)
+    return group.rank(), x
+
+
+def fail_on_rank_1(group: dist.ProcessGroup) -> None:
+    if group.rank() == 1:
+        raise ValueError("weight must be [V, H]")
+    dist.barrier()
+
+
+def die_on_rank_1(group: dist.ProcessGroup) -> None:
+    if group.rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def draw(group: dist.ProcessGroup) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_back_by_rank(backend, world_size):
+    offset = 10  # a closure is fine
+
+    def rank(group):
+        assert dist.get_world_size() == world_size
+        return sums(group, offset)
+
+    total = sum(offset + r for r in range(world_size))
+    results = run_ranks(rank, world_size, backend=backend)
+    assert [r for r, _ in results] == list(range(world_size))
+    assert all(torch.equal(x, torch.full((2,), float(total))) for _, x in results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gather_scatter_subgroups_and_backward(backend):
+    def rank(group):
+        r, P = group.rank(), group.size()
+        x = torch.tensor([float(r)])
+        gathered = torch.empty(P)
+        dist.all_gather_into_tensor(gathered, x)
+        scattered = torch.empty(1)
+        dist.reduce_scatter_tensor(scattered, gathered * (r + 1))
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]  # strided
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=groups[r % 2])
+        w = torch.ones(3, requires_grad=True)
+        (w * (r + 1)).sum().backward()
+        dist.all_reduce(w.grad)
+        return gathered, scattered, x, w.grad
+
+    for r, (gathered, scattered, peak, grad) in enumerate(run_ranks(rank, 4, backend=backend)):
+        assert gathered.tolist() == [0, 1, 2, 3]
+        assert scattered.item() == r * 10
+        assert peak.item() == 2 + r % 2
+        assert grad.tolist() == [10, 10, 10]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_raising_rank_is_named_and_its_exception_kept(backend):
+    with pytest.raises(ValueError, match=r"weight must be \[V, H\]") as caught:
+        run_ranks(fail_on_rank_1, 3, backend=backend)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RankFailed)
+    assert "rank 1 of 3" in str(cause)
+    assert "fail_on_rank_1" in str(cause)  # the traceback
+
+
+def test_an_exception_that_cannot_travel_still_names_its_rank():
+    def rank(group):
+        if group.rank() == 0:
+            raise Unpicklable(7, "no")
+
+    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised[\s\S]*Unpicklable: 7: no"):
+        run_ranks(rank, 2, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os._exit(3), "rank 1 of 3 ended with exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 3 was killed by SIGKILL"),
+    ],
+)
+def test_a_dead_rank_ends_the_others_and_is_named(end, said):
+    def rank(group):
+        if group.rank() == 1:
+            end()
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(rank, 3, backend="gloo", timeout_s=30)
+    assert time.monotonic() - start < 10  # not by timeout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
+    def oversleep(group):
+        if group.rank() == 1:
+            time.sleep(3)
+
+    with pytest.raises(TimeoutError, match=r"ranks 1 of 2 did not finish within 0.5 s") as caught:
+        run_ranks(oversleep, 2, backend=backend, timeout_s=0.5)
+    assert "oversleep" in str(caught.value)
+
+
+def test_threads_name_a_rank_whose_collective_differs():
+    def rank(group):
+        x = torch.ones(4)
+        if group.rank() == 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(x)
+
+    with pytest.raises(RuntimeError, match=r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"):
+        run_ranks(rank, 3)
+
+
+def test_threads_name_a_rank_that_has_left():
+    def rank(group):
+        if group.rank() != 1:
+            dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(RuntimeError, match=r"waits in allreduce .* but rank 1 has returned"):
+        run_ranks(rank, 2)
+
+
+def test_threads_list_each_ranks_collectives():
+    def rank(group):
+        assert isinstance(group, ThreadedGroup)
+        dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX)
+        dist.all_gather_into_tensor(torch.empty(4, dtype=torch.bfloat16), torch.ones(2).bfloat16())
+        return group.calls
+
+    assert run_ranks(rank, 2) == [["allreduce MAX float32[4]", "allgather bfloat16[2]"]] * 2
+
+
+def test_threads_leave_torch_as_it_was():
+    run_ranks(sums, 2)
+    with pytest.raises(ValueError):
+        run_ranks(fail_on_rank_1, 2)
+    assert not dist.is_initialized()
+    x = torch.ones(1, requires_grad=True)
+    (x * 2).backward()
+    assert x.grad == 2
+
+
+def test_a_pool_keeps_its_workers():
+    with RankPool(2) as pool:
+        pids = pool.run(draw)
+        assert pool.run(draw) == pids
+        assert [x.tolist() for _, x in pool.run(sums, start=5)] == [[11, 11]] * 2
+
+
+def test_a_pool_goes_on_after_a_failure():
+    with RankPool(2, timeout_s=20) as pool:
+        for failing, error in ((fail_on_rank_1, ValueError), (die_on_rank_1, RankFailed)):
+            with pytest.raises(error):
+                pool.run(failing)
+            assert [r for r, _ in pool.run(functools.partial(sums, start=1))] == [0, 1]
+
+
+def test_a_pool_refuses_a_closure_and_says_what_takes_one():
+    with RankPool(2) as pool, pytest.raises(ValueError, match=r"picklable for RankPool.*closures"):
+        pool.run(lambda group: None)
+
+
+def test_workers_end_with_their_caller():
+    with RankPool(2) as pool:
+        pids = pool.run(draw)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_work_beside_a_group_of_the_caller(tmp_path):
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1)
+    )
+    try:
+        for backend in BACKENDS:
+            assert [r for r, _ in run_ranks(sums, 2, backend=backend)] == [0, 1]
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kwargs", "said"), [
+    ({"world_size": 0}, "world_size must be at least 1, got 0"),
+    ({"world_size": 2, "backend": "mpi"}, 'backend must be "threads" or "gloo", got \'mpi\''),
+])  # fmt: skip
+def test_wrong_arguments_are_named(kwargs, said):
+    with pytest.raises(ValueError, match=said):
+        run_ranks(sums, **kwargs)
+
+
+class TestErrorBudget:
+    """The budget passes what rounds as eager does, and nothing that is wrong."""
+
+    @pytest.fixture
+    def gradient(self):
+        torch.manual_seed(0)
+        hidden, dlogits = torch.randn(64, 32).bfloat16(), torch.randn(64, 128).bfloat16()
+        reference = dlogits.double().T @ hidden.double()
+        return reference, (dlogits.T @ hidden)
+
+    def test_eager_and_better_pass(self, gradient):
+        reference, eager = gradient
+        assert_within_budget(eager, reference, eager)
+        assert_within_budget(reference.float(), reference, eager)
+        assert error_budget(reference, reference, eager).error == 0
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            torch.zeros_like,
+            lambda x: x * 1.1,
+            lambda x: x * 0.5,
+            lambda x: -x,
+            lambda x: x.roll(1, 0),
+            lambda x: torch.cat([torch.zeros_like(x[:1]), x[1:]]),
+            lambda x: torch.full_like(x, torch.nan),
+            lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.nan),
+            lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.inf),
+        ],
+    )
+    def test_wrong_results_fail(self, gradient, spoil):
+        reference, eager = gradient
+        with pytest.raises(AssertionError, match=r"dweight: error .* exceeds budget"):
+            assert_within_budget(spoil(eager), reference, eager, name="dweight")
+
+    def test_a_broken_eager_grants_nothing(self, gradient):
+        reference, eager = gradient
+        with pytest.raises(AssertionError):
+            assert_within_budget(eager * 1.1, reference, eager * torch.nan)
+
+    def test_zeros_are_met_by_zeros_only(self):
+        zeros = torch.zeros(3)
+        assert_within_budget(zeros, zeros.double(), zeros)
+        assert relative_rms(torch.tensor([0.0, 1e-30, 0.0]), zeros) == float("inf")
+        with pytest.raises(AssertionError):
+            assert_within_budget(zeros + 1e-30, zeros.double(), zeros)
+
+    def test_empty_is_met(self):
+        empty = torch.empty(0, 4)
+        assert_within_budget(empty, empty.double(), empty)
+
+    def test_shapes_must_be_equal(self):
+        with pytest.raises(ValueError, match=r"shape \(3,\), got \(1,\)"):
+            relative_rms(torch.ones(1), torch.ones(3))
