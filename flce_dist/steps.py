@@ -92,12 +92,14 @@ def shard_stats(call: Call, logits: ShardLogits, cache: Tensor | None) -> TokenS
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
     label_logit = collectives.all_reduce_sum(kernels.label_logit(logits), group)
-    others_max, sums = kernels.linear_stats(
+    others_max, partial_sums = kernels.linear_stats(
         logits, label_logit, cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy
     )
     others_max = collectives.all_reduce_max(others_max, group)
     reference = merge.pick_reference(label_logit, others_max)
-    kernels.rescue(logits, label_logit, reference, sums, cache=cache, with_entropy=with_entropy)
+    sums = kernels.rescue(
+        logits, label_logit, reference, partial_sums, cache=cache, with_entropy=with_entropy
+    )
     sums = collectives.all_reduce_sum(sums, group)
 
     stats = merge.token_stats(

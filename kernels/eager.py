@@ -43,12 +43,12 @@ def linear_stats(
     with_sum_z: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return this shard's ``(others_max [T], sums [k, T])`` over columns other than the label.
+    """Return this shard's ``(others_max [T], sums [k, T])``.
 
-    sums are ``exp(z - label_logit)``; with entropy also ``exp(z - label_logit) * (z -
-    label_logit)``; with sum_z also ``z - label_logit``, in that order. They may overflow to inf:
-    ``rescue`` comes after. The leading ``cache.shape[1]`` columns store ``exp(z - label_logit) *
-    softcap'(z)`` in cache, 0 at labels and in ignored rows.
+    Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
+    entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
+    overflow to inf: ``rescue`` comes after. The leading ``cache.shape[1]`` columns store
+    ``exp(x) * softcap'(z)`` in cache, 0 at labels and in ignored rows.
     """
     others_max = label_logit.new_full((logits.T,), -torch.inf)
     sums = label_logit.new_zeros(1 + with_entropy + with_sum_z, logits.T)
@@ -74,16 +74,16 @@ def rescue(
     *,
     cache: Tensor | None,
     with_entropy: bool,
-) -> None:
-    """Compute rows whose reference is not their label's logit again, in place.
+) -> Tensor:
+    """Return the sums [k, T] of ``linear_stats``, relative to ``reference``.
 
-    Replaces ``sums[0]`` (and ``sums[1]`` with entropy) and the cached row by those relative to
-    ``reference``. The sum of ``z - label_logit`` does not depend on it and stays. Reads on the
-    host which rows these are, so on a GPU this implementation waits once per forward.
+    Rows whose reference is not their label's logit are computed again, and their row of the cache
+    with them; the sum of ``z - label_logit`` does not depend on the reference and stays. Reads on
+    the host which rows these are, so on a GPU this implementation waits once per forward.
     """
     rows = (reference != label_logit).nonzero().squeeze(1)
     if rows.numel() == 0:
-        return
+        return sums
     sums[: 1 + with_entropy, rows] = 0.0
     few = replace(logits, hidden=logits.hidden[rows], labels=logits.labels[rows])
     for start, z, other in _windows(few):
@@ -94,6 +94,7 @@ def rescue(
             sums[1, rows] += (e * z_above).masked_fill_(~other, 0.0).sum(1)
         if cache is not None:
             _store(cache, rows, start, e, z, other, logits.softcap)
+    return sums
 
 
 def dlogits(

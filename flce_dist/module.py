@@ -1,0 +1,245 @@
+"""An output layer and its loss that own their shard of the vocabulary.
+
+V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from flce_dist import collectives
+from flce_dist.api import (
+    LossWithMetrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+from flce_dist.options import Impl, Reduction, Schedule
+from flce_dist.vocab import vocab_range
+
+_BLOCK_ROWS = 64  # rows of the weight that are drawn together, from a seed of their own
+
+
+def _normal(weight: Tensor) -> Tensor:
+    return nn.init.normal_(weight, mean=0.0, std=0.02)
+
+
+class LinearCrossEntropy(nn.Module):
+    """``linear_cross_entropy`` with a weight of its own, split by vocabulary over ``tp_group``.
+
+    Rank r owns rows ``vocab_range(padded_vocab_size, r, P)``, so shards may be uneven, and neither
+    the padding nor a checkpoint depends on P.
+
+    Args:
+        hidden_size: H.
+        vocab_size: true size V_all of the whole vocabulary.
+        bias: whether logits have a bias, [V], initially 0.
+        padded_vocab_size: rows of the whole weight, at least ``vocab_size`` (the default). Rows
+            beyond ``vocab_size`` take no part in anything.
+        tp_group: ranks that share the vocabulary; None for one process.
+        init_method: fills a CPU fp32 tensor [64, H] in place from the default random generator, as
+            Megatron's do; it is called on blocks of rows, so rows must not depend on how many there
+            are. Default: normal with standard deviation 0.02.
+        device, dtype: of the parameters.
+        sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight, softcap,
+        logit_scale, reduce_dhidden, schedule, max_logits_bytes, impl: as ``linear_cross_entropy``.
+
+    The initial weight depends on the default CPU generator alone, not on P: with one seed on all
+    ranks, shards are bitwise the rows of the one-process weight. Parameters carry Megatron's
+    attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
+
+    ``state_dict`` has a DTensor per parameter where there is a tp_group, so that
+    ``torch.distributed.checkpoint`` saves with one P and loads with another. ``load_state_dict``
+    takes such DTensors, this rank's rows, or the whole parameter.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        padded_vocab_size: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        init_method: Callable[[Tensor], Any] = _normal,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss_weight: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        reduce_dhidden: bool = True,
+        schedule: Schedule = "auto",
+        max_logits_bytes: int | None = None,
+        impl: Impl | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
+        if not 1 <= vocab_size <= self.padded_vocab_size:
+            raise ValueError(
+                f"padded_vocab_size must be at least vocab_size = {vocab_size} >= 1, "
+                f"got {padded_vocab_size}"
+            )
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
+        self.init_method = init_method
+        self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+        self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
+        self.loss_options: dict[str, Any] = dict(
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss_weight=z_loss_weight,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            reduce_dhidden=reduce_dhidden,
+            schedule=schedule,
+            max_logits_bytes=max_logits_bytes,
+            impl=impl,
+        )
+        V = self.vocab_range[1] - self.vocab_range[0]
+        self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 0
+            parameter.partition_stride = 1
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight anew and zero the bias. One all-reduce of 8 bytes."""
+        if self.weight.is_meta:
+            return
+        seed = self._shared_seed()
+        state = torch.get_rng_state()
+        try:
+            start, end = self.vocab_range
+            for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
+                # An odd multiplier: no two blocks of a weight share a seed. The generator takes 32
+                # bits; only the CPU's is touched.
+                torch.default_generator.manual_seed((seed + first * 0x9E3779B1) % 2**32)
+                block = torch.empty(_BLOCK_ROWS, self.hidden_size, dtype=torch.float32)
+                self.init_method(block)
+                low, high = max(first, start), min(first + _BLOCK_ROWS, end)
+                self.weight[low - start : high - start] = block[low - first : high - first]
+        finally:
+            torch.set_rng_state(state)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None) -> Tensor:
+        """Return the loss; arguments and result as ``linear_cross_entropy``."""
+        return linear_cross_entropy(hidden, self.weight, labels, **self._arguments(token_weight))
+
+    def forward_with_metrics(
+        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None
+    ) -> LossWithMetrics:
+        """Return ``(loss, lse, logprob, entropy, correct)``."""
+        return linear_cross_entropy_with_metrics(
+            hidden, self.weight, labels, **self._arguments(token_weight)
+        )
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, *, gather: bool = True) -> Tensor:
+        """Return the logits for inference, in hidden's dtype and without a gradient.
+
+        Args:
+            hidden: as in ``forward``.
+            gather: [..., V_all] on every rank; False leaves each rank its own rows ``vocab_range``,
+                [..., V], padding too, with no collective but the gather of sequence parallelism.
+        """
+        group = self.tp_group
+        if self.sequence_parallel:
+            hidden = collectives.start_gather_tokens(hidden, group).wait()
+        scale, softcap = self.loss_options["logit_scale"], self.loss_options["softcap"]
+        z = F.linear(hidden, self.weight) * scale
+        if self.bias is not None:
+            z = z + self.bias
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        if not gather:
+            return z
+        # All shards but the last ones are equally long: padded to that, ids stay in their order.
+        longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
+        columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
+        columns = collectives.start_gather_tokens(columns, group).wait()
+        return columns[: self.vocab_size].movedim(0, -1)
+
+    def extra_repr(self) -> str:
+        start, end = self.vocab_range
+        size = f"{self.vocab_size}"
+        if self.padded_vocab_size != self.vocab_size:
+            size += f" (padded to {self.padded_vocab_size})"
+        parts = [
+            f"hidden_size={self.hidden_size}",
+            f"vocab_size={size}",
+            f"rows=[{start}, {end}) of rank {self.rank}/{self.P}",
+            f"bias={self.bias is not None}",
+            f"sequence_parallel={self.sequence_parallel}",
+        ]
+        parts += [f"{k}={v!r}" for k, v in self.loss_options.items() if v not in (None, 0.0)]
+        return ", ".join(parts)
+
+    def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
+        return dict(
+            bias=self.bias,
+            token_weight=token_weight,
+            vocab_size=self.vocab_size,
+            vocab_range=self.vocab_range,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            **self.loss_options,
+        )
+
+    def _shared_seed(self) -> int:
+        """Draw 32 bits from the default generator, the same on all ranks."""
+        seed = torch.randint(2**32, (1,), dtype=torch.int64)
+        if self.tp_group is not None and dist.get_backend(self.tp_group) == "nccl":
+            seed = seed.cuda()
+        return int(collectives.all_reduce_max(seed, self.tp_group))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.tp_group is None:
+            return
+        mesh = DeviceMesh.from_group(self.tp_group, self.weight.device.type)
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            shape = torch.Size((self.padded_vocab_size, *parameter.shape[1:]))
+            # Shard(0) cuts as vocab_range does: runs of ceil(rows / P), the last short or empty.
+            destination[prefix + name] = DTensor.from_local(
+                destination[prefix + name],
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=shape,
+                stride=parameter.stride(),
+            )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        start, end = self.vocab_range
+        state_dict = dict(state_dict)  # the caller's keeps what it has
+        for name in self._parameters:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor):
+                state_dict[prefix + name] = value.to_local()
+            elif value is not None and len(value) == self.padded_vocab_size:
+                state_dict[prefix + name] = value[start:end]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

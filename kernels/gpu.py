@@ -1,0 +1,7 @@
+"""The kernel interface in Triton; the same functions in plain torch are in ``eager.py``."""
+
+from flce_dist.kernels.dlogits import dlogits
+from flce_dist.kernels.label_logit import label_logit
+from flce_dist.kernels.linear_stats import linear_stats, rescue
+
+__all__ = ["dlogits", "label_logit", "linear_stats", "rescue"]

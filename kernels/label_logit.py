@@ -1,0 +1,61 @@
+"""The logit of each token's own label.  T = tokens, V = vocabulary rows here, H = hidden size."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.primitives import label_columns, softcap_tanh
+from flce_dist.kernels.shard_logits import ShardLogits
+
+
+@triton.jit
+def _label_logit_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64
+    label_logit_ptr,  # out: [T] fp32
+    T, V, H,
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+    vocab_start_index, ignore_index, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    column, _ = label_columns(labels_ptr, t, T, V, vocab_start_index, ignore_index)
+    owned = column >= 0
+    hidden_ptr += t * stride_hidden_t
+    weight_ptr += tl.maximum(column, 0).to(tl.int64) * stride_weight_v
+    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start_h in range(0, H, BLOCK_H):
+        offs_h = start_h + tl.arange(0, BLOCK_H)
+        mask_h = (offs_h < H) & owned
+        h = tl.load(hidden_ptr + offs_h * stride_hidden_h, mask=mask_h, other=0.0)
+        w = tl.load(weight_ptr + offs_h * stride_weight_h, mask=mask_h, other=0.0)
+        acc += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(acc, axis=0) * logit_scale
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + tl.maximum(column, 0), mask=owned, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcap_tanh(z, softcap)
+    tl.store(label_logit_ptr + t, tl.where(owned, z, 0.0))
+
+
+def label_logit(logits: ShardLogits) -> Tensor:
+    """Return [T] fp32: the logit of each token's label, 0 where it is not owned or ignored.
+
+    One gathered dot product per token reads at most 2 T H elements; summed over ranks, the result
+    is the label's logit everywhere.
+    """
+    T, V, H = logits.T, logits.V, logits.H
+    out = torch.zeros(T, dtype=torch.float32, device=logits.hidden.device)
+    if T == 0 or V == 0:
+        return out
+    _label_logit_kernel[(T,)](
+        logits.hidden, logits.weight, logits.bias, logits.labels,
+        out,
+        T, V, H,
+        *logits.hidden.stride(), *logits.weight.stride(),
+        logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
+        HAS_BIAS=logits.bias is not None,
+        HAS_SOFTCAP=logits.softcap is not None,
+        BLOCK_H=min(1024, triton.next_power_of_2(H)),
+    )  # fmt: skip
+    return out

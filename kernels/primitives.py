@@ -1,0 +1,135 @@
+"""Pieces that several kernels share.  T = tokens, V = vocabulary rows here, H = hidden size."""
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b`` in fp32: tensor cores for half operands, IEEE arithmetic for fp32."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """fp32 ``x`` rounded to nearest even in ``dtype``."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def softcap_tanh(z, softcap):
+    """``softcap * tanh(z / softcap)``.
+
+    The quotient of exponentials loses the relative accuracy of a small argument, so there the
+    Taylor series, whose next term is below 1e-8 of the value.
+    """
+    x = z / softcap
+    s = x * x
+    series = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
+    t = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    quotient = (1 - t) / (1 + t)
+    quotient = tl.where(x < 0, -quotient, quotient)
+    return softcap * tl.where(tl.abs(x) < 0.25, series, quotient)
+
+
+@triton.jit
+def load_tile(
+    src, row, col, num_rows, num_cols, stride_row, stride_col,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A [BLOCK_ROW, BLOCK_COL] tile of a matrix, 0 outside; src is a descriptor if TMA."""
+    if TMA:
+        return src.load([row, col])
+    else:
+        offs_row = row + tl.arange(0, BLOCK_ROW).to(tl.int64)  # V * H passes 2**31 at 262k x 8k
+        offs_col = col + tl.arange(0, BLOCK_COL)
+        return tl.load(
+            src + offs_row[:, None] * stride_row + offs_col[None, :] * stride_col,
+            mask=(offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols),
+            other=0.0,
+        )
+
+
+@triton.jit
+def store_tile(
+    dst, tile, row, col, num_rows, num_cols, stride_row,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Store fp32 ``tile`` into a matrix of unit column stride, within its bounds."""
+    if TMA:
+        dst.store([row, col], cast(tile, dst.dtype))
+    else:
+        offs_row = row + tl.arange(0, BLOCK_ROW).to(tl.int64)  # T * V passes 2**31 at 16k x 128k
+        offs_col = col + tl.arange(0, BLOCK_COL)
+        tl.store(
+            dst + offs_row[:, None] * stride_row + offs_col[None, :],
+            cast(tile, dst.dtype.element_ty),
+            mask=(offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols),
+        )
+
+
+@triton.jit
+def tile_coordinates(tile, num_t, num_v, GROUP_T: tl.constexpr):
+    """Tile number to ``(pid_t, pid_v)``: GROUP_T token blocks share a column of weight in L2."""
+    group_size = GROUP_T * num_v
+    first_t = tile // group_size * GROUP_T
+    rows = tl.minimum(num_t - first_t, GROUP_T)
+    return first_t + tile % group_size % rows, tile % group_size // rows
+
+
+@triton.jit
+def logits_tile(
+    hidden, weight, bias_ptr,
+    start_t, start_v, T, V, H,
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+    logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Logits [BLOCK_T, BLOCK_V] of one tile in fp32; beyond T and V they mean nothing."""
+    acc = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
+    for start_h in tl.range(0, H, BLOCK_H):
+        h = load_tile(
+            hidden, start_t, start_h, T, H, stride_hidden_t, stride_hidden_h,
+            BLOCK_T, BLOCK_H, TMA,
+        )  # fmt: skip
+        w = load_tile(
+            weight, start_v, start_h, V, H, stride_weight_v, stride_weight_h,
+            BLOCK_V, BLOCK_H, TMA,
+        )  # fmt: skip
+        acc = dot(h, w.T, acc)
+    z = acc * logit_scale
+    if HAS_BIAS:
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        z += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SOFTCAP:
+        z = softcap_tanh(z, softcap)
+    return z
+
+
+@triton.jit
+def label_columns(
+    labels_ptr, offs_t, T, V, vocab_start_index, ignore_index
+):
+    """``(column, counted)`` of tokens: the label's column here (-1 if elsewhere), not ignored."""
+    labels = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
+    counted = labels != ignore_index
+    column = labels - vocab_start_index
+    column = tl.where((column >= 0) & (column < V) & counted, column, -1)
+    return column.to(tl.int32), counted
