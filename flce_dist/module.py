@@ -19,9 +19,10 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
-from flce_dist.options import Impl, Reduction, Schedule
+from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 from flce_dist.vocab import vocab_range
 
+_MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are drawn together, from a seed of their own
 
 
@@ -112,9 +113,8 @@ class LinearCrossEntropy(nn.Module):
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = 0
-            parameter.partition_stride = 1
+            for name, value in _MEGATRON_ATTRIBUTES.items():
+                setattr(parameter, name, value)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -189,7 +189,8 @@ class LinearCrossEntropy(nn.Module):
             f"bias={self.bias is not None}",
             f"sequence_parallel={self.sequence_parallel}",
         ]
-        parts += [f"{k}={v!r}" for k, v in self.loss_options.items() if v not in (None, 0.0)]
+        defaults = vars(LossOptions()) | {"impl": None}
+        parts += [f"{k}={v!r}" for k, v in self.loss_options.items() if v != defaults[k]]
         return ", ".join(parts)
 
     def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from flce_dist.testing import (
     run_ranks,
 )
 
-BACKENDS = ["threads", "gloo"]
+BACKENDS: list[Literal["threads", "gloo"]] = ["threads", "gloo"]
 
 
 class Unpicklable(Exception):
