@@ -83,11 +83,10 @@ def _linear_stats_kernel(
                 sums_ptr + (1 + WITH_ENTROPY) * plane + row, tl.sum(x, axis=1), mask=mask_t
             )
         if HAS_CACHE:
-            if start_v < cached_v:
-                store_tile(
-                    cache, de, start_t, start_v, T, cached_v, stride_cache_t,
-                    BLOCK_T, BLOCK_V, TMA,
-                )  # fmt: skip
+            # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
+            store_tile(
+                cache, de, start_t, start_v, T, cached_v, stride_cache_t, BLOCK_T, BLOCK_V, TMA
+            )
 
 
 @triton.jit

@@ -30,9 +30,9 @@ _TILES = {
     ("sm_80", 2): TileConfig(128, 128, 32, 8, 8, 3),
     ("sm_80", 4): TileConfig(64, 64, 32, 8, 4, 3),
     ("sm_90", 2): TileConfig(128, 256, 64, 8, 8, 3),
-    ("sm_90", 4): TileConfig(64, 64, 32, 8, 4, 3),
+    ("sm_90", 4): TileConfig(64, 64, 32, 8, 8, 3),
     ("sm_100", 2): TileConfig(128, 256, 64, 8, 8, 3),
-    ("sm_100", 4): TileConfig(64, 64, 32, 8, 4, 3),
+    ("sm_100", 4): TileConfig(64, 64, 32, 8, 8, 3),
     # One step of the interpreter costs the same for any tile: few, odd-sized enough to be ragged.
     (INTERPRETED, 2): TileConfig(32, 64, 32, 2, 4, 1),
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
