@@ -1,6 +1,5 @@
 """The functions that people call.  T tokens, V vocabulary rows here, H hidden size, P ranks."""
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from flce_dist import checks, collectives
 from flce_dist.autograd import InForwardFunction, LinearCrossEntropyFunction
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 from flce_dist.plan import plan
-from flce_dist.steps import Call
+from flce_dist.steps import Call, kernels_of
 from flce_dist.vocab import VocabShard
 
 
@@ -113,7 +112,7 @@ def linear_cross_entropy(
         max_logits_bytes=max_logits_bytes,
     )
     tensors = (hidden, weight, labels, bias, token_weight)
-    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl).loss
+    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl)[0]
 
 
 def linear_cross_entropy_with_metrics(
@@ -158,7 +157,7 @@ def linear_cross_entropy_with_metrics(
         with_metrics=True,
     )
     tensors = (hidden, weight, labels, bias, token_weight)
-    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl)
+    return LossWithMetrics(*_apply(*tensors, options, vocab_size, vocab_range, tp_group, impl))
 
 
 def _apply(
@@ -172,8 +171,8 @@ def _apply(
     vocab_range: tuple[int, int] | None,
     tp_group: dist.ProcessGroup | None,
     impl: str | None,
-) -> LossWithMetrics:
-    """Check, flatten to [T, H], plan, run, and give results labels' shape again."""
+) -> tuple[Tensor, ...]:
+    """Check, flatten to [T, H], plan, run; return loss and metrics (if asked for) in their shape."""
     checks.check_options(options, impl)
     checks.check_group(tp_group, options.sequence_parallel)
     hidden, weight, bias = _autocast(hidden, weight, bias)
@@ -212,7 +211,7 @@ def _apply(
             max_logits_bytes=options.max_logits_bytes,
             expressible=not options.smoothing_needs_logits,
         ),
-        kernels=_kernels(impl),
+        kernels=kernels_of(impl),
         tp_group=tp_group,
     )
     in_forward = call.plan.schedule == "in_forward"
@@ -223,18 +222,7 @@ def _apply(
         out = function.apply(hidden.reshape(-1, H), weight, bias, flat_labels, weights, call)
     loss, *metrics = out
     loss = loss.reshape(shape) if options.reduction == "none" else loss
-    return LossWithMetrics(loss, *(m if m is None else m.reshape(shape) for m in metrics))
-
-
-def _kernels(impl: str) -> ModuleType:
-    """Import on demand: a machine that only runs eager needs no working triton."""
-    if impl == "triton":
-        from flce_dist.kernels import gpu
-
-        return gpu
-    from flce_dist.kernels import eager
-
-    return eager
+    return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
 
 
 def _autocast(

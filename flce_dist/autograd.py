@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flce_dist import collectives, steps
+from flce_dist import steps
 from flce_dist.kernels import gemm, merge, row_gradient
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients, RowGradient

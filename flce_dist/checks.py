@@ -44,8 +44,8 @@ def check_options(options: LossOptions, impl: str | None) -> None:
         )
     if options.schedule in ("cached", "in_forward") and options.smoothing_needs_logits:
         raise NotImplementedError(
-            f"schedule='{options.schedule}' keeps exponentials, which do not express label_smoothing "
-            "with softcap; use schedule='recompute'"
+            f"schedule='{options.schedule}' keeps exponentials, which do not express "
+            "label_smoothing with softcap; use schedule='recompute'"
         )
 
 
@@ -89,7 +89,9 @@ def check_tensors(
                 f"token_weight must be on hidden's {hidden.device}, got {token_weight.device}"
             )
         if token_weight.requires_grad:
-            raise ValueError("token_weight has no gradient: it must have requires_grad=False, got True")
+            raise ValueError(
+                "token_weight has no gradient: it must have requires_grad=False, got True"
+            )
 
 
 def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:

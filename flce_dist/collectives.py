@@ -6,7 +6,6 @@ ranks must call the same functions in the same order with the same shapes.
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -68,8 +68,8 @@ def plan(
     """
     column_bytes = max(1, T * itemsize)
     if schedule == "in_forward":
-        budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
-        chunk = max(_TILE, _round_down(budget // max(1, V * itemsize)))
+        chunk_bytes = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
+        chunk = max(_TILE, _round_down(chunk_bytes // max(1, V * itemsize)))
         chunk = min(T, _round_up(-(-T // max(1, -(-T // chunk)))))
         return Plan(schedule, T, V, V, _TILE, max(1, chunk), chunk * V * itemsize)
 

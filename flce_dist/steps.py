@@ -75,6 +75,17 @@ class Call:
         return collectives.start_all_reduce(dhidden, group)
 
 
+def kernels_of(impl: str) -> ModuleType:
+    """Import on demand: a machine that only runs eager needs no working triton."""
+    if impl == "triton":
+        from flce_dist.kernels import gpu
+
+        return gpu
+    from flce_dist.kernels import eager
+
+    return eager
+
+
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised [T, columns] whose rows start on 16 bytes, as TMA stores want."""
     padded = -(-columns // 16) * 16
@@ -119,9 +130,7 @@ def shard_stats(call: Call, logits: ShardLogits, cache: Tensor | None) -> TokenS
             label_smoothing=options.label_smoothing,
             z_loss_weight=options.z_loss_weight,
         )
-        merge.write_label(
-            cache, logits.labels, value, vocab_start_index=logits.vocab_start_index
-        )
+        merge.write_label(cache, logits.labels, value, vocab_start_index=logits.vocab_start_index)
     return stats
 
 

@@ -42,9 +42,7 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
         acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
 
 
-def weight_grad(
-    dlogits: Tensor, hidden: Tensor, *, row: Tensor | None = None, out: Tensor
-) -> None:
+def weight_grad(dlogits: Tensor, hidden: Tensor, *, row: Tensor | None = None, out: Tensor) -> None:
     """Write ``out = dlogits.T @ hidden + row`` with one rounding; [T, W], [T, H] -> [W, H].
 
     ``row`` [H] in the accumulation dtype is added to every row of the result.

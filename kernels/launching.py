@@ -45,7 +45,7 @@ class TileLaunch:
             return x
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_row, block_col])
 
-    def strides(self) -> tuple[int, int, int, int]:
+    def strides(self) -> tuple[int, ...]:
         return (*self.logits.hidden.stride(), *self.logits.weight.stride())
 
     def constexprs(self) -> dict[str, Any]:
@@ -80,6 +80,4 @@ def _fits_descriptor(x: Tensor) -> bool:
 
 def stats_buffer(logits: ShardLogits, rows: int, num_v: int) -> Tensor:
     """Return an uninitialised [rows, num_v, T] fp32: one row of statistics per tile column."""
-    return torch.empty(
-        rows, num_v, logits.T, dtype=torch.float32, device=logits.hidden.device
-    )
+    return torch.empty(rows, num_v, logits.T, dtype=torch.float32, device=logits.hidden.device)

@@ -79,9 +79,7 @@ def _linear_stats_kernel(
         if WITH_ENTROPY:
             tl.store(sums_ptr + plane + row, tl.sum(e * x, axis=1), mask=mask_t)
         if WITH_SUM_Z:
-            tl.store(
-                sums_ptr + (1 + WITH_ENTROPY) * plane + row, tl.sum(x, axis=1), mask=mask_t
-            )
+            tl.store(sums_ptr + (1 + WITH_ENTROPY) * plane + row, tl.sum(x, axis=1), mask=mask_t)
         if HAS_CACHE:
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
             store_tile(

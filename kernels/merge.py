@@ -51,9 +51,7 @@ def token_stats(
 ) -> TokenStats:
     """Merge the reduced sums into log-sum-exp and log-probability."""
     label_above = label_logit - reference  # exactly 0 unless rescued
-    log_total = torch.where(
-        label_above == 0, others.log1p(), (others + label_above.exp()).log()
-    )
+    log_total = torch.where(label_above == 0, others.log1p(), (others + label_above.exp()).log())
     return TokenStats(
         label_logit=label_logit,
         reference=reference,

@@ -124,9 +124,7 @@ def logits_tile(
 
 
 @triton.jit
-def label_columns(
-    labels_ptr, offs_t, T, V, vocab_start_index, ignore_index
-):
+def label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index):
     """``(column, counted)`` of tokens: the label's column here (-1 if elsewhere), not ignored."""
     labels = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
     counted = labels != ignore_index

@@ -100,8 +100,8 @@ def row_gradient_with_metrics(
 ) -> RowGradient:
     """Split the gradient of loss and metrics, where no one factor is common to a row.
 
-    With ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` has the upstream gradients
-    inside and ``scale`` is 1::
+    With ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` has the upstream
+    gradients inside and ``scale`` is 1::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
     """
