@@ -172,7 +172,7 @@ def _apply(
     tp_group: dist.ProcessGroup | None,
     impl: str | None,
 ) -> tuple[Tensor, ...]:
-    """Check, flatten to [T, H], plan, run; return loss and metrics (if asked for) in their shape."""
+    """Check, flatten to [T, H], plan, run; return loss and, if asked for, metrics."""
     checks.check_options(options, impl)
     checks.check_group(tp_group, options.sequence_parallel)
     hidden, weight, bias = _autocast(hidden, weight, bias)

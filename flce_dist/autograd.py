@@ -6,6 +6,8 @@ loss; in backward dlogits by pieces, two matrix products each, and the sum of dh
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,18 @@ from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
+
+
+def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``backward`` in the dtypes that forward settled, also if called under autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        device = next(g.device for g in grads if g is not None)
+        with torch.autocast(device.type, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -54,6 +68,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dloss, dlse, dlogprob, dentropy, _dcorrect):
         call: Call = ctx.call
         hidden, weight, bias, labels, scale, cache, entropy, *stats = ctx.saved_tensors
@@ -170,6 +185,7 @@ class InForwardFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, dloss, *dmetrics):
         if any(d is not None for d in dmetrics):
             raise NotImplementedError(

@@ -1,0 +1,138 @@
+"""Compile every kernel for GPUs that are not here; prints one JSON object per kernel.
+
+Run by test_compile.py in a process of its own, since triton is either interpreted or not, for
+good, from its first import.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flce_dist.kernels import dlogits, label_logit, linear_stats, tuning
+from flce_dist.kernels.tuning import TileConfig
+
+T, H, V = 8192, 4096, 32000
+PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+class AbsentGpu:
+    """What triton asks of a driver while it compiles. One device number per chip: it caches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_all(arch: str, itemsize: int, config: TileConfig) -> dict[str, Any]:
+    """Compile the kernels around a logits tile as their launchers would."""
+    dtype, tma = DTYPES[itemsize], tuning.has_tma(arch)
+
+    def matrix(cols: int, block_row: int, block_col: int) -> Any:
+        x = torch.empty(256, cols, dtype=dtype)
+        return TensorDescriptor(x, [256, cols], [cols, 1], [block_row, block_col]) if tma else x
+
+    hidden = matrix(H, config.BLOCK_T, config.BLOCK_H)
+    weight = matrix(H, config.BLOCK_V, config.BLOCK_H)
+    cells = matrix(V, config.BLOCK_T, config.BLOCK_V)
+    pointer = torch.empty(16, dtype=dtype)
+    fp32, labels = torch.empty(16), torch.empty(16, dtype=torch.int64)
+    flagged = torch.empty(1, dtype=torch.bool)
+    operands = (hidden, weight, None, labels)
+    strides, scalars = (H, 1, H, 1), (0, -100, 1.0, 1.0)
+    common: dict[str, Any] = {
+        "HAS_BIAS": False,
+        "HAS_SOFTCAP": False,
+        "TMA": tma,
+        "BLOCK_T": config.BLOCK_T,
+        "BLOCK_V": config.BLOCK_V,
+        "BLOCK_H": config.BLOCK_H,
+        "GROUP_T": config.GROUP_T,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "grid": (132,),
+    }
+    stats = linear_stats._linear_stats_kernel.warmup
+    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False}
+    tail = (*strides, V, *scalars)
+    return {
+        "linear_stats": stats(
+            *operands, fp32, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
+            HAS_CACHE=False, **plain, **common,
+        ),
+        "linear_stats cached": stats(
+            *operands, fp32, fp32, fp32, cells, T, V, H, V, *tail,
+            HAS_CACHE=True, **plain, **common,
+        ),
+        "rescue": linear_stats._rescue_kernel.warmup(
+            *operands, fp32, fp32, flagged, fp32, pointer, T, V, H, V, *tail,
+            HAS_CACHE=True, WITH_ENTROPY=False, **common,
+        ),
+        "dlogits": dlogits._dlogits_kernel.warmup(
+            *operands, fp32, fp32, None, None, None, cells, T, V, H, *tail,
+            AFFINE=False, **common,
+        ),
+        "dlogits affine": dlogits._dlogits_kernel.warmup(
+            *operands, fp32, fp32, fp32, fp32, fp32, cells, T, V, H, *tail,
+            AFFINE=True, **common,
+        ),
+        "label_logit": label_logit._label_logit_kernel.warmup(
+            pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars,
+            HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
+        ),
+    }  # fmt: skip
+
+
+def spilled_bytes(ptx: str, capability: int) -> int:
+    assembler = PTXAS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    name = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [assembler, "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+
+
+def main() -> None:
+    for arch, itemsize, config in tuning.all_configs():
+        capability = int(arch.removeprefix("sm_"))
+        triton.runtime.driver.set_active(AbsentGpu(capability))
+        for name, kernel in compile_all(arch, itemsize, config).items():
+            ptx = kernel.asm["ptx"]
+            facts = {
+                "arch": arch,
+                "itemsize": itemsize,
+                "BLOCK_T": config.BLOCK_T,
+                "kernel": name,
+                "shared": kernel.metadata.shared,
+                "spilled": spilled_bytes(ptx, capability),
+                "wgmma": "wgmma.mma_async" in ptx,
+                "tma": "cp.async.bulk.tensor" in ptx,
+                "tcgen05": "tcgen05.mma" in ptx,
+            }
+            print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

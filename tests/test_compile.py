@@ -1,0 +1,55 @@
+"""Every tile configuration compiles for every chip it is meant for, without a GPU at hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+# The kernels of the ordinary path; the rescue of overflowing rows and metrics may spill a little.
+HOT = ("linear_stats", "linear_stats cached", "dlogits", "label_logit")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "aot_compile.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def describe(facts: dict[str, Any]) -> str:
+    return "{arch} {itemsize} bytes BLOCK_T={BLOCK_T} {kernel}".format(**facts)
+
+
+@pytest.mark.timeout(400)
+def test_shared_memory_fits(compiled):
+    too_large = [
+        f"{describe(f)}: {f['shared']}" for f in compiled if f["shared"] > SHARED_BYTES[f["arch"]]
+    ]
+    assert compiled and not too_large
+
+
+def test_hot_kernels_do_not_spill(compiled):
+    spills = {describe(f): f["spilled"] for f in compiled if f["spilled"] and f["kernel"] in HOT}
+    assert not spills
+
+
+def test_hopper_and_blackwell_use_their_tensor_cores_and_tma(compiled):
+    tiles = [f for f in compiled if f["kernel"] != "label_logit" and f["arch"] != "sm_80"]
+    assert all(f["tma"] for f in tiles)
+    half = [f for f in tiles if f["itemsize"] == 2]
+    unit = {"sm_90": "wgmma", "sm_100": "tcgen05"}
+    missing = [describe(f) for f in half if not f[unit[f["arch"]]]]
+    assert half and not missing
