@@ -247,7 +247,7 @@ class TestErrorBudget:
         "spoil",
         [
             torch.zeros_like,
-            lambda x: x * 1.1,
+            lambda x: x * 1.05,
             lambda x: x * 0.5,
             lambda x: -x,
             lambda x: x.roll(1, 0),

@@ -1,0 +1,143 @@
+"""Check linear_cross_entropy on the hardware at hand, before trusting a training run to it.
+
+    torchrun --nproc-per-node 8 -m flce_dist.launch.verify --output verify.json
+    python -m flce_dist.launch.verify --dtypes fp32 --shapes 64 48 1000   # one process
+
+All ranks form one tensor-parallel group. Every schedule, reduction and main option, with and
+without sequence parallelism, is compared with fp64; errors are printed beside their budgets, and
+the exit status is 1 if one is missed on any rank. NCCL on GPUs, gloo elsewhere.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from flce_dist.launch.verify_cases import Shape, cases, make_data, variants
+from flce_dist.launch.verify_checks import make_truth, run_case
+from flce_dist.launch.verify_report import Record, about, summary, tables, worst_of_ranks
+from flce_dist.options import Impl, Schedule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_SHAPES = {
+    "cuda": (Shape(1024, 1024, 32000), Shape(129, 123, 5003)),
+    "cpu": (Shape(64, 256, 1000), Shape(33, 123, 507)),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to check. By default everything, at a plain and at an odd shape."""
+
+    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
+    shapes: tuple[tuple[int, int, int], ...] = ()
+    """Triples of tokens, hidden size and vocabulary, over all ranks; tokens and vocabulary are
+    rounded up to multiples of the ranks. By default chosen by device."""
+    schedules: tuple[Schedule, ...] = ("recompute", "cached", "in_forward", "auto")
+    impl: Impl | None = None
+    """By default what linear_cross_entropy chooses on this device."""
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    seed: int = 0
+    output: Path | None = None
+    """JSON file for all errors and budgets, the hardware and the versions."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Return 0 if every rank met every budget, else 1."""
+    settings = tyro.cli(Settings, args=args, description=__doc__)
+    started = time.monotonic()
+    device, tp_group = start(settings.device)
+    rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+    console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
+
+    records = _run(settings, device, tp_group, console)
+    records = worst_of_ranks(records, tp_group)
+    facts = about(device, P, time.monotonic() - started)
+    for table in tables(records):
+        console.print(table)
+    console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
+    passed = bool(records) and all(record.met for record in records)
+    if settings.output is not None and rank == 0:
+        settings.output.parent.mkdir(parents=True, exist_ok=True)
+        found = {**facts, "passed": passed, "records": [record.as_json() for record in records]}
+        settings.output.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+def start(device_type: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """Join torchrun's ranks or an existing default group; alone, there is no group."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        # Long enough for a rank that compiles kernels, short enough for one that is gone.
+        timeout = timedelta(minutes=5)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    return device, dist.group.WORLD if dist.is_initialized() else None
+
+
+def _run(
+    settings: Settings, device: torch.device, tp_group: dist.ProcessGroup | None, console: Console
+) -> list[Record]:
+    """Run every case, each rank its share of it."""
+    P = 1 if tp_group is None else tp_group.size()
+    shapes = []
+    for shape in [Shape(*sizes) for sizes in settings.shapes] or DEFAULT_SHAPES[device.type]:
+        if _fits(shape, device, tp_group):
+            shapes.append(shape)
+        else:
+            console.print(f"skipped {shape}: its fp64 logits do not fit into memory")
+    todo = [
+        (dtype, shape, variant, list(cases(variant, settings.schedules, P)))
+        for dtype in settings.dtypes
+        for shape in shapes
+        for variant in variants()
+    ]
+    records = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=sum(len(group) for *_, group in todo))
+        for dtype, shape, variant, group in todo:
+            data = make_data(variant, shape, P, DTYPES[dtype], device, settings.seed)
+            truth = functools.cache(functools.partial(make_truth, data, variant))
+            for case in group:
+                progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
+                checks, failure = {}, None
+                try:
+                    checks = run_case(
+                        case, data, truth(case.metric_gradients), tp_group, settings.impl
+                    )
+                except Exception as error:  # a broken case is a miss, and must not hide the others
+                    failure = f"{type(error).__name__}: {error}"
+                records.append(Record(dtype, shape, case, checks, failure))
+                progress.advance(bar)
+    return records
+
+
+def _fits(shape: Shape, device: torch.device, tp_group: dist.ProcessGroup | None) -> bool:
+    """Whether the truth, about ten tensors of [T, V_all] in fp64, fits into every rank's memory."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks_here
+    least = torch.tensor(free, device=device)
+    if tp_group is not None:
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=tp_group)
+    return 10 * 8 * shape.T * shape.V_all < int(least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""How ``verify`` judges a case: this rank's results against its part of the truth.
+
+The truth is textbook PyTorch on the whole inputs in fp64, which every rank computes for itself;
+the budget comes from the same in the dtype under test. So no collective of ours, and no mistake in
+one, can spoil both sides of a comparison.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.launch.verify_cases import METRICS, Case, Data, Variant
+from flce_dist.options import Impl
+from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.testing import ErrorBudget, error_budget, relative_rms
+from flce_dist.vocab import vocab_range
+
+FP32_BUDGET = 1e-5
+"""Relative error that loss, lse, logprob and entropy may have: they are fp32 in every dtype."""
+
+Results = dict[str, Tensor]  # loss, lse, logprob, entropy, correct, dhidden, dweight, dbias
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Results on the whole inputs: in fp64, and as eager PyTorch has them in the tested dtype."""
+
+    oracle: Results
+    eager: Results
+
+
+def make_truth(data: Data, variant: Variant, metric_gradients: bool) -> Truth:
+    """Compute a variant by textbook PyTorch, twice."""
+    dtypes = (torch.float64, data.hidden.dtype)
+    oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
+    return Truth(oracle, eager)
+
+
+def run_case(
+    case: Case, data: Data, truth: Truth, tp_group: dist.ProcessGroup | None, impl: Impl | None
+) -> dict[str, ErrorBudget]:
+    """Compute ``case`` on this rank and compare; every rank must call this."""
+    P = 1 if tp_group is None else tp_group.size()
+    rank = 0 if tp_group is None else tp_group.rank()
+    T, rows = len(data.labels), len(data.weight)
+    tokens = slice(rank * T // P, (rank + 1) * T // P) if case.sequence_parallel else slice(T)
+    own = slice(*vocab_range(rows, rank, P))
+
+    hidden, weight = data.hidden[tokens].clone(), data.weight[own].clone()
+    bias = None if data.bias is None else data.bias[own].clone()
+    half = weight.element_size() * T * (own.stop - own.start) // 2
+    call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    out = call(
+        hidden,
+        weight,
+        data.labels,
+        bias=bias,
+        reduction=case.variant.reduction,
+        token_weight=data.token_weight,
+        vocab_size=data.vocab_size,
+        vocab_range=(own.start, own.stop) if case.variant.uneven else None,
+        tp_group=tp_group,
+        sequence_parallel=case.sequence_parallel,
+        schedule=case.schedule,
+        max_logits_bytes=half if case.partly_cached else None,
+        impl=impl,
+        **dict(case.variant.options),
+    )
+    outputs = (out,) if isinstance(out, Tensor) else tuple(out)
+    results = _differentiate(outputs, leaves, data, case.metric_gradients)
+    parts = {"dhidden": tokens, "dweight": own, "dbias": own}
+    checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
+    if tp_group is not None:
+        checks["same loss"] = _same_on_all_ranks(results["loss"], tp_group)
+    return checks
+
+
+def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
+    hidden, weight = data.hidden.to(dtype, copy=True), data.weight.to(dtype, copy=True)
+    bias = None if data.bias is None else data.bias.to(dtype, copy=True)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    outputs = reference_linear_cross_entropy(
+        hidden,
+        weight,
+        data.labels,
+        bias=bias,
+        reduction=variant.reduction,
+        token_weight=data.token_weight,
+        vocab_size=data.vocab_size,
+        **dict(variant.options),
+    )
+    return _differentiate(outputs, leaves, data, metric_gradients)
+
+
+def _differentiate(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], data: Data, metric_gradients: bool
+) -> Results:
+    """Send the upstream gradients back and return everything, detached and by name."""
+    roots, upstream = [outputs[0]], [data.dloss]
+    if metric_gradients:
+        roots += outputs[1:4]
+        upstream += data.dmetrics.unbind()
+    torch.autograd.backward(
+        roots, [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
+    )
+    results = dict(zip(("loss", *METRICS, "correct"), outputs, strict=False))
+    for name, leaf in zip(("dhidden", "dweight", "dbias"), leaves, strict=False):
+        results[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return {name: x.detach() for name, x in results.items()}
+
+
+def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> ErrorBudget:
+    oracle, eager = truth.oracle[name], truth.eager[name]
+    if part is not None:
+        return error_budget(actual, oracle[part], eager[part])
+    if name == "correct":
+        return ErrorBudget(float((actual != oracle).sum()), 0.0)
+    return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET)
+
+
+def _same_on_all_ranks(loss: Tensor, tp_group: dist.ProcessGroup) -> ErrorBudget:
+    """Compare bits: the error is how far apart the ranks' losses are."""
+    low, high = loss.clone(), loss.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=tp_group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=tp_group)
+    return ErrorBudget(float((high - low).abs().sum()), 0.0)

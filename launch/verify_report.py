@@ -1,0 +1,169 @@
+"""What ``verify`` found: merged over ranks, as tables, as a verdict and as JSON."""
+
+import dataclasses
+import math
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.markup import escape
+from rich.table import Table
+
+import flce_dist
+from flce_dist.launch.verify_cases import METRICS, Case, Shape
+from flce_dist.testing import ErrorBudget
+
+COLUMNS = {
+    "loss": ("loss",),
+    "dhidden": ("dhidden",),
+    "dweight": ("dweight",),
+    "dbias": ("dbias",),
+    "metrics": (*METRICS, "correct"),
+    "ranks": ("same loss",),
+}
+"""Columns of a table and the checks that each shows the worst of."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One case at one dtype and shape: its checks, or the error that kept it from having any."""
+
+    dtype: str
+    shape: Shape
+    case: Case
+    checks: dict[str, ErrorBudget]
+    failure: str | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.failure is None and all(check.met for check in self.checks.values())
+
+    @property
+    def name(self) -> str:
+        variant = self.case.variant
+        return f"{self.dtype} {tuple(self.shape)} {variant.name} ({variant.reduction})"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype,
+            "shape": self.shape._asdict(),
+            "case": dataclasses.asdict(self.case),
+            "checks": {name: dataclasses.asdict(x) for name, x in self.checks.items()},
+            "failure": self.failure,
+            "met": self.met,
+        }
+
+
+def worst_of_ranks(records: list[Record], tp_group: dist.ProcessGroup | None) -> list[Record]:
+    """Merge the records of all ranks, so that all come to one verdict; one small all-gather."""
+    if tp_group is None:
+        return records
+    everyones: list[Any] = [None] * tp_group.size()
+    dist.all_gather_object(everyones, records, group=tp_group)
+    merged = []
+    for ranks in zip(*everyones, strict=True):
+        failures = [
+            f"rank {r}: {record.failure}" for r, record in enumerate(ranks) if record.failure
+        ]
+        names = dict.fromkeys(name for record in ranks for name in record.checks)
+        checks = {name: _worst(r.checks[name] for r in ranks if name in r.checks) for name in names}
+        failure = failures[0] if failures else None
+        merged.append(dataclasses.replace(ranks[0], checks=checks, failure=failure))
+    return merged
+
+
+def tables(records: Iterable[Record]) -> list[Table]:
+    """Return a table for each dtype and shape, with "error / budget" of the worst rank."""
+    made: dict[tuple[str, Shape], Table] = {}
+    previous = None
+    for record in records:
+        table = made.get((record.dtype, record.shape))
+        if table is None:
+            T, H, V_all = record.shape
+            table = Table(title=f"{record.dtype}, T={T} H={H} V={V_all}: error / budget")
+            for heading in ("loss of", "schedule", *COLUMNS):
+                table.add_column(heading, no_wrap=True)
+            made[record.dtype, record.shape] = table
+        variant = record.case.variant
+        first = variant != previous
+        if first:
+            table.add_section()
+            previous = variant
+        name = f"{variant.name} ({variant.reduction})" if first else ""
+        cells = [_cell(record, names) for names in COLUMNS.values()]
+        if record.failure is not None:
+            cells[0] = f"[red]{escape(record.failure.splitlines()[0][:80])}[/]"
+        table.add_row(name, record.case.name, *cells)
+    return list(made.values())
+
+
+def about(device: torch.device, P: int, seconds: float) -> dict[str, Any]:
+    """Return the hardware and versions that a verdict holds for."""
+    cuda = device.type == "cuda"
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "ranks": P,
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
+        "flce_dist": flce_dist.__version__,
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "python": platform.python_version(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
+    """Return the misses, if any, and one line with the verdict."""
+    lines = []
+    for record in records:
+        where = f"{record.name}, {record.case.name}"
+        if record.failure is not None:
+            lines.append(f"MISS {where}: {record.failure}")
+        lines += [
+            f"MISS {where}: {name} {check}"
+            for name, check in record.checks.items()
+            if not check.met
+        ]
+    missed = sum(not record.met for record in records)
+    verdict = "PASS" if records and not missed else "FAIL"
+    versions = ", ".join(
+        f"{name} {facts[name]}"
+        for name in ("flce_dist", "torch", "triton", "cuda", "nccl", "python")
+        if facts[name] is not None
+    )
+    lines.append(
+        f"{verdict}: {len(records) - missed} of {len(records)} cases within budget on "
+        f"{facts['ranks']} x {facts['hardware']}; {versions}; {facts['seconds']} s"
+    )
+    return lines
+
+
+def _cell(record: Record, names: Iterable[str]) -> str:
+    found = [record.checks[name] for name in names if name in record.checks]
+    if not found:
+        return ""
+    worst = _worst(found)
+    text = f"{worst.error:.1e} / {worst.budget:.1e}" if worst.budget else "exact"
+    if not worst.met:
+        return f"[red]{text if worst.budget else f'{worst.error:.1e} / 0'}[/]"
+    return text
+
+
+def _worst(checks: Iterable[ErrorBudget]) -> ErrorBudget:
+    return max(checks, key=_share_of_budget)
+
+
+def _share_of_budget(check: ErrorBudget) -> float:
+    if check.error == 0.0:
+        return 0.0
+    share = check.error / check.budget if check.budget else math.inf
+    return math.inf if math.isnan(share) else share

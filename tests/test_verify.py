@@ -1,0 +1,210 @@
+"""``launch.verify``: passes what is right, and misses nothing that is wrong."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flce_dist
+from flce_dist.launch import verify, verify_checks
+from flce_dist.launch.verify_cases import Shape, cases, make_data, variants
+from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
+from flce_dist.testing import ErrorBudget
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
+
+
+def run(*args: str) -> int:
+    return verify.main([*SMALL, *args])
+
+
+def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> int:
+    """Run verify on one rank, with ``fault`` planted on the last rank if it names one."""
+    if fault is not None and group.rank() == group.size() - 1:
+        plant(FAULTS[fault], lambda name, value: setattr(verify_checks, name, value))
+    return run(*args)
+
+
+def plant(fault, set_attribute) -> None:
+    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
+        set_attribute(name, functools.partial(fault, getattr(flce_dist, name)))
+
+
+def zero_gradients(call, hidden, weight, labels, **kwargs):
+    out = call(hidden.detach(), weight.detach(), labels, **kwargs)
+    loss = out if isinstance(out, torch.Tensor) else out.loss
+    attached = loss + 0 * (hidden.nan_to_num().sum() + weight.sum())
+    return attached if loss is out else out._replace(loss=attached)
+
+
+def wrong_rows(call, hidden, weight, labels, **kwargs):
+    """Labels are looked up one row too far."""
+    shifted = labels.where(labels < 1, labels - 1)
+    return call(hidden, weight, shifted, **kwargs)
+
+
+def loss_off_by_1e_4(call, *args, **kwargs):
+    out = call(*args, **kwargs)
+    if isinstance(out, torch.Tensor):
+        return out * 1.0001
+    return out._replace(loss=out.loss * 1.0001)
+
+
+def gradient_off_by_1_percent(call, hidden, *args, **kwargs):
+    return call(hidden + 0.01 * (hidden - hidden.detach()), *args, **kwargs)
+
+
+def smoothing_of_the_shard(call, hidden, weight, labels, *, label_smoothing=0.0, **kwargs):
+    return call(hidden, weight, labels, label_smoothing=label_smoothing * 0.5, **kwargs)
+
+
+def raises(call, *args, **kwargs):
+    raise RuntimeError("kernel does not compile")
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        zero_gradients,
+        wrong_rows,
+        loss_off_by_1e_4,
+        gradient_off_by_1_percent,
+        smoothing_of_the_shard,
+        raises,
+    )
+}
+
+
+def test_passes_in_one_process_in_every_dtype(capsys):
+    assert verify.main(["--device", "cpu", "--shapes", "24", "64", "200"]) == 0
+    printed = capsys.readouterr().out
+    assert "PASS: " in printed
+    assert f"torch {torch.__version__}" in printed
+    for dtype in ("fp32", "bf16", "fp16"):
+        assert f"{dtype}, T=24 H=64 V=200: error / budget" in printed
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_missed_in_one_process(fault, monkeypatch, capsys):
+    plant(FAULTS[fault], functools.partial(monkeypatch.setattr, verify_checks))
+    assert run() == 1
+    assert "FAIL: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [None, "gradient_off_by_1_percent", "loss_off_by_1e_4"])
+def test_all_ranks_agree_on_the_verdict(gloo_ranks, fault, tmp_path):
+    """The fault is on one rank only; every rank exits with the same status."""
+    output = tmp_path / "verify.json"
+    codes = gloo_ranks(2).run(verify_rank, fault, "--output", str(output))
+    gloo_ranks(2).close()  # the fault stays in the last worker
+    assert codes == ([0, 0] if fault is None else [1, 1])
+    found = json.loads(output.read_text())
+    assert found["passed"] is (fault is None)
+    assert found["ranks"] == 2
+    assert len(found["records"]) > 90
+    if fault == "loss_off_by_1e_4":
+        differ = [r["checks"]["same loss"]["error"] for r in found["records"]]
+        assert all(error > 0 for error in differ)
+
+
+def test_under_torchrun(tmp_path):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "flce_dist.launch.verify", *SMALL, "--output", str(tmp_path / "verify.json")),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=150)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"PASS: " in done.stdout
+    assert done.stdout.count(b"PASS: ") == 1  # rank 0 alone prints
+    assert json.loads((tmp_path / "verify.json").read_text())["ranks"] == 2
+
+
+def test_nothing_verified_is_not_a_pass(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "_fits", lambda *args: False)
+    assert run() == 1
+    assert "do not fit into memory" in capsys.readouterr().out
+
+
+def test_every_schedule_reduction_and_option_has_a_case():
+    schedules: Any = ("recompute", "cached", "in_forward", "auto")
+    found = [case for variant in variants() for case in cases(variant, schedules, P=2)]
+    plain = {(c.schedule, c.variant.reduction, c.sequence_parallel) for c in found}
+    assert len(plain) == 4 * 3 * 2 - 2  # in_forward has no reduction="none"
+    options = {name for case in found for name, _ in case.variant.options}
+    assert options == {"label_smoothing", "z_loss_weight", "softcap", "logit_scale"}
+    assert {c.schedule for c in found if c.variant.uneven} == set(schedules)
+    assert not any(case.sequence_parallel for v in variants() for case in cases(v, schedules, P=1))
+
+
+def test_data_hold_the_tokens_that_break_losses():
+    data = make_data(
+        variants()[0], Shape(33, 64, 200), P=4, dtype=torch.float32, device=torch.device("cpu"),
+        seed=0,
+    )  # fmt: skip
+    assert data.hidden.shape == (36, 64)
+    assert data.weight.shape == (200, 64)
+    ignored = data.labels == -100
+    assert 0 < ignored.sum() < 18
+    assert data.hidden[ignored].isnan().all() and not data.hidden[~ignored].isnan().any()
+    logits = data.hidden[~ignored] @ data.weight.T
+    loss = torch.nn.functional.cross_entropy(logits, data.labels[~ignored], reduction="none")
+    assert loss.max() > 100
+    assert loss.min() < 0.1
+
+
+def record(error: float, budget: float = 1.0, failure: str | None = None) -> Record:
+    (case, *_) = cases(variants()[0], ("cached",), 1)
+    return Record("fp32", Shape(1, 2, 3), case, {"loss": ErrorBudget(error, budget)}, failure)
+
+
+class OneOf:
+    """A group of ranks that have these records."""
+
+    def __init__(self, *records: Record):
+        self.records = records
+
+    def size(self) -> int:
+        return len(self.records)
+
+
+@pytest.mark.parametrize("worst", [record(2.0), record(float("nan")), record(0.5, failure="boom")])
+def test_the_worst_rank_counts(worst, monkeypatch):
+    group: Any = OneOf(record(0.5), worst, record(0.1))
+
+    def gather(out, records, group):
+        out[:] = [[record] for record in group.records]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    (merged,) = worst_of_ranks([record(0.5)], group)
+    assert not merged.met
+    assert record(0.5).met
+    if worst.failure:
+        assert merged.failure == "rank 1: boom"
+
+
+def test_summary_names_each_miss():
+    facts = dict.fromkeys(
+        ("flce_dist", "torch", "triton", "cuda", "nccl", "python", "hardware", "ranks", "seconds")
+    )
+    lines = summary([record(0.5), record(2.0), record(0.1, failure="boom")], facts)
+    assert lines[0].startswith("MISS fp32 (1, 2, 3) plain (mean), cached: loss error 2 exceeds")
+    assert lines[1].endswith("boom")
+    assert lines[2].startswith("FAIL: 1 of 3 cases")
+    assert len(tables([record(0.5), dataclasses.replace(record(2.0), dtype="bf16")])) == 2
+
+
+def test_wrong_arguments_name_themselves(capsys):
+    with pytest.raises(SystemExit) as ended:
+        verify.main(["--schedules", "cashed"])
+    assert ended.value.code != 0
+    assert "cashed" in capsys.readouterr().err
