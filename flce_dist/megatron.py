@@ -1,4 +1,4 @@
-"""Make megatron-core's ``GPTModel`` compute its loss without logits.  For megatron-core 0.14 to 0.19.
+"""Make megatron-core's ``GPTModel`` (0.14 to 0.19) compute its loss without logits.
 
 ``GPTModel`` builds its output layer itself, so there is no spec to put another one into. It calls
 ``logits, _ = self.output_layer(hidden, weight=...)`` and then either
@@ -59,7 +59,7 @@ def use_linear_cross_entropy(
             an output layer with a bias or of another class; or schedule="in_forward", which has
             no per-token loss.
     """
-    layer = getattr(model, "output_layer", None)
+    layer: Any = getattr(model, "output_layer", None)
     _check(layer, model.config, schedule)
     layer.loss_keywords = {
         "ignore_index": ignore_index,
@@ -73,7 +73,7 @@ def use_linear_cross_entropy(
         "impl": impl,
     }
     layer.__class__ = _output_layer_class()
-    # A plain function, not bound to this model: a deep copy of the model stays whole.
+    # A plain function: the logits know their layer, so it needs no reference to this model.
     model.compute_language_model_loss = _language_model_loss
 
 
@@ -154,8 +154,9 @@ def _output_layer_class() -> type:
                 )
                 return logits, None
             logits, _ = super().forward(input_, weight, runtime_gather_output)
-            logits = logits * self.loss_keywords["logit_scale"]
-            softcap = self.loss_keywords["softcap"]
+            scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
+            if scale != 1.0:
+                logits = logits * scale
             return logits if softcap is None else softcap * (logits / softcap).tanh()
 
     return LinearCrossEntropyOutputLayer

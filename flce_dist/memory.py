@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -74,7 +75,8 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
 
 def _peak_of_running_sum(prof: profiler.profile) -> int:
     assert prof.kineto_results is not None
-    events = [event for event in prof.kineto_results.events() if event.name() == "[memory]"]
+    all_events: list[Any] = prof.kineto_results.events()
+    events = [event for event in all_events if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()

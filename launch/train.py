@@ -1,0 +1,87 @@
+"""Train a GPT on real text: tensor- and sequence-parallel, killed and continued at will.
+
+    torchrun --nproc-per-node 2 -m flce_dist.launch.train --config configs/quickstart.yaml
+
+Each step: the loss of one batch through megatron-core's GPTModel and linear_cross_entropy, its
+gradients, one update. All that a step depends on (weights, optimizer, generators, position in the
+data) is in the checkpoints, so a run that is killed and started again ends where it would have.
+This module reads the command line and torchrun's environment; ``train_run`` has the loop.
+"""
+
+import os
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from flce_dist.launch.train_config import RunConfig, load_config
+from flce_dist.launch.yaml_config import ConfigError
+
+
+def main() -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        _main(rank)
+    except (ConfigError, SystemExit) as error:
+        if rank != 0:
+            # Every rank finds the same error. torchrun ends all at the first exit, and the one
+            # that explains must be the first.
+            time.sleep(30)
+        if isinstance(error, SystemExit):
+            raise
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _main(rank: int) -> None:
+    config = load_config(
+        sys.argv[1:],
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        show_errors=rank == 0,
+    )
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "ranks must be started by torchrun: torchrun --nproc-per-node "
+            f"{config.parallel.tensor} -m flce_dist.launch.train ..."
+        )
+    device = choose_device(config)
+
+    # megatron-core warns of each optional package that is not there, and calls collectives by
+    # names that newer PyTorch deprecates.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    from flce_dist.launch.train_data import load_corpus  # seconds, which errors need not wait for
+    from flce_dist.launch.train_run import run
+
+    corpus = load_corpus(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Checkpoints exchange Python objects over gloo on any device.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    run(config, corpus, device)
+    dist.destroy_process_group()
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        ConfigError: if the machine has no GPU for it, or ``head.impl`` cannot run on it.
+    """
+    gpus = torch.cuda.device_count()
+    kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if kind == "cuda" and local_ranks > gpus:
+        raise ConfigError(
+            f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
+        )
+    if kind == "cpu" and config.head.impl == "triton":
+        raise ConfigError("head.impl=triton needs GPUs; on CPU use eager or leave it out")
+    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Our head against Megatron's own on one batch and the same weights: table, picture, numbers."""
+
+import json
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.launch.train_head import (
+    Head,
+    HeadResult,
+    head_input,
+    megatron_head,
+    our_head,
+    run_head,
+    time_head_ms,
+)
+
+MIB = 2**20
+TIMED_ROUNDS = 3
+
+
+def compare_heads(
+    model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Measure the heads and return the numbers, the same on all ranks of ``group``; collective.
+
+    Ours runs twice: as the run had it, and with recompute in windows of a sixteenth of the logits,
+    the other end of memory against time. Loss terms that Megatron does not have are left out.
+    ``peak_mib`` is what forward and backward allocated at one time on the rank that needed most,
+    the gradients included. ``*_relative_rms`` is the norm of the difference from Megatron's
+    gradient over the norm of that, over all shards.
+    """
+    given = head_input(model, tokens, labels)
+    rows = given.weight.shape[0]
+    logits_bytes = labels.numel() * rows * given.weight.element_size()
+    plain = partial(our_head, label_smoothing=0.0, z_loss_weight=0.0)
+    heads: dict[str, Head] = {
+        "linear_cross_entropy": plain,
+        "with recompute": partial(
+            plain, schedule="recompute", max_logits_bytes=max(1, logits_bytes // 16)
+        ),
+        "Megatron": megatron_head,
+    }
+    results = {name: run_head(head, model, given, group) for name, head in heads.items()}
+    times_ms: dict[str, list[float]] = {name: [] for name in heads}
+    for _ in range(TIMED_ROUNDS):  # in turns, so that a busy machine is busy for all
+        for name, head in heads.items():
+            times_ms[name].append(time_head_ms(head, model, given, group))
+
+    theirs = results["Megatron"]
+    gradients = (theirs.dhidden, theirs.dweight)
+    return {
+        "device": given.hidden.device.type,
+        "dtype": str(given.hidden.dtype).removeprefix("torch."),
+        "tokens": labels.numel(),
+        "hidden_size": given.weight.shape[1],
+        "rows_per_rank": rows,
+        "ranks": group.size(),
+        "logits_mib": logits_bytes / MIB,
+        "gradients_mib": sum(grad.numel() * grad.element_size() for grad in gradients) / MIB,
+        "heads": {
+            name: {
+                "loss": result.loss.mean().item(),
+                "time_ms": statistics.median(times_ms[name]),
+                "peak_mib": result.peak_bytes / MIB,
+                **_differences(result, theirs, group),
+            }
+            for name, result in results.items()
+        },
+    }
+
+
+def print_table(numbers: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        "Output layer and loss, forward + backward: {tokens} tokens, hidden {hidden_size}, "
+        "{rows_per_rank} vocabulary rows on each of {ranks} ranks, {dtype} on {device}"
+    ).format(**numbers)
+    table = Table(title=title, caption="differences are from Megatron's; relative RMS of gradients")
+    table.add_column("")
+    for name in numbers["heads"]:
+        table.add_column(name, justify="right")
+    for key, label, form in (
+        ("loss", "mean loss", ".6f"),
+        ("loss_difference", "largest difference of a token's loss", ".1e"),
+        ("dhidden_relative_rms", "difference of dhidden", ".1e"),
+        ("dweight_relative_rms", "difference of dweight", ".1e"),
+        ("time_ms", "time, ms", ".1f"),
+        ("peak_mib", "peak memory, MiB", ".1f"),
+    ):
+        table.add_row(label, *(format(head[key], form) for head in numbers["heads"].values()))
+    gradients = f"{numbers['gradients_mib']:.1f}"
+    table.add_row("of it the gradients, MiB", *[gradients] * len(numbers["heads"]))
+    Console().print(table)
+
+
+def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
+    """Write compare.json and compare.png."""
+    from matplotlib.figure import Figure
+
+    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    figure = Figure(figsize=(8.5, 3.2), layout="constrained")
+    memory, times = figure.subplots(1, 2)
+    for axes, key, label in ((memory, "peak_mib", "peak memory, MiB"), (times, "time_ms", "ms")):
+        heads = numbers["heads"]
+        bars = axes.barh(list(heads), [head[key] for head in heads.values()], height=0.6)
+        axes.bar_label(bars, fmt=" %.0f")
+        bars[-1].set_color("tab:gray")
+        axes.set(xlabel=label)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+    memory.axvline(numbers["gradients_mib"], color="black", linestyle=":", linewidth=1)
+    memory.set_title("dotted: the gradients alone", fontsize=9)
+    figure.suptitle("Output layer and loss, forward and backward", fontsize=10)
+    figure.savefig(out_dir / "compare.png", dpi=120)
+
+
+def _differences(
+    result: HeadResult, theirs: HeadResult, group: dist.ProcessGroup
+) -> dict[str, float]:
+    return {
+        "loss_difference": (result.loss - theirs.loss).abs().max().item(),
+        "dhidden_relative_rms": _relative_rms(result.dhidden, theirs.dhidden, group),
+        "dweight_relative_rms": _relative_rms(result.dweight, theirs.dweight, group),
+    }
+
+
+def _relative_rms(a: Tensor, b: Tensor, group: dist.ProcessGroup) -> float:
+    squares = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
+    dist.all_reduce(squares, group=group)
+    return float((squares[0] / squares[1]).sqrt())

@@ -1,0 +1,199 @@
+"""The configuration of a training run: a YAML file gives the values, the command line overrides.
+
+``RunConfig`` is the schema of both. Everything that can be wrong with a configuration is found
+here, by ``load_config``, without a process group: an unknown key, a value of the wrong type, a
+combination that does not fit.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flce_dist.launch.yaml_config import ConfigError, read_yaml
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    ffn_hidden_size: int = 512
+    seq_length: int = 256
+    """Tokens of one sequence."""
+    tie_embeddings: bool = True
+    """Use the input embedding as the output layer's weight."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and activations; the optimizer keeps fp32 copies of bf16 parameters."""
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    text: Path | None = None
+    """A UTF-8 text file; without one, the reference manual that every CPython carries."""
+    batch_size: int = 2
+    """Sequences per step and data-parallel rank."""
+    validation_fraction: float = 0.05
+    """Share of the text, at its end, that is never trained on."""
+    validation_batches: int = 4
+    """Batches of one validation, on each data-parallel rank the same."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    schedule: Literal["auto", "cached", "recompute"] = "auto"
+    max_logits_bytes: int | None = None
+    impl: Literal["triton", "eager"] | None = None
+    """None: triton on GPUs, eager on CPU."""
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 10
+    decay_steps: int = 120
+    """The learning rate falls along a cosine until this step and stays at min_lr."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor: int = 2
+    """Ranks that share one model; the other factor of the world size is data-parallel."""
+    sequence_parallel: bool = True
+    """Split activations between layers by token. Means nothing where tensor is 1."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out_dir: Path = Path("runs/quickstart")
+    """Checkpoints, metrics and pictures; a run that finds checkpoints there continues them."""
+    steps: int = 120
+    """Train until this step; may be raised to continue a finished run."""
+    seed: int = 1234
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    validate_every: int = 20
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+    compare: bool = True
+    """At the end, compare our head against Megatron's own on one batch."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+# What may differ between a checkpoint and the run that continues it: nothing in the numbers of a
+# step depends on these.
+MAY_CHANGE_ON_RESUME = frozenset(
+    """out_dir steps device validate_every checkpoint_every keep_checkpoints compare
+    data.validation_batches""".split()
+)
+
+
+def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> RunConfig:
+    """Return the configuration of ``--config FILE [--overrides]``, checked.
+
+    Args:
+        argv: command line without the program's name.
+        show_errors: whether a wrong command line is explained on stderr before ``SystemExit``.
+
+    Raises:
+        ConfigError: names the wrong key, value or combination.
+        SystemExit: for ``--help`` and for a wrong command line.
+    """
+    path, overrides = _split_config_option(argv)
+    config = RunConfig() if path is None else read_yaml(RunConfig, path)
+    import tyro  # here, so that errors in YAML do not wait for it
+
+    config = tyro.cli(
+        RunConfig,
+        default=config,
+        args=overrides,
+        prog="torchrun --nproc-per-node N -m flce_dist.launch.train --config FILE",
+        description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
+        console_outputs=show_errors,
+    )
+    check_config(config, world_size=world_size)
+    return config
+
+
+def check_config(config: RunConfig, *, world_size: int) -> None:
+    """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
+    model, tensor = config.model, config.parallel.tensor
+    for key, value in flatten(config).items():
+        if isinstance(value, int) and not isinstance(value, bool) and key not in _MAY_BE_ZERO:
+            _require(value > 0, f"{key} must be positive, got {value}")
+    fraction = config.data.validation_fraction
+    _require(0 < fraction < 1, f"data.validation_fraction must lie between 0 and 1, got {fraction}")
+    _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+    _divides("parallel.tensor", tensor, "the number of ranks that torchrun starts", world_size)
+    _divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
+    _divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if config.parallel.sequence_parallel:
+        _divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
+    _require(
+        model.hidden_size // model.num_heads % 2 == 0,
+        "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
+        f"{model.hidden_size // model.num_heads}",
+    )
+    _require(
+        config.data.text is None or config.data.text.is_file(),
+        f"data.text must be a file, got {config.data.text}",
+    )
+
+
+_MAY_BE_ZERO = frozenset(["seed", "optimizer.warmup_steps"])
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return ``{"model.hidden_size": 128, ...}``; paths as strings, so that it fits into JSON."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value, key = getattr(config, item.name), prefix + item.name
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, key + ".")
+        else:
+            flat[key] = str(value) if isinstance(value, Path) else value
+    return flat
+
+
+def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Name each value by which a checkpoint's flat configuration forbids to continue it."""
+    return [
+        f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here"
+        for key in sorted(saved.keys() | now.keys())
+        if key not in MAY_CHANGE_ON_RESUME and saved.get(key) != now.get(key)
+    ]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
+    _require(
+        value % divisor == 0, f"{key} must be divisible by {divisor_key} = {divisor}, got {value}"
+    )
+
+
+def _split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """Take ``--config FILE`` or ``--config=FILE`` out of the command line."""
+    for i, arg in enumerate(argv):
+        if arg.startswith("--config="):
+            return Path(arg.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
+        if arg == "--config":
+            _require(i + 1 < len(argv), "--config must be followed by a YAML file")
+            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
+    return None, argv

@@ -1,0 +1,112 @@
+"""The head alone (output layer and loss), ours and Megatron's, on the inputs the model gives it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.launch.train_model import token_losses
+from flce_dist.memory import peak_memory
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What reaches the output layer for one batch.
+
+    Attributes:
+        hidden: [s, b, H]; under sequence parallelism this rank's [s / P, b, H]. A leaf.
+        weight: [V, H], this rank's rows of the output layer or of the tied embedding.
+        labels: [b, s] int64, global ids.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+
+
+Head = Callable[[Any, HeadInput], Tensor]
+"""Takes the model and its input, returns the loss [b, s]."""
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Per-token loss [b, s], this rank's gradients of its sum, and the memory they took.
+
+    ``peak_bytes``, the gradients included, is that of the rank that needed most.
+    """
+
+    loss: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    peak_bytes: int
+
+
+def head_input(model: Any, tokens: Tensor, labels: Tensor) -> HeadInput:
+    """Run the model and return what came into its output layer; collective."""
+    caught: list[tuple[Tensor, Tensor]] = []
+
+    def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        weight = kwargs.get("weight")
+        caught.append((args[0], layer.weight if weight is None else weight))
+
+    handle = model.output_layer.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            token_losses(model, tokens, labels)
+    finally:
+        handle.remove()
+    hidden, weight = caught[0]
+    return HeadInput(hidden.detach().clone().requires_grad_(), weight, labels)
+
+
+def our_head(model: Any, given: HeadInput, **changes: Any) -> Tensor:
+    """Compute the loss by linear_cross_entropy with the model's keywords and some changes."""
+    layer = model.output_layer
+    keywords = layer.loss_keywords
+    layer.loss_keywords = keywords | changes
+    try:
+        logits, _ = layer(given.hidden, weight=given.weight)
+        return model.compute_language_model_loss(given.labels, logits)
+    finally:
+        layer.loss_keywords = keywords
+
+
+def megatron_head(model: Any, given: HeadInput) -> Tensor:
+    """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = model.output_layer(given.hidden, given.weight, lazy=False)
+    labels = given.labels.transpose(0, 1).contiguous()
+    return vocab_parallel_cross_entropy(logits, labels).transpose(0, 1)
+
+
+def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> HeadResult:
+    """Run forward and backward once; collective.
+
+    Gradients are returned, not accumulated, and no generator is used: a run does not notice.
+    """
+    with peak_memory(given.hidden.device) as peak:
+        loss = head(model, given)
+        dhidden, dweight = torch.autograd.grad(loss.sum(), (given.hidden, given.weight))
+    peak_bytes = torch.tensor(peak.bytes, device=given.hidden.device)
+    dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=group)
+    return HeadResult(loss.detach(), dhidden, dweight, int(peak_bytes))
+
+
+def time_head_ms(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> float:
+    """Return the time of one forward and backward, until the slowest rank is done; collective."""
+    _wait_for_all(given.hidden.device, group)
+    start = time.perf_counter()
+    torch.autograd.grad(head(model, given).sum(), (given.hidden, given.weight))
+    _wait_for_all(given.hidden.device, group)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _wait_for_all(device: torch.device, group: dist.ProcessGroup) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier(group)

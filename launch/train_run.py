@@ -1,0 +1,158 @@
+"""The training loop: one rank's share of a run, and how it begins, continues and ends."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.launch.train_checkpoint import Checkpoint, Position, clean, load, newest_whole, save
+from flce_dist.launch.train_compare import compare_heads, print_table, write_comparison
+from flce_dist.launch.train_config import RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train_data import Corpus
+from flce_dist.launch.train_head import head_input, our_head, run_head
+from flce_dist.launch.train_log import RunLog, plot_loss_curve
+from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
+from flce_dist.launch.train_optimizer import Optimizer
+from flce_dist.launch.train_state import restore_random, training_state
+from flce_dist.launch.yaml_config import ConfigError
+
+
+class Trainer:
+    """One rank's share of a run: model, optimizer, data, and how far it has come."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
+        self.config, self.corpus, self.device = config, corpus, device
+        self.groups: Groups = initialize_megatron(config, device)
+        self.model = build_model(config, corpus.vocab_size, device)
+        self.optimizer = Optimizer(self.model, self.groups, config.optimizer)
+        self.step = self.samples = 0
+        self.checkpoints = config.out_dir / "checkpoints"
+        # What a checkpoint must agree with to be continued.
+        self.identity = flatten(config) | {"world_size": dist.get_world_size()}
+
+    def resume(self) -> Checkpoint | None:
+        """Continue from the newest whole checkpoint, if there is one; collective.
+
+        Raises:
+            ConfigError: if it was made with another configuration.
+        """
+        found: list[Checkpoint | str | None] = [None]
+        if dist.get_rank() == 0:
+            found = [_find(self.checkpoints, self.identity)]
+        dist.broadcast_object_list(found)  # one rank decides; others may see the disk later
+        checkpoint = found[0]
+        if isinstance(checkpoint, str):
+            raise ConfigError(checkpoint)
+        if checkpoint is not None:
+            state = self._state()
+            load(checkpoint, state)
+            restore_random(state, self.device)
+            self.step, self.samples = checkpoint.position.step, checkpoint.position.samples
+        return checkpoint
+
+    def save(self) -> None:
+        position = Position(step=self.step, samples=self.samples, config=self.identity)
+        save(self.checkpoints, position, self._state(), keep=self.config.keep_checkpoints)
+
+    def train_step(self) -> tuple[float, float]:
+        """Do one update; return the loss over all ranks' batches and the gradient norm."""
+        size, ranks = self.config.data.batch_size, self.groups.data.size()
+        first = self.samples + self.groups.data.rank() * size
+        loss = self._loss(*self.corpus.train_batch(first, size))
+        loss.backward()
+        self.step += 1
+        self.samples += size * ranks
+        norm = self.optimizer.step(self.step)
+        return self._mean(loss), norm
+
+    def validate(self) -> float:
+        """Return the mean loss over the validation batches."""
+        size, ranks = self.config.data.batch_size, self.groups.data.size()
+        losses = []
+        with torch.no_grad():
+            for i in range(self.config.data.validation_batches):
+                batch = self.corpus.validation_batch(i * ranks + self.groups.data.rank(), size)
+                losses.append(self._loss(*batch))
+        return self._mean(torch.stack(losses).mean())
+
+    def probe_batch(self) -> tuple[Tensor, Tensor]:
+        """The first validation batch, on the device."""
+        tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
+        return tokens.to(self.device), labels.to(self.device)
+
+    def head_peak_mib(self) -> float:
+        """Measure the head's peak memory on one batch, without a trace in the run."""
+        given = head_input(self.model, *self.probe_batch())
+        return run_head(our_head, self.model, given, self.groups.tensor).peak_bytes / 2**20
+
+    def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return token_losses(self.model, tokens.to(self.device), labels.to(self.device)).mean()
+
+    def _mean(self, loss: Tensor) -> float:
+        mean = loss.detach() / self.groups.data.size()
+        dist.all_reduce(mean, group=self.groups.data)
+        return mean.item()
+
+    def _state(self) -> dict[str, object]:
+        return training_state(self.model, self.optimizer, self.groups, self.device)
+
+
+def _find(directory: Path, identity: dict[str, object]) -> Checkpoint | str | None:
+    """Return the checkpoint to continue, None to start anew, or why the run must not go on."""
+
+    def say(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint = newest_whole(directory, say)
+    if checkpoint is not None:
+        conflicts = resume_conflicts(checkpoint.position.config, identity)
+        if conflicts:
+            return (
+                f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
+                "Use the old values, or another --out-dir"
+            )
+    clean(directory, checkpoint, say)
+    return checkpoint
+
+
+def run(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+    """Train from wherever the run stands to ``config.steps``, then compare the heads."""
+    trainer = Trainer(config, corpus, device)
+    checkpoint = trainer.resume()
+    head_mib = trainer.head_peak_mib()
+    log: RunLog | None = None
+    if dist.get_rank() == 0:
+        log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
+        if checkpoint is not None:
+            log.say(f"continuing {checkpoint.path}")
+
+    tokens_per_step = config.data.batch_size * trainer.groups.data.size() * config.model.seq_length
+    while trainer.step < config.steps:
+        start = time.perf_counter()
+        loss, norm = trainer.train_step()
+        tokens_per_s = tokens_per_step / (time.perf_counter() - start)
+        if log:
+            log.train(trainer.step, loss=loss, gradient_norm=norm, tokens_per_s=tokens_per_s)
+        last = trainer.step == config.steps
+        if last or trainer.step % config.validate_every == 0:
+            validation_loss = trainer.validate()
+            if log:
+                log.validation(trainer.step, validation_loss)
+        # After the records of this step, so that none of a saved step can be missing.
+        if last or trainer.step % config.checkpoint_every == 0:
+            trainer.save()
+
+    if log:
+        log.close()
+        plot_loss_curve(config.out_dir)
+    if config.compare:
+        numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
+        if log:
+            print_table(numbers)
+            write_comparison(config.out_dir, numbers)
+    if log:
+        print(f"everything is in {config.out_dir}; the loss curve is loss.png")
