@@ -7,7 +7,7 @@ loss; in backward dlogits by pieces, two matrix products each, and the sum of dh
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
 
 
-def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def without_autocast(backward: Backward) -> Backward:
     """Run ``backward`` in the dtypes that forward settled, also if called under autocast."""
 
     @functools.wraps(backward)
@@ -30,7 +33,7 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast(device.type, enabled=False):
             return backward(ctx, *grads)
 
-    return run
+    return cast(Backward, run)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):

@@ -210,7 +210,7 @@ class Dlogits:
         out = self._reused_window(cached.shape[1])
         counted = self.labels != self.call.options.ignore_index
         change = (self.stats.reference - self.rows.reference).exp()
-        gemm.scale_rows(cached, change, counted, out=out)
+        self.call.kernels.scale_rows(cached, change, counted, out=out)
         merge.write_label(
             out, self.labels, self.rows.label_value, vocab_start_index=vocab_start_index
         )
@@ -226,7 +226,7 @@ def scaled_hidden(call: Call, logits: ShardLogits, rows: RowGradient) -> Tensor:
     """Return [T, H]: hidden times each token's scale, the right factor of dweight."""
     out = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
     scale = rows.scale * call.options.logit_scale
-    gemm.scale_rows(logits.hidden, scale, logits.counted, out=out)
+    call.kernels.scale_rows(logits.hidden, scale, logits.counted, out=out)
     return out
 
 
@@ -235,7 +235,7 @@ def dweight_row(call: Call, logits: ShardLogits, rows: RowGradient) -> Tensor | 
     if rows.uniform is None:
         return None
     clean = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
-    gemm.scale_rows(logits.hidden, torch.ones_like(rows.uniform), logits.counted, out=clean)
+    call.kernels.scale_rows(logits.hidden, torch.ones_like(rows.uniform), logits.counted, out=clean)
     return gemm.weighted_row_sum(rows.uniform * call.options.logit_scale, clean)
 
 
@@ -250,7 +250,7 @@ def finish_dhidden(
         column_sum = gemm.weighted_row_sum(ones, weight[: call.shard.V])
         plus = (rows.uniform * call.options.logit_scale, column_sum)
     scale = rows.scale * call.options.logit_scale
-    gemm.scale_rows(acc, scale, counted, plus=plus, out=out)
+    call.kernels.scale_rows(acc, scale, counted, plus=plus, out=out)
     return out
 
 

@@ -121,6 +121,27 @@ def dlogits(
         out[:, start : start + z.shape[1]] = d
 
 
+def scale_rows(
+    x: Tensor,
+    scale: Tensor,
+    counted: Tensor,
+    *,
+    plus: tuple[Tensor, Tensor] | None = None,
+    out: Tensor,
+) -> None:
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where not counted.
+
+    x and out are [T, N], scale and counted [T]; ``plus`` holds u [T] and row [N]. Rows that are not
+    counted are selected away, not multiplied by 0: they may hold NaN.
+    """
+    for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
+        rows = x[t].to(scale.dtype) * scale[t, None]
+        if plus is not None:
+            u, row = plus
+            rows += u[t, None] * row
+        out[t] = rows.where(counted[t, None], 0.0)
+
+
 def _windows(logits: ShardLogits) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield ``(start, z [T, W], other [T, W])``; other is False at labels and in ignored rows."""
     hidden = gemm.operand(logits.hidden)

@@ -38,7 +38,7 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
     if _has_fp32_output(a):
         torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
         return
-    for k in _slices(a.shape[1], 4 * a.shape[0]):
+    for k in slices(a.shape[1], 4 * a.shape[0]):
         acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
 
 
@@ -54,7 +54,7 @@ def weight_grad(dlogits: Tensor, hidden: Tensor, *, row: Tensor | None = None, o
             torch.addmm(row.to(out.dtype), dlogits.T, hidden, out=out)
         return
     hidden = operand(hidden)
-    for w in _slices(dlogits.shape[1], 4 * dlogits.shape[0]):
+    for w in slices(dlogits.shape[1], 4 * dlogits.shape[0]):
         product = dlogits[:, w].to(hidden.dtype).T @ hidden
         out[w] = product if row is None else product + row
 
@@ -67,7 +67,7 @@ def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     """
     if not _has_fp32_output(x):
         total = weights.new_zeros(x.shape[1])
-        for n in _slices(x.shape[1], 4 * x.shape[0]):
+        for n in slices(x.shape[1], 4 * x.shape[0]):
             total[n] = weights @ x[:, n].to(weights.dtype)
         return total
     # Normalised, since fp16 would flush weights below 6e-8 (1 / T is near that at large T).
@@ -78,31 +78,11 @@ def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     return torch.mm(torch.stack((high, low)), x, out_dtype=torch.float32).sum(0) * unit
 
 
-def scale_rows(
-    x: Tensor,
-    scale: Tensor,
-    counted: Tensor,
-    *,
-    plus: tuple[Tensor, Tensor] | None = None,
-    out: Tensor,
-) -> None:
-    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where not counted.
-
-    x and out are [T, N], scale and counted [T]; ``plus`` holds u [T] and row [N]. Uncounted rows
-    are selected away, not multiplied by 0: they may hold NaN.
-    """
-    for t in _slices(x.shape[0], 4 * x.shape[1]):
-        rows = x[t].to(scale.dtype) * scale[t, None]
-        if plus is not None:
-            u, row = plus
-            rows += u[t, None] * row
-        out[t] = rows.where(counted[t, None], 0.0)
-
-
 def _has_fp32_output(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _slices(length: int, bytes_each: int) -> Iterator[slice]:
+def slices(length: int, bytes_each: int) -> Iterator[slice]:
+    """Cut ``length`` items of ``bytes_each`` into slices of at most 16 MiB."""
     step = max(1, _UPCAST_BYTES // max(1, bytes_each))
     return (slice(start, start + step) for start in range(0, length, step))

@@ -29,16 +29,29 @@ def _other_exponentials(
     z, reference, column, counted, offs_v, V, softcap,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """``(other, x, e, de)`` [BLOCK_T, BLOCK_V]: the columns that count, z - reference, exp(x) and
-    its derivative by the uncapped logit; all 0 elsewhere."""
-    other = (offs_v[None, :] != column[:, None]) & (offs_v[None, :] < V) & counted[:, None]
-    x = tl.where(other, z - reference[:, None], 0.0)
-    e = tl.where(other, exp(x), 0.0)
+    """``(z_other, x, e, de)`` [BLOCK_T, BLOCK_V]: logits but -inf at the label and beyond V,
+    z_other - reference, exp(x) and its derivative by the uncapped logit. In ignored rows z_other
+    and x hold anything, e and de are 0.
+
+    Every operation here costs 0.4 % of a tile at H = 4096: the exclusions are one select and one
+    addition per element, and -inf does the rest.
+    """
+    z_other = tl.where(offs_v[None, :] == column[:, None], -float("inf"), z)
+    z_other += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
+    x = z_other - reference[:, None]
+    e = tl.where(counted[:, None], exp(x), 0.0)
     de = e
     if HAS_SOFTCAP:
-        capped = tl.where(other, z, 0.0) / softcap
-        de = e * (1 - capped * capped)
-    return other, x, e, de
+        capped = z / softcap
+        de = tl.where(counted[:, None], e * (1 - capped * capped), 0.0)
+    return z_other, x, e, de
+
+
+@triton.jit
+def _row_sum_where_finite(weight, x, counted):
+    """Row sums of ``weight * x`` without the excluded columns, where x is -inf."""
+    excluded = (x == -float("inf")) | ~counted[:, None]
+    return tl.sum(tl.where(excluded, 0.0, weight * x), axis=1)
 
 
 @triton.jit
@@ -70,16 +83,18 @@ def _linear_stats_kernel(
         mask_t = offs_t < T
         column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         reference = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
-        other, x, e, de = _other_exponentials(
+        z_other, x, e, de = _other_exponentials(
             z, reference, column, counted, offs_v, V, softcap, HAS_SOFTCAP
         )
         row = pid_v.to(tl.int64) * T + offs_t
-        tl.store(max_ptr + row, tl.max(tl.where(other, z, -float("inf")), axis=1), mask=mask_t)
+        row_max = tl.where(counted, tl.max(z_other, axis=1), -float("inf"))
+        tl.store(max_ptr + row, row_max, mask=mask_t)
         tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=mask_t)
         if WITH_ENTROPY:
-            tl.store(sums_ptr + plane + row, tl.sum(e * x, axis=1), mask=mask_t)
+            tl.store(sums_ptr + plane + row, _row_sum_where_finite(e, x, counted), mask=mask_t)
         if WITH_SUM_Z:
-            tl.store(sums_ptr + (1 + WITH_ENTROPY) * plane + row, tl.sum(x, axis=1), mask=mask_t)
+            sum_x = _row_sum_where_finite(1.0, x, counted)
+            tl.store(sums_ptr + (1 + WITH_ENTROPY) * plane + row, sum_x, mask=mask_t)
         if HAS_CACHE:
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
             store_tile(
@@ -120,13 +135,14 @@ def _rescue_kernel(
             column, counted = label_columns(
                 labels_ptr, offs_t, T, V, vocab_start_index, ignore_index
             )
-            _other, x, e, de = _other_exponentials(
+            _, x, e, de = _other_exponentials(
                 z, reference, column, counted, offs_v, V, softcap, HAS_SOFTCAP
             )
             row = pid_v.to(tl.int64) * T + offs_t
             tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=flagged)
             if WITH_ENTROPY:
-                tl.store(sums_ptr + plane + row, tl.sum(e * x, axis=1), mask=flagged)
+                sum_ex = _row_sum_where_finite(e, x, counted)
+                tl.store(sums_ptr + plane + row, sum_ex, mask=flagged)
             if HAS_CACHE:
                 # T * V passes 2**31 at 16k x 128k
                 cells = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
