@@ -20,7 +20,6 @@ from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
 
-
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
