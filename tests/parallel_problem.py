@@ -1,0 +1,147 @@
+"""One problem, whole and by ranks: what the tests of parallel runs share.
+
+T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.testing import error_budget, relative_rms
+from flce_dist.vocab import vocab_range
+
+
+class Outcome(NamedTuple):
+    """Loss and gradients: of one rank, or of the whole."""
+
+    loss: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+    calls: tuple[str, ...] = ()  # collectives, over threads
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole inputs of a loss. ``rows`` of the weight beyond V_all are padding."""
+
+    T: int = 24
+    H: int = 32
+    V_all: int = 507
+    rows: int = 0  # 0: V_all
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    ignored: float = 0.2
+
+    def changed(self, **changes: Any) -> "Problem":
+        return replace(self, **changes)
+
+    @property
+    def n_rows(self) -> int:
+        return self.rows or self.V_all
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """hidden [T, H], weight [rows, H], bias [rows], labels [T]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        hidden = torch.randn(self.T, self.H, generator=generator)
+        weight = torch.randn(self.n_rows, self.H, generator=generator) * (1.5 / self.H**0.5)
+        bias = torch.randn(self.n_rows, generator=generator)
+        labels = torch.randint(self.V_all, (self.T,), generator=generator)
+        labels[torch.rand(self.T, generator=generator) < self.ignored] = -100
+        weight[self.V_all :] *= 50.0
+        return hidden.to(self.dtype), weight.to(self.dtype), bias.to(self.dtype), labels
+
+    @cached_property
+    def upstream(self) -> Tensor:
+        """Gradient of the loss: a scalar, or one per token under reduction="none"."""
+        if self.options.get("reduction") != "none":
+            return torch.tensor(0.7 * max(1, self.T))
+        return torch.randn(self.T, generator=torch.Generator().manual_seed(self.seed + 1))
+
+    def textbook(self, dtype: torch.dtype) -> Outcome:
+        """Loss and gradients by textbook PyTorch in ``dtype``."""
+        hidden, weight, bias, labels = self.tensors
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
+        loss, *_ = reference_linear_cross_entropy(
+            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=self.V_all, **self.options
+        )
+        loss.backward(self.upstream.to(loss.dtype))
+        return Outcome(loss.detach(), *gradients(leaves))
+
+
+def gradients(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
+def rank_step(
+    group: dist.ProcessGroup | None,
+    problem: Problem,
+    *,
+    call: Callable[..., Tensor] = linear_cross_entropy,
+    upstream_factor: float = 1.0,
+    rows: tuple[int, int] | None = None,
+    labels: Tensor | None = None,
+    **options: Any,
+) -> Outcome:
+    """Loss and gradients of this rank's share of ``problem``, cut as ``vocab_range`` does."""
+    P = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    hidden, weight, bias, all_labels = problem.tensors
+    start, end = vocab_range(problem.n_rows, rank, P)
+    if options.get("sequence_parallel"):
+        hidden = hidden.tensor_split(P)[rank]
+    shard = weight[start:end], bias[start:end]
+    leaves = [x.clone().requires_grad_() for x in (hidden, *shard)]
+    loss = call(
+        leaves[0],
+        leaves[1],
+        all_labels if labels is None else labels,
+        bias=leaves[2],
+        vocab_size=problem.V_all,
+        vocab_range=rows or (start, end),
+        tp_group=group,
+        **{**problem.options, **options},
+    )
+    loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
+    calls = tuple(getattr(group, "calls", ()))
+    return Outcome(loss.detach(), *gradients(leaves), calls=calls)
+
+
+def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
+    """The whole outcome; checks what must be the same on all ranks, to the bit."""
+    first = ranks[0]
+    for rank in ranks[1:]:
+        assert torch.equal(rank.loss, first.loss), "loss differs between ranks"
+        assert rank.calls == first.calls, "ranks run different collectives"
+        if not sequence_parallel:
+            assert torch.equal(rank.dhidden, first.dhidden), "dhidden differs between ranks"
+    return Outcome(
+        first.loss,
+        torch.cat([rank.dhidden for rank in ranks]) if sequence_parallel else first.dhidden,
+        torch.cat([rank.dweight for rank in ranks]),
+        torch.cat([rank.dbias for rank in ranks]),
+        first.calls,
+    )
+
+
+def misses(outcome: Outcome, problem: Problem) -> list[str]:
+    """Return what is beyond its budget; empty if all is well."""
+    oracle, eager = problem.textbook(torch.float64), problem.textbook(problem.dtype)
+    found = []
+    error = relative_rms(outcome.loss, oracle.loss)
+    if not error <= 1e-5:
+        found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
+    for name in ("dhidden", "dweight", "dbias"):
+        budget = error_budget(*(getattr(x, name) for x in (outcome, oracle, eager)))
+        if not budget.met:
+            found.append(f"{name}: {budget}")
+    return found

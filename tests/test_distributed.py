@@ -1,0 +1,466 @@
+"""linear_cross_entropy on P simulated ranks is linear_cross_entropy on one.
+
+Threads for many small cases, with their collectives listed; forked gloo workers for truth.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_problem import (  # type: ignore[import-not-found]
+    Outcome,
+    Problem,
+    joined,
+    misses,
+    rank_step,
+)
+
+from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.testing import relative_rms, run_ranks
+from flce_dist.vocab import vocab_range
+
+SCHEDULES = ["recompute", "cached", "in_forward", "auto"]
+EVEN, UNEVEN = Problem(V_all=512), Problem(V_all=507)
+PADDED = Problem(V_all=500, rows=512)
+TINY = Problem(V_all=9)  # over 4: 3, 3, 3, 0 rows; over 8: 2, 2, 2, 2, 1, 0, 0, 0
+
+
+def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
+    ranks = run_ranks(lambda group: rank_step(group, problem, **options), P)
+    return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "problem", [EVEN, UNEVEN, PADDED, TINY], ids=["even", "uneven", "padded", "tiny"]
+)
+@pytest.mark.parametrize("P", [1, 2, 4, 8])
+def test_same_as_one_process(P, problem, sequence_parallel, schedule):
+    outcome = on_threads(P, problem, sequence_parallel=sequence_parallel, schedule=schedule)
+    assert misses(outcome, problem) == []
+    one = rank_step(None, problem, schedule=schedule)
+    for many, single in zip(outcome[:4], one[:4], strict=True):
+        assert relative_rms(many, single) < 3e-6
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("problem", [
+    UNEVEN.changed(dtype=torch.bfloat16),
+    UNEVEN.changed(dtype=torch.float16),
+    UNEVEN.changed(dtype=torch.float64),
+    UNEVEN.changed(options={"reduction": "none"}),
+    UNEVEN.changed(options={"reduction": "sum", "label_smoothing": 0.1, "z_loss_weight": 1e-2}),
+    PADDED.changed(options={"softcap": 5.0, "logit_scale": 0.5}),
+    PADDED.changed(options={"softcap": 5.0, "label_smoothing": 0.1}),
+    PADDED.changed(options={"label_smoothing": 0.1, "token_weight": torch.linspace(0, 2, 24)}),
+], ids=["bf16", "fp16", "fp64", "none", "sum", "softcap", "both", "smoothing"])  # fmt: skip
+def test_options_and_dtypes_on_four_ranks(problem, sequence_parallel):
+    outcome = on_threads(4, problem, sequence_parallel=sequence_parallel)
+    if problem.dtype == torch.float64:
+        assert relative_rms(outcome.dweight, problem.textbook(torch.float64).dweight) < 1e-13
+    else:
+        assert misses(outcome, problem) == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_truth_over_gloo(gloo_ranks, P, sequence_parallel, schedule):
+    for problem in (UNEVEN, PADDED, TINY):
+        options = {"sequence_parallel": sequence_parallel, "schedule": schedule}
+        ranks = gloo_ranks(P).run(rank_step, problem, **options)
+        assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+def test_triton_kernels_on_two_ranks(gloo_ranks, schedule, sequence_parallel):
+    """Over gloo: interpreted kernels cannot run in two threads at once."""
+    problem = Problem(T=12, H=64, V_all=201, seed=3)
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
+    ranks = gloo_ranks(2).run(rank_step, problem, impl="triton", **options)
+    assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
+
+
+def test_gloo_and_threads_agree(gloo_ranks):
+    threads = on_threads(4, UNEVEN, sequence_parallel=True)
+    ranks = gloo_ranks(4).run(rank_step, UNEVEN, sequence_parallel=True)
+    for a, b in zip(threads[:4], joined(ranks, sequence_parallel=True)[:4], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class TestGroups:
+    """The ranks of the tensor-parallel group need not be all ranks, nor neighbours."""
+
+    @staticmethod
+    def replica_step(world: dist.ProcessGroup, tp_ranks: list[list[int]], sp: bool) -> Outcome:
+        groups = [dist.new_group(ranks) for ranks in tp_ranks]
+        replica = next(i for i, ranks in enumerate(tp_ranks) if world.rank() in ranks)
+        problem = UNEVEN.changed(seed=replica)
+        return rank_step(groups[replica], problem, sequence_parallel=sp)
+
+    @pytest.mark.parametrize("backend", ["threads", "gloo"])
+    @pytest.mark.parametrize("sp", [False, True])
+    @pytest.mark.parametrize(
+        "tp_ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3, 2], [1]]],
+        ids=["neighbours", "strided", "unequal"],
+    )  # fmt: skip
+    def test_replicas(self, tp_ranks, sp, backend, gloo_ranks):
+        if backend == "gloo":
+            outcomes = gloo_ranks(4).run(self.replica_step, tp_ranks, sp)
+        else:
+            outcomes = run_ranks(lambda world: self.replica_step(world, tp_ranks, sp), 4)
+        for replica, ranks in enumerate(tp_ranks):
+            members = [outcomes[rank] for rank in sorted(ranks)]
+            outcome = joined(members, sequence_parallel=sp)
+            assert misses(outcome, UNEVEN.changed(seed=replica)) == []
+
+    def test_a_group_of_one_is_as_no_group(self):
+        (alone,) = run_ranks(lambda group: rank_step(group, UNEVEN), 1)
+        none = rank_step(None, UNEVEN)
+        assert all(torch.equal(a, b) for a, b in zip(alone[:4], none[:4], strict=True))
+
+    def test_no_group_beside_a_default_group_sends_nothing(self):
+        def rank(group):
+            return rank_step(None, UNEVEN), group.calls
+
+        for outcome, calls in run_ranks(rank, 2):
+            assert calls == []
+            assert misses(outcome, UNEVEN) == []
+
+    def test_a_rank_outside_the_group_is_told(self):
+        def rank(group):
+            first = dist.new_group([0])
+            if group.rank() == 1:
+                rank_step(first, UNEVEN)
+
+        with pytest.raises((ValueError, AttributeError)):
+            run_ranks(rank, 2)
+
+
+class TestNoTokens:
+    """Nothing to count is an attached 0, and the collectives still match."""
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("T", [0, 8])
+    def test_none_or_all_ignored(self, T, sequence_parallel, schedule):
+        problem = Problem(T=T, ignored=1.1)
+        hidden = problem.tensors[0]
+        hidden.fill_(torch.nan)
+        outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, schedule=schedule)
+        assert outcome.loss == 0
+        assert all(not gradient.any() for gradient in outcome[1:4])
+
+    def test_over_gloo(self, gloo_ranks):
+        for T in (0, 8):
+            ranks = gloo_ranks(2).run(rank_step, Problem(T=T, ignored=1.1), sequence_parallel=True)
+            assert joined(ranks, sequence_parallel=True).loss == 0
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_one_rank_has_only_ignored_tokens(self, schedule):
+        problem = Problem(T=16, ignored=0.0, seed=5)
+        hidden, _, _, labels = problem.tensors
+        labels[4:8] = -100  # all that rank 1 of 4 holds
+        clean = problem.textbook(torch.float64)
+        hidden[4:8] = torch.nan
+        outcome = on_threads(4, problem, sequence_parallel=True, schedule=schedule)
+        for actual, expected in zip(outcome[:4], clean[:4], strict=True):
+            assert relative_rms(actual, expected) < 1e-5
+        assert not outcome.dhidden[4:8].any()
+
+
+class TestLabels:
+    """Who owns a label must not matter."""
+
+    @pytest.mark.parametrize("P", [2, 4, 8])
+    def test_first_and_last_row_of_each_shard(self, P):
+        problem = Problem(T=2 * P, ignored=0.0)
+        labels = problem.tensors[3]
+        for rank in range(P):
+            start, end = vocab_range(507, rank, P)
+            labels[2 * rank], labels[2 * rank + 1] = start, end - 1
+        assert misses(on_threads(P, problem), problem) == []
+
+    @pytest.mark.parametrize("owner", [0, 3])
+    def test_one_rank_owns_all(self, owner):
+        problem = Problem(ignored=0.0)
+        start, end = vocab_range(507, owner, 4)
+        labels = problem.tensors[3]
+        labels[:] = start + labels % (end - start)
+        assert misses(on_threads(4, problem), problem) == []
+
+    def test_a_label_beyond_the_vocabulary_is_named_on_every_rank(self):
+        problem = Problem(ignored=0.0)
+        problem.tensors[3][5] = 507
+
+        def rank(group):
+            with pytest.raises(ValueError, match=r"labels must be within \[0, 507\).* got 507"):
+                rank_step(group, problem)
+            return group.calls
+
+        assert run_ranks(rank, 2) == [[], []]
+
+
+class TestUpstream:
+    """Gradients that come from above."""
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_different_ones_on_different_ranks_do_not_hang(
+        self, gloo_ranks, schedule, sequence_parallel
+    ):
+        options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
+        ranks = gloo_ranks(2).run(scaled_step, UNEVEN, **options)
+        expected = UNEVEN.textbook(torch.float64)
+        halves = [expected.dweight[:254], expected.dweight[254:]]
+        for rank, (outcome, half) in enumerate(zip(ranks, halves, strict=True)):
+            assert relative_rms(outcome.dweight, half * (rank + 1)) < 1e-5
+
+    def test_zero_upstream(self):
+        ranks = run_ranks(lambda group: rank_step(group, UNEVEN, upstream_factor=0.0), 4)
+        outcome = joined(ranks, sequence_parallel=False)
+        assert all(not gradient.any() for gradient in outcome[1:4])
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_backward_twice_is_the_same_to_the_bit(self, sequence_parallel, schedule):
+        def rank(group):
+            hidden, weight, _, labels = EVEN.tensors
+            if sequence_parallel:
+                hidden = hidden.chunk(4)[group.rank()]
+            hidden = hidden.clone().requires_grad_()
+            shard = weight.chunk(4)[group.rank()].clone().requires_grad_()
+            loss = linear_cross_entropy(
+                hidden,
+                shard,
+                labels,
+                tp_group=group,
+                sequence_parallel=sequence_parallel,
+                schedule=schedule,
+            )
+            first = torch.autograd.grad(loss, (hidden, shard), retain_graph=True)
+            second = torch.autograd.grad(loss, (hidden, shard))
+            return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+        assert all(run_ranks(rank, 4))
+
+
+def scaled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+    return rank_step(group, problem, upstream_factor=float(group.rank() + 1), **options)
+
+
+class TestDhidden:
+    """Summed over ranks once: here, or by the caller."""
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_left_to_the_caller(self, schedule):
+        def rank(group):
+            return rank_step(group, UNEVEN, reduce_dhidden=False, schedule=schedule)
+
+        ranks = run_ranks(rank, 4)
+        assert not any(str(24 * 32) in call for call in ranks[0].calls)
+        whole = ranks[0]._replace(
+            dhidden=sum(rank.dhidden for rank in ranks),
+            dweight=torch.cat([rank.dweight for rank in ranks]),
+            dbias=torch.cat([rank.dbias for rank in ranks]),
+        )
+        assert misses(whole, UNEVEN) == []
+        assert misses(whole._replace(dhidden=ranks[0].dhidden), UNEVEN)  # and not already summed
+
+    def test_cannot_be_left_under_sequence_parallelism(self):
+        def rank(group):
+            rank_step(group, UNEVEN, reduce_dhidden=False, sequence_parallel=True)
+
+        with pytest.raises(ValueError, match="reduce_dhidden"):
+            run_ranks(rank, 2)
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+    def test_frozen_inputs(self, frozen, schedule, sequence_parallel):
+        def rank(group):
+            hidden, weight, _, labels = EVEN.tensors
+            if sequence_parallel:
+                hidden = hidden.chunk(2)[group.rank()]
+            hidden = hidden.clone().requires_grad_(frozen == "weight")
+            weight = weight.chunk(2)[group.rank()].clone().requires_grad_(frozen == "hidden")
+            loss = linear_cross_entropy(
+                hidden, weight, labels, tp_group=group, sequence_parallel=sequence_parallel,
+                schedule=schedule,
+            )  # fmt: skip
+            if frozen != "both":
+                loss.backward()
+            return hidden.grad, weight.grad
+
+        hidden, weight = (x.clone().requires_grad_() for x in EVEN.tensors[:2])
+        linear_cross_entropy(hidden, weight, EVEN.tensors[3]).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        for r, (dhidden, dweight) in enumerate(run_ranks(rank, 2)):
+            expected = hidden.grad.chunk(2)[r] if sequence_parallel else hidden.grad
+            assert (dhidden is None) == (frozen != "weight")
+            assert (dweight is None) == (frozen != "hidden")
+            if dhidden is not None:
+                torch.testing.assert_close(dhidden, expected)
+            if dweight is not None:
+                torch.testing.assert_close(dweight, weight.grad.chunk(2)[r])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_megatrons_layout_and_metrics(sequence_parallel):
+    """hidden [s / P, b, H], labels [s, b]; metrics whole and equal on every rank."""
+    s, b = 12, 2
+    hidden, weight, _, labels = EVEN.tensors
+
+    def step(local, shard, group, sp):
+        local, shard = local.clone().requires_grad_(), shard.clone().requires_grad_()
+        out = linear_cross_entropy_with_metrics(
+            local,
+            shard,
+            labels.view(s, b),
+            reduction="none",
+            tp_group=group,
+            sequence_parallel=sp,
+        )
+        (out.loss + out.entropy - 0.5 * out.lse + out.logprob).sum().backward()
+        return out, local.grad, shard.grad
+
+    def rank(group):
+        local, shard = hidden.view(s, b, -1), weight.chunk(4)[group.rank()]
+        if sequence_parallel:
+            local = local.chunk(4)[group.rank()]
+        return step(local, shard, group, sequence_parallel)
+
+    ranks = run_ranks(rank, 4)
+    one, dhidden, dweight = step(hidden.view(s, b, -1), weight, None, False)
+    for out, _, _ in ranks:
+        for ours, expected, first in zip(out, one, ranks[0][0], strict=True):
+            assert ours.shape == (s, b)
+            assert torch.equal(ours, first)
+            torch.testing.assert_close(ours, expected)
+    shares = [d for _, d, _ in ranks]
+    torch.testing.assert_close(torch.cat(shares) if sequence_parallel else shares[0], dhidden)
+    torch.testing.assert_close(torch.cat([d for _, _, d in ranks]), dweight)
+
+
+class TestCollectives:
+    """Which collectives, how many, how large: the same on every rank, whatever its data."""
+
+    T, H, P = 24, 32, 4
+    STATS = ("allreduce SUM float32[24]", "allreduce MAX float32[24]")
+
+    @pytest.mark.parametrize("schedule", ["recompute", "cached"])
+    def test_replicated_hidden(self, schedule):
+        calls = on_threads(4, UNEVEN, schedule=schedule).calls
+        assert calls == (*self.STATS, "allreduce SUM float32[24]", "allreduce SUM float32[768]")
+
+    @pytest.mark.parametrize("schedule", ["recompute", "cached"])
+    def test_sequence_parallel(self, schedule):
+        calls = on_threads(4, UNEVEN, schedule=schedule, sequence_parallel=True).calls
+        gather = "allgather float32[192]"
+        forward = (gather, *self.STATS, "allreduce SUM float32[24]")
+        assert calls == (*forward, gather, "reduce_scatter SUM float32[768]")
+
+    def test_in_forward_sends_nothing_in_backward(self):
+        calls = on_threads(4, UNEVEN, schedule="in_forward", sequence_parallel=True).calls
+        assert calls == (
+            "allgather float32[192]",
+            *self.STATS,
+            "allreduce SUM float32[24]",
+            "reduce_scatter SUM float32[768]",
+        )
+
+    @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+    def test_overflowing_rows_change_nothing(self, schedule):
+        """Rows rescued from overflow, and their label's rank, are not seen from outside."""
+        problem = Problem(H=64, seed=2)
+        usual = on_threads(4, problem, schedule=schedule).calls
+        hidden, weight, _, labels = problem.tensors
+        labels[0] = 400  # of the last rank alone
+        weight[400] = 3.0 * weight[400]
+        hidden[0] = -150.0 * weight[400] / weight[400].square().sum()
+        outcome = on_threads(4, problem, schedule=schedule)
+        assert outcome.calls == usual
+        assert problem.textbook(torch.float64).loss > 3
+        assert misses(outcome, problem) == []
+
+    def test_smoothing_and_metrics_travel_in_the_same_message(self):
+        problem = UNEVEN.changed(options={"label_smoothing": 0.1})
+        assert "allreduce SUM float32[48]" in on_threads(4, problem).calls
+
+        def rank(group):
+            hidden, weight, _, labels = EVEN.tensors
+            shard = weight.chunk(4)[group.rank()]
+            linear_cross_entropy_with_metrics(
+                hidden, shard, labels, tp_group=group, label_smoothing=0.1
+            )
+            return tuple(group.calls)
+
+        assert set(run_ranks(rank, 4)) == {(*self.STATS, "allreduce SUM float32[72]")}
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("max_logits_bytes", [1, 1 << 14, 1 << 15, 1 << 20])
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_any_budget_gives_one_plan(self, schedule, max_logits_bytes, sequence_parallel):
+        """Shards of different lengths, and still the same collectives: ``joined`` compares."""
+        problem = Problem(T=24, V_all=1021)
+        options = {"schedule": schedule, "max_logits_bytes": max_logits_bytes}
+        outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
+        assert misses(outcome, problem) == []
+
+
+class TestMutations:
+    """Wrong results must be noticed by the comparison all these tests rest on."""
+
+    def outcome(self, rank) -> Outcome:
+        ranks = run_ranks(rank, 4)
+        whole = ranks[0]._replace(
+            dweight=torch.cat([r.dweight for r in ranks]), dbias=torch.cat([r.dbias for r in ranks])
+        )
+        return whole
+
+    def test_the_unspoiled_one_passes(self):
+        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN) == []
+
+    @pytest.mark.parametrize("gradient", ["dhidden", "dweight", "dbias"])
+    def test_zero_gradients(self, gradient):
+        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
+        spoiled = outcome._replace(**{gradient: torch.zeros_like(getattr(outcome, gradient))})
+        assert [miss.split(":")[0] for miss in misses(spoiled, UNEVEN)] == [gradient]
+
+    @pytest.mark.parametrize("name", ["all_reduce_sum", "start_all_reduce"])
+    def test_one_ranks_share_missing(self, name, monkeypatch):
+        real = getattr(collectives, name)
+
+        def without_rank_2(x, group):
+            return real(x.zero_() if dist.get_rank() == 2 else x, group)
+
+        monkeypatch.setattr(collectives, name, without_rank_2)
+        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN)
+
+    def test_wrong_vocab_start_index(self):
+        def rank(group):
+            start, end = vocab_range(507, group.rank(), 4)
+            shift = group.rank() == 1
+            return rank_step(group, UNEVEN, rows=(start + shift, end + shift))
+
+        assert misses(self.outcome(rank), UNEVEN)
+
+    def test_labels_owned_by_every_rank(self):
+        def rank(group):
+            start, end = vocab_range(507, group.rank(), 4)
+            labels = UNEVEN.tensors[3]
+            own = (start + labels % (end - start)).where(labels >= 0, labels)
+            return rank_step(group, UNEVEN, labels=own)
+
+        assert misses(self.outcome(rank), UNEVEN)
+
+    def test_dhidden_summed_twice(self):
+        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
+        assert misses(outcome._replace(dhidden=4 * outcome.dhidden), UNEVEN)
+
+    def test_smoothing_over_the_shard(self):
+        outcome = self.outcome(lambda group: rank_step(group, UNEVEN, label_smoothing=0.1))
+        assert misses(outcome, UNEVEN.changed(options={"label_smoothing": 0.1 / 4}))
