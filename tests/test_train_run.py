@@ -1,0 +1,152 @@
+"""The training run under torchrun: killed without warning it goes on to the same losses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("mistral_common")
+pytestmark = pytest.mark.timeout(400)  # each start imports for seconds, on a busy machine many
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+steps: 12
+validate_every: 4
+checkpoint_every: 4
+device: cpu
+compare: false
+model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 32}
+data: {batch_size: 2, validation_batches: 1}
+optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
+"""
+
+
+def command(out_dir: Path, *overrides: str) -> list[str]:
+    config = out_dir.parent / "tiny.yaml"
+    config.write_text(TINY)
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    program += ["--standalone", "-m", "flce_dist.launch.train", "--config", str(config)]
+    return [*program, "--out-dir", str(out_dir), *overrides]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def train(out_dir: Path, *overrides: str, returncode: int = 0) -> str:
+    process = subprocess.Popen(
+        command(out_dir, *overrides),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    assert process.returncode == returncode, output
+    return output
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid] + [below for child in children for below in descendants(int(child))]
+
+
+def records(out_dir: Path) -> list[dict[str, Any]]:
+    """Complete lines of metrics.jsonl, without what differs from run to run."""
+    path = out_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
+
+
+def train_and_kill(out_dir: Path, *, after_step: int) -> None:
+    """Start a run and end all its processes by SIGKILL once it has recorded ``after_step``."""
+    process = subprocess.Popen(
+        command(out_dir),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    deadline = time.monotonic() + 120
+    while not any(record["step"] >= after_step for record in records(out_dir)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    kill(process)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train(out_dir, "--compare")
+    return out_dir
+
+
+def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
+    entries = records(uninterrupted)
+    losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
+    validation = [entry for entry in entries if entry["kind"] == "validation"]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert [entry["step"] for entry in validation] == [4, 8, 12]
+    assert validation[-1]["loss"] < validation[0]["loss"]
+    assert entries[0]["head_peak_mib"] > 0
+    for name in ("loss.png", "compare.png", "compare.json", "tensorboard"):
+        assert (uninterrupted / name).exists(), name
+    checkpoints = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000008", "step-00000012"]
+
+
+def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
+    numbers = json.loads((uninterrupted / "compare.json").read_text())
+    heads = numbers["heads"]
+    assert list(heads) == ["linear_cross_entropy", "with recompute", "Megatron"]
+    for head in heads.values():
+        assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
+        assert head["loss_difference"] < 1e-4
+        assert head["dhidden_relative_rms"] < 1e-5 and head["dweight_relative_rms"] < 1e-5
+        assert head["time_ms"] > 0
+        assert head["peak_mib"] > numbers["gradients_mib"] > 0
+
+
+def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+    out_dir = tmp_path / "run"
+    train_and_kill(out_dir, after_step=6)
+    output = train(out_dir)
+    assert "continuing" in output and "step-00000004" in output
+    assert records(out_dir) == records(uninterrupted)
+
+    # A damaged newest checkpoint: from the one before it, to the same losses again.
+    shard = out_dir / "checkpoints" / "step-00000012" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    output = train(out_dir)
+    assert "step-00000012 is not whole (__1_0.distcp has other contents" in output
+    assert f"continuing {out_dir / 'checkpoints' / 'step-00000008'}" in output
+    assert records(out_dir) == records(uninterrupted)
+
+
+def test_another_configuration_is_refused_by_one_rank(uninterrupted: Path) -> None:
+    before = records(uninterrupted)
+    (uninterrupted.parent / "tiny.yaml").write_text(TINY)
+    output = train(uninterrupted, "--optimizer.lr", "0.5", returncode=1)
+    assert output.count("error: cannot continue") == 1
+    assert "optimizer.lr is 0.03 there and 0.5 here" in output
+    assert records(uninterrupted) == before
