@@ -4,6 +4,7 @@ All read host metadata only, but for ``check_labels``.
 """
 
 import math
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -20,6 +21,7 @@ def check_options(options: LossOptions, impl: str | None) -> None:
     _one_of("reduction", options.reduction, get_args(Reduction))
     _one_of("schedule", options.schedule, get_args(Schedule))
     _one_of("impl", impl, (*get_args(Impl), None))
+    _integer("ignore_index", options.ignore_index)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be within [0, 1], got {options.label_smoothing}")
     if not math.isfinite(options.z_loss_weight):
@@ -28,10 +30,12 @@ def check_options(options: LossOptions, impl: str | None) -> None:
         raise ValueError(f"softcap must be None or positive and finite, got {options.softcap}")
     if not math.isfinite(options.logit_scale) or options.logit_scale == 0.0:
         raise ValueError(f"logit_scale must be finite and not 0, got {options.logit_scale}")
-    if options.max_logits_bytes is not None and options.max_logits_bytes <= 0:
-        raise ValueError(
-            f"max_logits_bytes must be None or positive, got {options.max_logits_bytes}"
-        )
+    if options.max_logits_bytes is not None:
+        _integer("max_logits_bytes", options.max_logits_bytes)
+        if options.max_logits_bytes <= 0:
+            raise ValueError(
+                f"max_logits_bytes must be None or positive, got {options.max_logits_bytes}"
+            )
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
@@ -54,8 +58,7 @@ def check_tensors(
 ) -> None:
     """Check types, devices and the shapes that one rank can judge."""
     for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        _tensor(name, x)
     if hidden.dtype not in _FLOATS:
         raise ValueError(f"hidden must be one of {_names(_FLOATS)}, got {hidden.dtype}")
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
@@ -71,12 +74,14 @@ def check_tensors(
     if labels.device != hidden.device:
         raise ValueError(f"labels must be on hidden's {hidden.device}, got {labels.device}")
     if bias is not None:
+        _tensor("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
             )
         _same("bias", bias, hidden)
     if token_weight is not None:
+        _tensor("token_weight", token_weight)
         if token_weight.shape != labels.shape:
             raise ValueError(
                 f"token_weight must have labels' shape {tuple(labels.shape)}, "
@@ -133,6 +138,8 @@ def check_parallel_shapes(
             f"labels must be {expected} from hidden {tuple(hidden.shape)}{whole}, "
             f"got {tuple(labels.shape)}"
         )
+    if vocab_size is not None:
+        _integer("vocab_size", vocab_size)
     if vocab_range is None:
         if V == 0:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
@@ -142,12 +149,16 @@ def check_parallel_shapes(
                 f"got {vocab_size}"
             )
         return
+    if not isinstance(vocab_range, Sequence) or len(vocab_range) != 2:
+        raise ValueError(f"vocab_range must be (start, end), got {vocab_range!r}")
     start, end = vocab_range
     if vocab_size is None:
         raise ValueError(
             "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
             "got None"
         )
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
     if start < 0 or end - start != V:
         raise ValueError(
             f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
@@ -196,6 +207,16 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _integer(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def _same(name: str, x: Tensor, hidden: Tensor) -> None:
