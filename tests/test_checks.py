@@ -1,0 +1,328 @@
+"""Each complaint of checks.py, word by word: the argument, what was expected, what came."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.testing import run_ranks
+
+T, V, H = 6, 11, 4
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    return {
+        "hidden": torch.zeros(T, H, requires_grad=True),
+        "weight": torch.zeros(V, H, requires_grad=True),
+        "labels": torch.zeros(T, dtype=torch.int64),
+        **changes,
+    }
+
+
+# (changed arguments, whole message), by the function of checks.py that complains.
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"reduction": "avg"}, "reduction must be one of ('none', 'sum', 'mean'), got 'avg'"),
+    (
+        {"schedule": "fast"},
+        "schedule must be one of ('auto', 'recompute', 'cached', 'in_forward'), got 'fast'",
+    ),
+    ({"impl": "cuda"}, "impl must be one of ('triton', 'eager', None), got 'cuda'"),
+    ({"ignore_index": None}, "ignore_index must be an int, got None"),
+    ({"label_smoothing": -0.1}, "label_smoothing must be within [0, 1], got -0.1"),
+    ({"label_smoothing": 1.5}, "label_smoothing must be within [0, 1], got 1.5"),
+    ({"label_smoothing": float("nan")}, "label_smoothing must be within [0, 1], got nan"),
+    ({"z_loss_weight": float("inf")}, "z_loss_weight must be finite, got inf"),
+    ({"softcap": 0.0}, "softcap must be None or positive and finite, got 0.0"),
+    ({"softcap": -2.0}, "softcap must be None or positive and finite, got -2.0"),
+    ({"softcap": float("inf")}, "softcap must be None or positive and finite, got inf"),
+    ({"logit_scale": 0.0}, "logit_scale must be finite and not 0, got 0.0"),
+    ({"logit_scale": float("nan")}, "logit_scale must be finite and not 0, got nan"),
+    ({"max_logits_bytes": 1e9}, "max_logits_bytes must be an int, got 1000000000.0"),
+    ({"max_logits_bytes": 0}, "max_logits_bytes must be None or positive, got 0"),
+    ({"max_logits_bytes": -1}, "max_logits_bytes must be None or positive, got -1"),
+    (
+        {"sequence_parallel": True, "reduce_dhidden": False},
+        "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
+        "sequence_parallel=True it is part of the reduce-scatter; drop one of the two",
+    ),
+]
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"schedule": "in_forward", "reduction": "none"},
+        "schedule='in_forward' knows one scalar upstream gradient, so reduction='none' needs "
+        "schedule='recompute' or 'cached'",
+    ),
+    *(
+        (
+            {"schedule": schedule, "softcap": 5.0, "label_smoothing": 0.1},
+            f"schedule='{schedule}' keeps exponentials, which do not express label_smoothing with "
+            "softcap; use schedule='recompute'",
+        )
+        for schedule in ("cached", "in_forward")
+    ),
+    (
+        {"impl": "triton", "hidden": torch.zeros(T, H).double(),
+         "weight": torch.zeros(V, H).double()},
+        "impl='triton' computes in float32, bfloat16 and float16; hidden is torch.float64: "
+        "use impl='eager'",
+    ),
+]  # fmt: skip
+
+TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": [[0.0] * H] * T}, "hidden must be a torch.Tensor, got list"),
+    ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+    ({"labels": [0] * T}, "labels must be a torch.Tensor, got list"),
+    (
+        {"hidden": torch.zeros(T, H, dtype=torch.int64)},
+        "hidden must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
+        "got torch.int64",
+    ),
+    ({"hidden": torch.zeros(())}, "hidden must be [..., H] with H >= 1, got ()"),
+    ({"hidden": torch.zeros(T, 0)}, "hidden must be [..., H] with H >= 1, got (6, 0)"),
+    ({"weight": torch.zeros(V, 3)}, "weight must be [V, H] with H = 4 from hidden, got (11, 3)"),
+    ({"weight": torch.zeros(H)}, "weight must be [V, H] with H = 4 from hidden, got (4,)"),
+    (
+        {"weight": torch.zeros(V, H).bfloat16()},
+        "weight must have hidden's dtype torch.float32, got torch.bfloat16",
+    ),
+    ({"weight": torch.zeros(V, H, device="meta")}, "weight must be on hidden's cpu, got meta"),
+    ({"labels": torch.zeros(T)}, "labels must be torch.int64 or torch.int32, got torch.float32"),
+    (
+        {"labels": torch.zeros(T, dtype=torch.int64, device="meta")},
+        "labels must be on hidden's cpu, got meta",
+    ),
+    ({"bias": [0.0] * V}, "bias must be a torch.Tensor, got list"),
+    ({"bias": torch.zeros(V, 1)}, "bias must be [V] with V = 11 from weight, got (11, 1)"),
+    (
+        {"bias": torch.zeros(V).half()},
+        "bias must have hidden's dtype torch.float32, got torch.float16",
+    ),
+    ({"bias": torch.zeros(V, device="meta")}, "bias must be on hidden's cpu, got meta"),
+    ({"token_weight": 1.0}, "token_weight must be a torch.Tensor, got float"),
+    (
+        {"token_weight": torch.ones(T, 1)},
+        "token_weight must have labels' shape (6,), got (6, 1)",
+    ),
+    (
+        {"token_weight": torch.ones(T, dtype=torch.bool)},
+        "token_weight must be a float tensor, got torch.bool",
+    ),
+    (
+        {"token_weight": torch.ones(T, device="meta")},
+        "token_weight must be on hidden's cpu, got meta",
+    ),
+    (
+        {"token_weight": torch.ones(T, requires_grad=True)},
+        "token_weight has no gradient: it must have requires_grad=False, got True",
+    ),
+]
+
+GROUP: list[tuple[dict[str, Any], str]] = [
+    (
+        {"sequence_parallel": True},
+        "sequence_parallel=True needs a tp_group, got tp_group=None",
+    ),
+    (
+        {"tp_group": "tp"},
+        "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+        "got 'tp'",
+    ),
+    (
+        {"tp_group": -100},  # torch.distributed.GroupMember.NON_GROUP_MEMBER, of other ranks
+        "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+        "got -100",
+    ),
+]
+
+SHAPES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"labels": torch.zeros(T + 1, dtype=torch.int64)},
+        "labels must be (6,) from hidden (6, 4), got (7,)",
+    ),
+    (
+        {"hidden": torch.zeros(2, 3, H)},
+        "labels must be (2, 3) from hidden (2, 3, 4), got (6,)",
+    ),
+    (
+        {"weight": torch.zeros(0, H)},
+        "weight must have at least one row without vocab_range, got V = 0",
+    ),
+    ({"vocab_size": 11.0}, "vocab_size must be an int, got 11.0"),
+    (
+        {"vocab_size": 0},
+        "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 0",
+    ),
+    (
+        {"vocab_size": 12},
+        "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 12",
+    ),
+    ({"vocab_range": 11, "vocab_size": 11}, "vocab_range must be (start, end), got 11"),
+    (
+        {"vocab_range": (0, 11)},
+        "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
+        "got None",
+    ),
+    ({"vocab_range": (0, 11), "vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+    (
+        {"vocab_range": (0, 10), "vocab_size": 11},
+        "vocab_range must be half-open (start, end) with end - start = 11 from weight, got (0, 10)",
+    ),
+    (
+        {"vocab_range": (-1, 10), "vocab_size": 11},
+        "vocab_range must be half-open (start, end) with end - start = 11 from weight, "
+        "got (-1, 10)",
+    ),
+    (
+        {"vocab_range": (1, 12), "vocab_size": 11},
+        "vocab_range of the 1 ranks must cover [0, 11), got (1, 12) on rank 0",
+    ),
+    (
+        {"vocab_range": (0, 11), "vocab_size": 12},
+        "vocab_range of the 1 ranks must cover [0, 12), got (0, 11) on rank 0",
+    ),
+]
+
+LABELS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"labels": torch.tensor([0, 1, 11, 2, 12, -100])},
+        "labels must be within [0, 11) or ignore_index -100, got 11 at token 2",
+    ),
+    (
+        {"labels": torch.tensor([0, 1, 2, -1, 2, -100])},
+        "labels must be within [0, 11) or ignore_index -100, got -1 at token 3",
+    ),
+    (
+        {"labels": torch.tensor([-100, 1, 2, 3, 2, 1]), "ignore_index": -1},
+        "labels must be within [0, 11) or ignore_index -1, got -100 at token 0",
+    ),
+    (
+        {"labels": torch.tensor([0, 1, 2, 3, 9, 1]), "vocab_size": 9},
+        "labels must be within [0, 9) or ignore_index -100, got 9 at token 4",
+    ),
+]
+
+VALUE_ERRORS = [*OPTIONS, *TENSORS, *GROUP, *SHAPES, *LABELS]
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, linear_cross_entropy_with_metrics])
+@pytest.mark.parametrize(("changes", "message"), VALUE_ERRORS, ids=[m for _, m in VALUE_ERRORS])
+def test_value_errors(changes: dict[str, Any], message: str, call: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call(**arguments(**changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_combinations_that_are_not_supported(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        linear_cross_entropy(**arguments(**changes))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_what_is_refused_names_a_schedule_that_works(reduction: str) -> None:
+    tied = {"softcap": 5.0, "label_smoothing": 0.1, "reduction": reduction}
+    for schedule in ("recompute", "auto"):
+        linear_cross_entropy(**arguments(schedule=schedule, **tied)).backward()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "labels", "message"),
+    [
+        (
+            (3, H), (3,),
+            "labels must be (6,) from hidden (3, 4), the whole of 2 ranks' tokens, got (3,)",
+        ),
+        ((H,), (), "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
+    ],
+)  # fmt: skip
+def test_shapes_under_sequence_parallelism(
+    hidden: tuple[int, ...], labels: tuple[int, ...], message: str
+) -> None:
+    changes = {
+        "hidden": torch.zeros(hidden),
+        "labels": torch.zeros(labels, dtype=torch.int64),
+        "sequence_parallel": True,
+    }
+
+    def rank(tp_group: torch.distributed.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            linear_cross_entropy(**arguments(tp_group=tp_group, **changes))
+
+    run_ranks(rank, 2)
+
+
+def test_shards_must_cover_the_vocabulary() -> None:
+    def rank(tp_group: torch.distributed.ProcessGroup) -> str:
+        start = 11 * tp_group.rank() + 1 - tp_group.rank()
+        with pytest.raises(ValueError) as error:
+            linear_cross_entropy(
+                **arguments(tp_group=tp_group, vocab_size=23, vocab_range=(start, start + 11))
+            )
+        return str(error.value)
+
+    first, last = run_ranks(rank, 2)
+    assert first == "vocab_range of the 2 ranks must cover [0, 23), got (1, 12) on rank 0"
+    assert last == "vocab_range of the 2 ranks must cover [0, 23), got (11, 22) on rank 1"
+
+
+def test_vocab_size_counts_the_rows_of_all_ranks() -> None:
+    message = "vocab_size must be within [1, 22], the rows of 2 shards of 11, got 23"
+
+    def rank(tp_group: torch.distributed.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            linear_cross_entropy(**arguments(tp_group=tp_group, vocab_size=23))
+
+    run_ranks(rank, 2)
+
+
+def test_triton_without_gpu_and_interpreter() -> None:
+    """In a process of its own: this one may be interpreted."""
+    program = """
+import os, torch
+os.environ.pop("TRITON_INTERPRET", None)
+from flce_dist import linear_cross_entropy
+x, y = torch.zeros(2, 16), torch.zeros(2, dtype=torch.int64)
+try:
+    linear_cross_entropy(x, x, y, impl="triton")
+except NotImplementedError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == (
+        "impl='triton' needs a CUDA device, hidden is on cpu: use impl='eager' "
+        "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
+    )
+
+
+def test_labels_of_every_kind_pass() -> None:
+    labels = torch.tensor([0, V - 1, -100, 3, -100, 5])
+    checks.check_labels(labels, V, -100)
+    checks.check_labels(labels[:0], V, -100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_wrong_label_on_a_gpu_ends_the_process_without_a_host_sync() -> None:
+    """In a process of its own: a device-side assertion leaves the CUDA context unusable."""
+    program = """
+import torch
+from flce_dist import checks
+good = torch.tensor([0, 1, -100], device="cuda")
+torch.cuda.set_sync_debug_mode("error")
+checks.check_labels(good, 2, -100)
+checks.check_labels(good, 1, -100)
+print("enqueued", flush=True)
+torch.cuda.set_sync_debug_mode("default")
+torch.cuda.synchronize()
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stdout.strip() == "enqueued"
+    assert "device-side assert" in done.stderr
