@@ -74,14 +74,14 @@ def plan(
         return Plan(schedule, T, V, V, _TILE, max(1, chunk), chunk * V * itemsize)
 
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
-    if max_logits_bytes is not None:
-        window = min(window, max(_TILE, _round_down(max_logits_bytes // column_bytes)))
-    window = max(1, min(window, V))
-
-    caching = schedule == "cached" or (schedule == "auto" and expressible)
     budget = max_logits_bytes
     if budget is None and schedule == "auto":
         budget = DEFAULT_LOGITS_BYTES
+    if budget is not None:
+        window = min(window, max(_TILE, _round_down(budget // column_bytes)))
+    window = max(1, min(window, V))
+
+    caching = schedule == "cached" or (schedule == "auto" and expressible)
     if not caching:
         cached = 0
     elif budget is None or V * column_bytes <= budget:
