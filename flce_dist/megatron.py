@@ -6,7 +6,7 @@
 Both ends are replaced: the output layer gets a subclass of its own class, which returns a
 ``LazyLogits``; the loss function asks that object for the loss. Parameters, their names,
 initialisation and ``sharded_state_dict`` stay as they are. Multi-token prediction goes the same
-way, once per depth.
+way, once per depth; 0.19 also asks there for the most likely token.
 
 s sequence, b batch, H hidden size, P tensor-parallel size.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy
@@ -23,6 +24,9 @@ from flce_dist.options import Impl, Schedule
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
+
+_WINDOW = 8192
+"""Columns of logits that exist at one time where only the largest is wanted."""
 
 
 def use_linear_cross_entropy(
@@ -113,6 +117,27 @@ class LazyLogits:
         """What ``GPTModel`` calls when it has no labels."""
         return self.materialize().transpose(dim0, dim1)
 
+    def size(self, dim: int) -> int:
+        """The number of rows of this rank's weight, for ``dim`` = -1."""
+        assert dim == -1, "only the vocabulary's size is known without a gather"
+        return self.layer.output_size_per_partition
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Largest logit among this rank's rows, before any softcap, and its row; [s, b] each."""
+        assert dim == -1, "only the maximum over the vocabulary is taken without logits"
+        return self.layer(self.hidden, self.weight, largest=True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.argmax:
+            return NotImplemented
+        logits, kwargs = args[0], kwargs or {}
+        if logits.layer.tp_group.size() == 1:
+            return logits.max(**kwargs)[1]
+        return logits.materialize().argmax(**kwargs)  # of gathered logits
+
 
 def _language_model_loss(labels: Tensor, logits: LazyLogits) -> Tensor:
     """``GPTModel.compute_language_model_loss``: labels [b, s] to the loss [b, s]."""
@@ -122,7 +147,10 @@ def _language_model_loss(labels: Tensor, logits: LazyLogits) -> Tensor:
 @cache
 def _output_layer_class() -> type:
     """The subclass of megatron-core's ``ColumnParallelLinear``, made at the first use of it."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        gather_from_sequence_parallel_region,
+    )
 
     class LinearCrossEntropyOutputLayer(ColumnParallelLinear):
         """``ColumnParallelLinear`` that postpones its product until it is known what it is for."""
@@ -136,6 +164,7 @@ def _output_layer_class() -> type:
             runtime_gather_output: bool | None = None,
             *,
             labels: Tensor | None = None,
+            largest: bool = False,
             lazy: bool = True,
         ) -> Any:
             if labels is not None:
@@ -148,6 +177,8 @@ def _output_layer_class() -> type:
                     sequence_parallel=self.sequence_parallel,
                     **self.loss_keywords,
                 )
+            if largest:
+                return self._largest(input_, self.weight if weight is None else weight)
             if lazy:
                 logits = LazyLogits(
                     self, input_, weight, runtime_gather_output, self.sequence_parallel
@@ -158,6 +189,20 @@ def _output_layer_class() -> type:
             if scale != 1.0:
                 logits = logits * scale
             return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+        @torch.no_grad()
+        def _largest(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            """Row maximum and its place by windows of the vocabulary; one GEMM in all."""
+            if self.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+            best = hidden.new_full(hidden.shape[:-1], -float("inf"))
+            place = torch.zeros_like(best, dtype=torch.long)
+            for start in range(0, weight.shape[0], _WINDOW):
+                logits = hidden @ weight[start : start + _WINDOW].T
+                value, column = (logits * self.loss_keywords["logit_scale"]).max(dim=-1)
+                place = torch.where(value > best, column + start, place)
+                best = torch.maximum(best, value)
+            return best, place
 
     return LinearCrossEntropyOutputLayer
 

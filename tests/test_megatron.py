@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
+from flce_dist import megatron as adapter
 from flce_dist.launch.train_config import ModelConfig, ParallelConfig, RunConfig
 from flce_dist.launch.train_model import (
     Groups,
@@ -141,6 +142,29 @@ def test_without_labels_the_logits_are_real(
         assert torch.equal(ours, theirs)
 
 
+def rank_largest(group: Any, sp: bool) -> None:
+    adapter._WINDOW = 10  # several windows, the last one short
+    model, _ = build(group.size(), sp, tied=False)
+    hidden = torch.randn(12 // (group.size() if sp else 1), 3, CONFIG.model.hidden_size)
+    lazy, _ = model.output_layer(hidden)
+    logits = lazy.materialize()
+    value, place = lazy.max(dim=-1)
+    torch.testing.assert_close(value, logits.max(-1).values)
+    assert torch.equal(place, logits.argmax(-1))
+    assert lazy.size(-1) == logits.shape[-1]
+    gathered, _ = model.output_layer(hidden, runtime_gather_output=True)
+    expected = gathered.materialize()
+    assert expected.shape[-1] == VOCAB
+    assert torch.equal(torch.argmax(gathered, dim=-1), expected.argmax(-1))
+    with pytest.raises(TypeError):
+        torch.exp(lazy)
+
+
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
+def test_the_largest_logit_without_logits(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
+    pools[tp].run(rank_largest, sp)
+
+
 def rank_hooks(group: Any) -> list[str]:
     """The weight is only there during calls of the layer, as under parameter sharding."""
     model, _ = build(2, sp=True, tied=False)
@@ -208,7 +232,7 @@ def build_with_mtp(sp: bool, depths: int) -> nn.Module:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config = copy.copy(build(2, sp, tied=True)[0].config)
-    config.mtp_num_layers = depths
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = depths, 0.1
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=ParallelRMSNorm)
