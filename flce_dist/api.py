@@ -232,4 +232,9 @@ def _autocast(
     if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def to(x: Tensor) -> Tensor:
+        takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if takes_part else x
+
+    return to(hidden), to(weight), None if bias is None else to(bias)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flce_dist import steps
 from flce_dist.kernels import gemm, merge, row_gradient
@@ -23,11 +22,19 @@ from flce_dist.steps import Call, Dlogits
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
-def without_autocast(backward: Backward) -> Backward:
-    """Run ``backward`` in the dtypes that forward settled, also if called under autocast."""
+def first_order(backward: Backward) -> Backward:
+    """Refuse to be differentiated, and compute in forward's dtypes also under autocast.
+
+    ``once_differentiable`` would not do: it lets a gradient penalty pass that then has no effect.
+    """
 
     @functools.wraps(backward)
     def run(ctx, *grads):
+        if torch.is_grad_enabled():  # the engine's way to say create_graph=True
+            raise NotImplementedError(
+                "linear_cross_entropy has no second derivative: create_graph=True is not "
+                "supported; differentiate flce_dist.reference instead"
+            )
         device = next(g.device for g in grads if g is not None)
         with torch.autocast(device.type, enabled=False):
             return backward(ctx, *grads)
@@ -57,7 +64,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
         stats = steps.shard_stats(call, logits, cache)
 
-        scale = steps.token_scale(logits, token_weight, call.options.reduction)
+        weights = steps.token_weights(logits, token_weight)
+        scale = weights / steps.loss_norm(weights, call.options.reduction)
         loss = scale * merge.token_loss(stats, **call.loss_terms)
         if call.options.reduction != "none":
             loss = loss.sum()
@@ -69,8 +77,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return loss, *metrics
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
+    @first_order
     def backward(ctx, dloss, dlse, dlogprob, dentropy, _dcorrect):
         call: Call = ctx.call
         hidden, weight, bias, labels, scale, cache, entropy, *stats = ctx.saved_tensors
@@ -137,9 +144,10 @@ class InForwardFunction(torch.autograd.Function):
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
     exponentials at hand; dweight accumulates in fp32. Under sequence parallelism an all-gather of
     hidden before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
-    [1 to 3, chunk_t] per chunk. Saved: both gradients, for an upstream gradient of 1.
+    [1 to 3, chunk_t] per chunk. Saved: both gradients of the sum of losses; those of the mean
+    would leave fp16's range before the upstream gradient, a loss scale, brings them back.
 
-    Backward: the gradients times the scalar upstream gradient. No collective.
+    Backward: those times the scalar upstream gradient over the norm. No collective.
     """
 
     @staticmethod
@@ -147,7 +155,8 @@ class InForwardFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
-        scale = steps.token_scale(logits, token_weight, call.options.reduction)
+        scale = steps.token_weights(logits, token_weight)
+        norm = steps.loss_norm(scale, call.options.reduction)
         chunks, V = call.plan.chunks(), call.shard.V
 
         dhidden = dweight = dbias = None
@@ -177,8 +186,9 @@ class InForwardFunction(torch.autograd.Function):
 
         if dhidden is not None:
             dhidden = call.start_reduce_dhidden(dhidden).wait()
-        ctx.save_for_backward(dhidden, dweight, dbias)
+        ctx.save_for_backward(norm, dhidden, dweight, dbias)
         ctx.dtype = weight.dtype
+        loss = loss / norm
         if not call.options.with_metrics:
             return loss, None, None, None, None
         merged = [torch.cat(parts) for parts in zip(*metrics, strict=True)]
@@ -186,16 +196,17 @@ class InForwardFunction(torch.autograd.Function):
         return loss, *merged
 
     @staticmethod
-    @once_differentiable
-    @without_autocast
+    @first_order
     def backward(ctx, dloss, *dmetrics):
         if any(d is not None for d in dmetrics):
             raise NotImplementedError(
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        gradients = (None if g is None else (g * dloss).to(ctx.dtype) for g in ctx.saved_tensors)
-        return *gradients, None, None, None
+        norm, *gradients = ctx.saved_tensors
+        factor = dloss / norm
+        scaled = (None if g is None else (g * factor).to(ctx.dtype) for g in gradients)
+        return *scaled, None, None, None
 
 
 def _add_chunk(

@@ -134,19 +134,23 @@ def shard_stats(call: Call, logits: ShardLogits, cache: Tensor | None) -> TokenS
     return stats
 
 
-def token_scale(logits: ShardLogits, token_weight: Tensor | None, reduction: str) -> Tensor:
-    """Return [T]: the factor of each token's loss in the result, 0 where ignored.
-
-    Under "mean" the weights over their sum; 0 for all if that sum is 0 (no counted token).
-    """
+def token_weights(logits: ShardLogits, token_weight: Tensor | None) -> Tensor:
+    """Return [T]: the weight of each token's loss, 0 where ignored."""
     counted = logits.counted
-    scale = counted.to(logits.stats_dtype)
-    if token_weight is not None:
-        scale = token_weight.to(scale.dtype).where(counted, 0.0)
-    if reduction == "mean":
-        norm = scale.sum()
-        scale = scale / norm.where(norm != 0, 1.0)
-    return scale
+    if token_weight is None:
+        return counted.to(logits.stats_dtype)
+    return token_weight.to(logits.stats_dtype).where(counted, 0.0)
+
+
+def loss_norm(weights: Tensor, reduction: str) -> Tensor:
+    """Return what the weighted losses are divided by, a scalar on the device.
+
+    Under "mean" the sum of weights, or 1 where that is 0: the loss of no counted token is 0.
+    """
+    if reduction != "mean":
+        return weights.new_ones(())
+    norm = weights.sum()
+    return norm.where(norm != 0, 1.0)
 
 
 def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
