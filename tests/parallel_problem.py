@@ -78,8 +78,9 @@ class Problem:
         return Outcome(loss.detach(), *gradients(leaves))
 
 
-def gradients(leaves: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden, dweight, dbias = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+    return dhidden, dweight, dbias
 
 
 def rank_step(

@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_problem import (  # type: ignore[import-not-found]
-    Outcome,
-    Problem,
-    joined,
-    misses,
-    rank_step,
-)
 
 from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms, run_ranks
 from flce_dist.vocab import vocab_range
+from tests.parallel_problem import Outcome, Problem, joined, misses, rank_step
 
 SCHEDULES = ["recompute", "cached", "in_forward", "auto"]
 EVEN, UNEVEN = Problem(V_all=512), Problem(V_all=507)
@@ -427,7 +421,8 @@ class TestMutations:
     @pytest.mark.parametrize("gradient", ["dhidden", "dweight", "dbias"])
     def test_zero_gradients(self, gradient):
         outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
-        spoiled = outcome._replace(**{gradient: torch.zeros_like(getattr(outcome, gradient))})
+        zeros: Any = {gradient: torch.zeros_like(getattr(outcome, gradient))}
+        spoiled = outcome._replace(**zeros)
         assert [miss.split(":")[0] for miss in misses(spoiled, UNEVEN)] == [gradient]
 
     @pytest.mark.parametrize("name", ["all_reduce_sum", "start_all_reduce"])

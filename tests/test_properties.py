@@ -1,0 +1,288 @@
+"""Whatever the shapes, strides, dtypes, options and ranks: the op is the textbook's."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.testing import run_ranks
+from flce_dist.vocab import vocab_range
+
+# The same examples in every run, so that a failure is the fault of the change under test.
+SETTINGS: dict[str, Any] = dict(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+GRADIENTS = ("dhidden", "dweight", "dbias")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One call: ``T = P * tokens`` tokens as [s, b], V_all rows of a vocabulary and padding."""
+
+    P: int
+    tokens: int
+    batch: int
+    H: int
+    V_all: int
+    padding: int
+    dtype: torch.dtype
+    layouts: tuple[str, str]  # of hidden and weight
+    int32_labels: bool
+    ignored: float
+    bias: bool
+    token_weight: bool
+    metric_gradients: bool
+    sequence_parallel: bool
+    seed: int
+    reduction: str
+    options: tuple[tuple[str, Any], ...]  # of the loss
+    how: tuple[tuple[str, Any], ...]  # schedule, max_logits_bytes
+
+
+@st.composite
+def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
+    """Every combination that the op supports."""
+    P = draw(st.sampled_from([p for p in (1, 2, 3, 4, 8) if p <= max_P]))
+    softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
+    smoothing = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
+    reduction = draw(st.sampled_from(["none", "sum", "mean"]))
+    schedules = ["recompute", "auto"]
+    if not (softcap and smoothing):
+        schedules.append("cached")
+        if reduction != "none":
+            schedules.append("in_forward")
+    schedule = draw(st.sampled_from(schedules))
+    layouts = st.sampled_from(["plain", "columns", "transposed", "every second"])
+    return Drawn(
+        P=P,
+        tokens=draw(st.integers(0, max(1, sizes // (2 * P)))),
+        batch=draw(st.integers(1, 3)),
+        H=draw(st.integers(1, sizes)),
+        V_all=draw(st.integers(1, 3 * sizes)),
+        padding=draw(st.sampled_from([0, 0, 1, 13])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        layouts=(draw(layouts), draw(layouts)),
+        int32_labels=draw(st.booleans()),
+        ignored=draw(st.sampled_from([0.0, 0.2, 1.0])),
+        bias=draw(st.booleans()),
+        token_weight=draw(st.booleans()),
+        metric_gradients=schedule != "in_forward" and draw(st.booleans()),
+        sequence_parallel=P > 1 and draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        reduction=reduction,
+        options=(
+            ("softcap", softcap),
+            ("label_smoothing", smoothing),
+            ("z_loss_weight", draw(st.sampled_from([0.0, 1e-2]))),
+            ("logit_scale", draw(st.sampled_from([1.0, 0.5, -1.3]))),
+        ),
+        how=(
+            ("schedule", schedule),
+            ("max_logits_bytes", draw(st.sampled_from([None, 1, 4096]))),
+        ),
+    )
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers with other strides, the gaps filled with NaN."""
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "columns":  # of a wider matrix, off its alignment
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+        wide[..., 1 : 1 + x.shape[-1]] = x
+        return wide[..., 1 : 1 + x.shape[-1]]
+    if layout == "every second":
+        long = x.new_full((2 * x.shape[0], *x.shape[1:]), torch.nan)
+        long[::2] = x
+        return long[::2]
+    return x
+
+
+class Whole:
+    """The whole tensors of a drawn call, and what it should give."""
+
+    def __init__(self, drawn: Drawn):
+        self.drawn = drawn
+        g = torch.Generator().manual_seed(drawn.seed)
+        s, b, rows = drawn.P * drawn.tokens, drawn.batch, drawn.V_all + drawn.padding
+        self.hidden = torch.randn(s, b, drawn.H, generator=g).to(drawn.dtype)
+        weight = 2.0 * torch.randn(rows, drawn.H, generator=g) / drawn.H**0.5
+        self.weight = weight.to(drawn.dtype)
+        self.bias = torch.randn(rows, generator=g).to(drawn.dtype) if drawn.bias else None
+        self.labels = torch.randint(drawn.V_all, (s, b), generator=g)
+        self.labels[torch.rand(s, b, generator=g) < drawn.ignored] = -100
+        self.counted = self.labels != -100
+        self.token_weight = torch.rand(s, b, generator=g) if drawn.token_weight else None
+        self.dloss = torch.randn((s, b) if drawn.reduction == "none" else (), generator=g)
+        self.dmetrics = torch.randn(3, s, b, generator=g)
+
+    def textbook(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        hidden = self.hidden.to(dtype, copy=True).requires_grad_()
+        weight = self.weight.to(dtype, copy=True).requires_grad_()
+        bias = None if self.bias is None else self.bias.to(dtype, copy=True).requires_grad_()
+        out = reference_linear_cross_entropy(
+            hidden,
+            weight,
+            self.labels,
+            bias=bias,
+            token_weight=self.token_weight,
+            vocab_size=self.drawn.V_all,
+            reduction=self.drawn.reduction,
+            **dict(self.drawn.options),
+        )
+        return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
+
+    def rank(self, group: dist.ProcessGroup | None, impl: str) -> dict[str, Tensor]:
+        drawn = self.drawn
+        P, rank = (1, 0) if group is None else (group.size(), group.rank())
+        start, end = vocab_range(len(self.weight), rank, P)
+        hidden = self.hidden.clone()
+        hidden[~self.counted] = torch.nan
+        if drawn.sequence_parallel:
+            hidden = hidden.tensor_split(P)[rank]
+        hidden = laid_out(hidden, drawn.layouts[0]).detach().requires_grad_()
+        weight = laid_out(self.weight[start:end], drawn.layouts[1]).detach().requires_grad_()
+        bias = None if self.bias is None else self.bias[start:end].clone().requires_grad_()
+        labels = self.labels.int() if drawn.int32_labels else self.labels
+        out = linear_cross_entropy_with_metrics(
+            hidden,
+            weight,
+            labels.t().contiguous().t(),
+            bias=bias,
+            token_weight=self.token_weight,
+            vocab_size=drawn.V_all,
+            vocab_range=(start, end),
+            tp_group=group,
+            sequence_parallel=drawn.sequence_parallel,
+            impl=impl,  # type: ignore[arg-type]
+            reduction=drawn.reduction,  # type: ignore[arg-type]
+            **dict(drawn.options),
+            **dict(drawn.how),
+        )
+        return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
+
+    def differentiate(self, out: tuple[Tensor, ...], leaves: list[Tensor]) -> dict[str, Tensor]:
+        results = dict(zip(("loss", "lse", "logprob", "entropy", "correct"), out, strict=True))
+        roots, upstream = [out[0]], [self.dloss]
+        if self.drawn.metric_gradients:
+            roots += out[1:4]
+            upstream += self.dmetrics.unbind()
+        torch.autograd.backward(
+            roots, [g.to(x.dtype) for g, x in zip(upstream, roots, strict=True)]
+        )
+        for name, leaf in zip(GRADIENTS, leaves, strict=False):
+            assert leaf.grad is not None
+            results[name] = leaf.grad
+        return {name: x.detach() for name, x in results.items()}
+
+    def scales(self) -> dict[str, float]:
+        """RMS that gradients would have if nothing cancelled: rounding is relative to that."""
+        upstream = torch.ones(self.labels.shape).double()
+        if self.drawn.reduction == "none":
+            upstream = self.dloss.double().abs()
+        elif self.drawn.reduction == "sum":
+            upstream *= self.dloss.abs()
+        else:
+            weights = self.counted if self.token_weight is None else self.token_weight
+            norm = float((weights * self.counted).sum()) or 1.0
+            upstream *= self.dloss.abs() / norm
+        if self.drawn.metric_gradients:
+            upstream = upstream + self.dmetrics.double().abs().sum(0) * 5
+        upstream = (upstream * self.counted).square()
+        hidden, weight = self.hidden.double().square(), self.weight.double().square()
+        total = float(upstream.sum())
+        return {
+            "dhidden": math.sqrt(total * float(weight.mean()) / max(1, upstream.numel())),
+            "dweight": math.sqrt(float((upstream[..., None] * hidden).sum()) / weight.numel()),
+            "dbias": math.sqrt(total / len(weight)),
+        }
+
+    def check(self, actual: dict[str, Tensor]) -> None:
+        oracle, eager = self.textbook(torch.float64), self.textbook(self.drawn.dtype)
+        scales = self.scales()
+        largest = 8.0 + (float(oracle["lse"].abs().max()) if oracle["lse"].numel() else 0.0)
+        fp32_eps = torch.finfo(torch.float32).eps * largest  # of exponentials of such logits
+        eps = torch.finfo(self.drawn.dtype).eps + fp32_eps
+        for name, expected in oracle.items():
+            result = actual[name]
+            assert result.shape == expected.shape, name
+            if name == "correct":
+                continue  # ties after rounding; test_options compares it
+            error = rms(result.double() - expected)
+            if name in GRADIENTS:
+                assert result.dtype == self.drawn.dtype
+                rounding = 2 * eps * (rms(expected) + scales[name])
+                budget = 2 * rms(eager[name].double() - expected) + rounding
+            else:
+                assert result.dtype == torch.float32
+                tokens = max(1, expected.numel() if self.drawn.reduction == "none" else 1)
+                summed = self.labels.numel() if self.drawn.reduction == "sum" else 1
+                budget = 1e-5 * rms(expected) + 8 * fp32_eps * max(summed, tokens)
+            assert error <= budget, f"{name}: error {error:.3g} exceeds budget {budget:.3g}"
+
+
+def plain_call(**changes: Any) -> Drawn:
+    drawn = Drawn(
+        P=1, tokens=12, batch=2, H=24, V_all=90, padding=0, dtype=torch.float32,
+        layouts=("plain", "plain"), int32_labels=False, ignored=0.2, bias=True, token_weight=False,
+        metric_gradients=False, sequence_parallel=False, seed=0, reduction="mean", options=(),
+        how=(),
+    )  # fmt: skip
+    return replace(drawn, **changes)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.norm()) / math.sqrt(max(1, x.numel()))
+
+
+def check_on_ranks(drawn: Drawn) -> None:
+    whole = Whole(drawn)
+    if drawn.P == 1:
+        whole.check(whole.rank(None, "eager"))
+        return
+    ranks = run_ranks(lambda group: whole.rank(group, "eager"), drawn.P)
+    for name in ("loss", "lse", "logprob", "entropy", "correct"):
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks), name
+    joined = dict(ranks[0])
+    for name in joined.keys() & {"dweight", "dbias"}:
+        joined[name] = torch.cat([rank[name] for rank in ranks])
+    if drawn.sequence_parallel:
+        joined["dhidden"] = torch.cat([rank["dhidden"] for rank in ranks])
+    whole.check(joined)
+
+
+@settings(max_examples=250, **SETTINGS)
+@given(calls())
+def test_eager_on_any_ranks(drawn):
+    check_on_ranks(drawn)
+
+
+@settings(max_examples=25, **SETTINGS)
+@given(calls(max_P=1, sizes=16))
+def test_triton_on_one_rank(drawn):
+    whole = Whole(drawn)
+    whole.check(whole.rank(None, "triton"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("metric_gradients", [False, True])
+@pytest.mark.parametrize("name", [*GRADIENTS, "loss", "lse", "logprob", "entropy"])
+@pytest.mark.parametrize("spoil", [torch.zeros_like, torch.neg, lambda x: x * 1.5,
+                                   lambda x: x + torch.nan])  # fmt: skip
+def test_mutations_are_noticed(spoil, name, metric_gradients, dtype):
+    whole = Whole(plain_call(dtype=dtype, metric_gradients=metric_gradients))
+    actual = whole.rank(None, "eager")
+    whole.check(actual)
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        whole.check({**actual, name: spoil(actual[name])})
