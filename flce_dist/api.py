@@ -210,6 +210,7 @@ def _apply(
             schedule=options.schedule if needs_grad else "recompute",
             max_logits_bytes=options.max_logits_bytes,
             expressible=not options.smoothing_needs_logits,
+            converts=hidden.dtype == torch.float16,
         ),
         kernels=kernels_of(impl),
         tp_group=tp_group,

@@ -35,7 +35,9 @@ def first_order(backward: Backward) -> Backward:
                 "linear_cross_entropy has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
-        device = next(g.device for g in grads if g is not None)
+        device = next((g.device for g in grads if g is not None), None)
+        if device is None:  # nothing depends on the outputs
+            return (None,) * 6
         with torch.autocast(device.type, enabled=False):
             return backward(ctx, *grads)
 
@@ -115,7 +117,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             )
 
         dhidden = dweight = dbias = None
-        acc = scale.new_zeros(len(labels), weight.shape[1]) if need_hidden else None
+        acc = scale.new_empty(len(labels), weight.shape[1]) if need_hidden else None
         if need_weight:
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             dweight[call.shard.V :] = 0.0
@@ -126,7 +128,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         for start, end in dlogits.pieces():
             d = dlogits.piece(start, end, logits)
             if acc is not None:
-                gemm.add_matmul(acc, d, weight[start:end])
+                gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
                 if end == call.shard.V:
                     share = steps.finish_dhidden(call, acc, weight, counted, rows)
                     dhidden = call.start_reduce_dhidden(share)
@@ -163,7 +165,10 @@ class InForwardFunction(torch.autograd.Function):
         if need_hidden:
             dhidden = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
         if need_weight:
-            dweight = torch.zeros_like(weight, dtype=scale.dtype)
+            dweight = torch.empty_like(
+                weight, dtype=scale.dtype, memory_format=torch.contiguous_format
+            )
+            dweight[V:] = 0.0
         if need_bias:
             dbias = scale.new_zeros(weight.shape[0])
         buffer = steps.new_window(call.plan.chunk_t, V, logits.cache_dtype, hidden.device)
@@ -205,8 +210,14 @@ class InForwardFunction(torch.autograd.Function):
             )
         norm, *gradients = ctx.saved_tensors
         factor = dloss / norm
-        scaled = (None if g is None else (g * factor).to(ctx.dtype) for g in gradients)
+        scaled = (None if g is None else _scaled(g, factor, ctx.dtype) for g in gradients)
         return *scaled, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply and round in one pass: an fp32 product of dweight would be the largest tensor."""
+    out = torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def _add_chunk(
@@ -221,14 +232,14 @@ def _add_chunk(
 ) -> None:
     """Add one token chunk to dweight [V, H] and dbias [V], and write its rows of dhidden."""
     V, weight = call.shard.V, chunk.weight
-    acc = None if dhidden is None else rows.scale.new_zeros(chunk.T, chunk.H)
+    acc = None if dhidden is None else rows.scale.new_empty(chunk.T, chunk.H)
     scaled = None if dweight is None else steps.scaled_hidden(call, chunk, rows)
     for start, end in dlogits.pieces():
         d = dlogits.piece(start, end, lambda: chunk)
         if acc is not None:
-            gemm.add_matmul(acc, d, weight[start:end])
+            gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
         if dweight is not None and scaled is not None:
-            gemm.add_matmul(dweight[start:end], d.T, scaled)
+            gemm.add_matmul(dweight[start:end], d.T, scaled, first=tokens.start == 0)
         if dbias is not None:
             dbias[start:end] += steps.dbias_piece(d, rows)
     if dhidden is not None and acc is not None:

@@ -51,7 +51,8 @@ def plan(
     itemsize: int,
     schedule: Schedule,
     max_logits_bytes: int | None,
-    expressible: bool,
+    expressible: bool = True,
+    converts: bool = False,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -65,13 +66,16 @@ def plan(
         max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
             tokens, is used even where it exceeds the bound.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
+        converts: whether cached columns pass through a window of the operands' dtype (fp16).
     """
     column_bytes = max(1, T * itemsize)
     if schedule == "in_forward":
         chunk_bytes = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
         chunk = max(_TILE, _round_down(chunk_bytes // max(1, V * itemsize)))
         chunk = min(T, _round_up(-(-T // max(1, -(-T // chunk)))))
-        return Plan(schedule, T, V, V, _TILE, max(1, chunk), chunk * V * itemsize)
+        window = max(1, min(_MIN_WINDOW, V))
+        held = V + (window if converts else 0)
+        return Plan(schedule, T, V, V, window, max(1, chunk), chunk * held * itemsize)
 
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
     budget = max_logits_bytes
@@ -84,11 +88,11 @@ def plan(
     caching = schedule == "cached" or (schedule == "auto" and expressible)
     if not caching:
         cached = 0
-    elif budget is None or V * column_bytes <= budget:
+    elif budget is None or (V + (window if converts else 0)) * column_bytes <= budget:
         cached = V
     else:
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
-    held = cached + (window if cached < V else 0)
+    held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
     return Plan(name, T, V, cached, window, max(1, T), held * column_bytes if T else 0)
 

@@ -186,13 +186,15 @@ class Dlogits:
         whole = self.cache is not None and self.cache.dtype == self.dtype
         cached_step = max(1, self.cached_v) if whole else step
         starts = [*range(0, self.cached_v, cached_step), *range(self.cached_v, V, step)]
-        return list(zip(starts, [*starts[1:], V], strict=True)) or [(0, 0)]
+        return list(zip(starts, [*starts[1:], V], strict=True)) if starts else [(0, 0)]
 
     def piece(self, start: int, end: int, logits: Callable[[], ShardLogits]) -> Tensor:
         """Return D of these columns, [T, end - start]; valid until the next call.
 
         ``logits`` is called only if the columns must be recomputed.
         """
+        if start == end:  # a shard without rows
+            return self._reused_window(0)
         if end > self.cached_v:
             out = self._reused_window(end - start)
             self.call.kernels.dlogits(

@@ -33,11 +33,17 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden @ weight.to(hidden.dtype).T
 
 
-def add_matmul(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """Accumulate ``acc += a @ b`` in place; a is [M, K], b [K, N], acc [M, N] fp32 or fp64."""
-    if _has_fp32_output(a):
-        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Write ``acc = a @ b`` if it is the first product, else accumulate ``acc += a @ b``.
+
+    a is [M, K], b [K, N], acc [M, N] fp32 or fp64. The first product does not read acc, which saves
+    a pass to clear it.
+    """
+    if _has_fp32_output(a) and a.shape[1]:
+        torch.addmm(acc, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=acc)
         return
+    if first:
+        acc.zero_()
     for k in slices(a.shape[1], 4 * a.shape[0]):
         acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
 

@@ -92,6 +92,8 @@ def write_label(cache: Tensor, labels: Tensor, value: Tensor, *, vocab_start_ind
     cache is [T, W], value [T]. A gather and a scatter of one column per row: no index lists, so
     the host never waits for the device.
     """
+    if cache.shape[1] == 0:
+        return
     column = labels - vocab_start_index
     owned = (column >= 0) & (column < cache.shape[1])
     column = column.where(owned, 0)[:, None]

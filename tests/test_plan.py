@@ -121,7 +121,7 @@ def test_same_facts_same_plan(T, V, itemsize, schedule, budget):
 def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """Ranks that planned from their own free memory or row count would issue other collectives."""
     assert set(inspect.signature(plan).parameters) == {
-        "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible",
+        "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
     }  # fmt: skip
 
 
