@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed these two, and warns at their old names.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Pending(NamedTuple):
     """A collective in flight; ``wait`` makes the current stream wait and returns its result."""
@@ -59,9 +63,7 @@ def start_gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pendin
     out = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
     if not out.numel():
         return Pending(out, None)
-    return Pending(
-        out, dist.all_gather_into_tensor(out, x.contiguous(), group=tp_group, async_op=True)
-    )
+    return Pending(out, all_gather(out, x.contiguous(), group=tp_group, async_op=True))
 
 
 def start_scatter_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
@@ -74,4 +76,4 @@ def start_scatter_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pendi
     out = x.new_empty(x.shape[0] // group_size(tp_group), *x.shape[1:])
     if not x.numel():
         return Pending(out, None)
-    return Pending(out, dist.reduce_scatter_tensor(out, x, group=tp_group, async_op=True))
+    return Pending(out, reduce_scatter(out, x, group=tp_group, async_op=True))

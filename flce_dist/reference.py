@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist.collectives import all_gather
+
 
 def reference_linear_cross_entropy(
     hidden: Tensor,
@@ -90,14 +92,14 @@ class _GatherRows(torch.autograd.Function):
         ctx.row_range = row_range
         mine = torch.tensor(row_range, device=rows.device)
         ranges = mine.new_empty(2 * dist.get_world_size(group))
-        dist.all_gather_into_tensor(ranges, mine, group=group)
+        all_gather(ranges, mine, group=group)
         starts, ends = ranges[0::2].tolist(), ranges[1::2].tolist()
 
         longest = max(end - start for start, end in zip(starts, ends, strict=True))
         padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
         gathered = rows.new_empty(longest * len(starts), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=group)
+        all_gather(gathered, padded, group=group)
         blocks = gathered.split(longest) if longest else [gathered] * len(starts)
         out = rows.new_empty(max(ends), *rows.shape[1:])
         for block, start, end in zip(blocks, starts, ends, strict=True):

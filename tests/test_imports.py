@@ -65,7 +65,7 @@ TABLE = {
     "vocab": LEAF,
     "collectives": Rule(),
     "memory": Rule(),
-    "reference": Rule(),
+    "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "steps": Rule(ours=LEAVES | ours("kernels", "collectives")),
     "autograd": Rule(ours=LEAVES | ours("kernels", "collectives", "steps")),

@@ -134,8 +134,8 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
         ({"schedule": "auto", "V": 32064}, "cached", 32064, 16384, 8192),
         ({"schedule": "auto", "max_logits_bytes": 3 * GIB}, "cached", 128256, 16384, 8192),
         ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192),
-        ({"schedule": "in_forward", "max_logits_bytes": GIB}, "in_forward", 128256, 256, 4096),
-        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 256, 256),
+        ({"schedule": "in_forward", "max_logits_bytes": GIB}, "in_forward", 128256, 4096, 4096),
+        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 4096, 256),
         ({"T": 0}, "cached", 128256, 32768, 1),
     ],
 )
