@@ -135,7 +135,7 @@ def run_threads(
 
     with _one_world:
         c10d_native._set_thread_isolation_mode(True)
-        multi_threaded_pg._install_threaded_pg()
+        world, c10d._world = c10d._world, multi_threaded_pg.ThreadLocalWorld()
         excepthook = sys.excepthook  # each init_process_group puts another in front of it
         try:
             store = dist.HashStore()
@@ -153,7 +153,7 @@ def run_threads(
             }
         finally:
             sys.excepthook = excepthook
-            multi_threaded_pg._uninstall_threaded_pg()
+            c10d._world = world
             multi_threaded_pg.ProcessLocalGroup.reset()
             c10d_native._set_thread_isolation_mode(False)
 

@@ -140,4 +140,7 @@ def _fits(shape: Shape, device: torch.device, tp_group: dist.ProcessGroup | None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
