@@ -59,8 +59,10 @@ def _main(rank: int) -> None:
     corpus = load_corpus(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Checkpoints exchange Python objects over gloo on any device.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        # Objects (checkpoint metadata) go over gloo, tensors over NCCL.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     run(config, corpus, device)
     dist.destroy_process_group()
 

@@ -115,7 +115,7 @@ def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
         bars[-1].set_color("tab:gray")
         axes.set(xlabel=label)
         axes.invert_yaxis()
-        axes.margins(x=0.15)
+        axes.margins(x=0.25)
     memory.axvline(numbers["gradients_mib"], color="black", linestyle=":", linewidth=1)
     memory.set_title("dotted: the gradients alone", fontsize=9)
     figure.suptitle("Output layer and loss, forward and backward", fontsize=10)

@@ -57,7 +57,7 @@ class OptimizerConfig:
     lr: float = 3e-3
     min_lr: float = 3e-4
     warmup_steps: int = 10
-    decay_steps: int = 120
+    decay_steps: int = 100
     """The learning rate falls along a cosine until this step and stays at min_lr."""
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -77,12 +77,12 @@ class ParallelConfig:
 class RunConfig:
     out_dir: Path = Path("runs/quickstart")
     """Checkpoints, metrics and pictures; a run that finds checkpoints there continues them."""
-    steps: int = 120
+    steps: int = 100
     """Train until this step; may be raised to continue a finished run."""
     seed: int = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    validate_every: int = 20
-    checkpoint_every: int = 20
+    validate_every: int = 25
+    checkpoint_every: int = 25
     keep_checkpoints: int = 2
     compare: bool = True
     """At the end, compare our head against Megatron's own on one batch."""

@@ -1,7 +1,8 @@
 """A megatron-core ``GPTModel`` with linear_cross_entropy as its output layer and loss.
 
 The same model runs on GPUs and on CPU. It is drawn on the CPU from one seed whatever the number
-of tensor-parallel ranks, so that runs with different numbers of them start from the same weights.
+of tensor-parallel ranks, so that runs with different numbers of them start from the same weights
+(unless the vocabulary needs padding for one of them).
 """
 
 from dataclasses import dataclass
