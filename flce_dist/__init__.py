@@ -5,6 +5,12 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.module import LinearCrossEntropy
 
-__all__ = ["LossWithMetrics", "linear_cross_entropy", "linear_cross_entropy_with_metrics"]
+__all__ = [
+    "LinearCrossEntropy",
+    "LossWithMetrics",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics",
+]
 __version__ = "0.1.0"

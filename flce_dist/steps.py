@@ -54,8 +54,8 @@ class Call:
         return ShardLogits(
             hidden=hidden,
             weight=weight[:V],
-            bias=None if bias is None else bias[:V],
-            labels=labels,
+            bias=None if bias is None else bias[:V].contiguous(),
+            labels=labels.contiguous(),
             vocab_start_index=self.shard.start,
             ignore_index=self.options.ignore_index,
             logit_scale=self.options.logit_scale,

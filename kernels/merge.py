@@ -50,8 +50,8 @@ def token_stats(
     sum_z: Tensor | None,
 ) -> TokenStats:
     """Merge the reduced sums into log-sum-exp and log-probability."""
-    label_above = label_logit - reference  # exactly 0 unless rescued
-    log_total = torch.where(label_above == 0, others.log1p(), (others + label_above.exp()).log())
+    label_above = label_logit - reference  # exactly 0 unless rescued, then below -50
+    log_total = (others + label_above.expm1()).log1p()
     return TokenStats(
         label_logit=label_logit,
         reference=reference,
