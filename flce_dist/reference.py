@@ -65,7 +65,7 @@ def reference_linear_cross_entropy(
     logprob = F.log_softmax(logits, dim=-1)
     label_logprob = logprob.gather(-1, labels).squeeze(-1)
     entropy = -(logprob.exp() * logprob).sum(-1)
-    correct = (logits.argmax(-1, keepdim=True) == labels).squeeze(-1) & counted
+    correct = (logits.gather(-1, labels).squeeze(-1) >= logits.amax(-1)) & counted
 
     loss = -(1 - label_smoothing) * label_logprob - label_smoothing * logprob.mean(-1)
     loss = loss + z_loss_weight * lse.square()

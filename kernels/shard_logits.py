@@ -14,7 +14,8 @@ class ShardLogits:
     """``z = softcap(logit_scale * hidden @ weight.T + bias)``, never materialised.
 
     hidden [T, H], weight [V, H] and bias [V] share a dtype; the matrices may have any strides, bias
-    and labels are contiguous. labels are [T] int64 global ids, of which ``vocab_start_index <= label < vocab_start_index + V`` are owned here. Rows with
+    and labels are contiguous. labels are [T] int64 global ids, of which
+    ``vocab_start_index <= label < vocab_start_index + V`` are owned here. Rows with
     ``label == ignore_index`` may hold anything, NaN too, and contribute nothing.
     """
 
