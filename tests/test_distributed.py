@@ -130,7 +130,7 @@ class TestGroups:
             hidden, weight, _, labels = EVEN.tensors
             linear_cross_entropy(hidden, weight, labels, tp_group=first)
 
-        with pytest.raises(ValueError, match="tp_group .* that this rank belongs to"):
+        with pytest.raises(ValueError, match=r"tp_group .* that this rank belongs to"):
             run_ranks(rank, 2)
 
 
