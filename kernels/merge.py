@@ -82,7 +82,10 @@ def token_entropy(stats: TokenStats) -> Tensor:
     """Return ``-sum_v p_v log p_v``, all of its terms non-negative but for rounding."""
     assert stats.sum_ez is not None
     label_above = stats.label_logit - stats.reference
-    mean_above = (stats.sum_ez + label_above * label_above.exp()) * (-stats.log_total).exp()
+    # Divided by the total itself: exp(-log_total) would carry log_total's rounding, which
+    # log_total then magnifies again.
+    total = stats.others + label_above.exp()
+    mean_above = (stats.sum_ez + label_above * label_above.exp()) / total
     return stats.log_total - mean_above
 
 
