@@ -3,7 +3,6 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -139,9 +138,7 @@ def make_data(
     bounds = [vocab_range(rows, r, P) for r in range(P)]
     edges = [row for start, end in bounds for row in (start, end - 1) if row < vocab_size][:T]
     labels[: len(edges)] = torch.tensor(edges)
-    hopeless = slice(T // 2, T // 2 + 1)
-    for tokens, label_logit in ((slice(2, None, 4), 12.0), (hopeless, -150.0)):
-        _aim(hidden, weight, labels, tokens, label_logit)
+    _aim(hidden, weight, labels, {**dict.fromkeys(range(2, T, 4), 12.0), T // 2: -150.0})
     ignored = torch.rand(T, generator=generator) < 0.1
     labels[ignored] = -100
     hidden[ignored] = torch.nan
@@ -164,16 +161,23 @@ def make_data(
     )
 
 
-def _aim(hidden: Tensor, weight: Tensor, labels: Tensor, tokens: slice, logit: float) -> None:
-    """Give ``tokens`` this label logit by stretching hidden and weight alike.
+def _aim(hidden: Tensor, weight: Tensor, labels: Tensor, logits: dict[int, float]) -> None:
+    """Give tokens, the keys, these label logits by stretching hidden and weight alike.
 
-    A vector much longer than the others would rule every RMS and hide errors elsewhere.
+    A vector much longer than the others would rule every RMS and hide errors elsewhere. Of tokens
+    with one label the last is aimed: an indexed write to one row twice has no order, and the ranks
+    would hold different weights.
     """
+    last = {label: token for token, label in enumerate(labels.tolist()) if token in logits}
+    tokens = torch.tensor(list(last.values()), dtype=torch.long)
+    if len(tokens) == 0:
+        return
+    logit = torch.tensor([logits[token] for token in last.values()])[:, None]
     direction = torch.nn.functional.normalize(hidden[tokens])
     usual_hidden, usual_weight = hidden.shape[1] ** 0.5, 1.5
-    stretch = (abs(logit) / (usual_hidden * usual_weight)) ** 0.5
+    stretch = (logit.abs() / (usual_hidden * usual_weight)).sqrt()
     hidden[tokens] = direction * usual_hidden * stretch
-    weight[labels[tokens]] = direction * usual_weight * stretch * math.copysign(1.0, logit)
+    weight[labels[tokens]] = direction * usual_weight * stretch * logit.sign()
 
 
 def _round_up(n: int, multiple: int) -> int:
