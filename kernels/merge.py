@@ -100,5 +100,8 @@ def write_label(cache: Tensor, labels: Tensor, value: Tensor, *, vocab_start_ind
     column = labels - vocab_start_index
     owned = (column >= 0) & (column < cache.shape[1])
     column = column.where(owned, 0)[:, None]
-    value = value.to(cache.dtype)[:, None].where(owned[:, None], cache.gather(1, column))
-    cache.scatter_(1, column, value)
+    value = value.to(cache.dtype)[:, None]
+    if cache.element_size() == 2:
+        # As bits: torch's CPU scatter of half floats makes an fp32 copy of its whole destination.
+        cache, value = cache.view(torch.int16), value.view(torch.int16)
+    cache.scatter_(1, column, value.where(owned[:, None], cache.gather(1, column)))
