@@ -100,8 +100,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 dloss, stats, reference, call.options.softcap, **call.loss_terms
             )
 
-        # Decided from facts that all ranks share: every rank gathers or none does.
-        needs_hidden = need_weight or cache is None or call.plan.cached_v < call.plan.V
+        # Decided from facts that all ranks share, not from which upstream gradients this rank got:
+        # every rank gathers or none does.
+        recomputes = call.options.with_metrics or call.plan.cached_v < call.plan.V
+        needs_hidden = need_weight or recomputes
         gather = call.start_gather(hidden) if needs_hidden else None
 
         @functools.cache

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.about import about
 from flce_dist.launch.train_head import (
     Head,
     HeadResult,
@@ -55,7 +56,7 @@ def compare_heads(
     theirs = results["Megatron"]
     gradients = (theirs.dhidden, theirs.dweight)
     return {
-        "device": given.hidden.device.type,
+        **about(given.hidden.device),
         "dtype": str(given.hidden.dtype).removeprefix("torch."),
         "tokens": labels.numel(),
         "hidden_size": given.weight.shape[1],
@@ -81,7 +82,7 @@ def print_table(numbers: dict[str, Any]) -> None:
 
     title = (
         "Output layer and loss, forward + backward: {tokens} tokens, hidden {hidden_size}, "
-        "{rows_per_rank} vocabulary rows on each of {ranks} ranks, {dtype} on {device}"
+        "{rows_per_rank} vocabulary rows on each of {ranks} ranks, {dtype} on {hardware}"
     ).format(**numbers)
     table = Table(title=title, caption="differences are from Megatron's; relative RMS of gradients")
     table.add_column("")

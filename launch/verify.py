@@ -25,9 +25,10 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from flce_dist.launch.about import about
 from flce_dist.launch.verify_cases import Shape, cases, make_data, variants
 from flce_dist.launch.verify_checks import make_truth, run_case
-from flce_dist.launch.verify_report import Record, about, summary, tables, worst_of_ranks
+from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
 from flce_dist.options import Impl, Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
     records = _run(settings, device, tp_group, console)
     records = worst_of_ranks(records, tp_group)
-    facts = about(device, P, time.monotonic() - started)
+    seconds = round(time.monotonic() - started, 1)
+    facts = {"ranks": P, **about(device), "seconds": seconds}
     for table in tables(records):
         console.print(table)
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)

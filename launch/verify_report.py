@@ -2,18 +2,14 @@
 
 import dataclasses
 import math
-import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
-import flce_dist
 from flce_dist.launch.verify_cases import METRICS, Case, Shape
 from flce_dist.testing import ErrorBudget
 
@@ -101,26 +97,6 @@ def tables(records: Iterable[Record]) -> list[Table]:
     return list(made.values())
 
 
-def about(device: torch.device, P: int, seconds: float) -> dict[str, Any]:
-    """Return the hardware and versions that a verdict holds for."""
-    cuda = device.type == "cuda"
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
-    return {
-        "ranks": P,
-        "hardware": torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
-        "flce_dist": flce_dist.__version__,
-        "torch": torch.__version__,
-        "triton": triton,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "python": platform.python_version(),
-        "seconds": round(seconds, 1),
-    }
-
-
 def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
@@ -137,7 +113,7 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     verdict = "PASS" if records and not missed else "FAIL"
     versions = ", ".join(
         f"{name} {facts[name]}"
-        for name in ("flce_dist", "torch", "triton", "cuda", "nccl", "python")
+        for name in ("flce_dist", "commit", "torch", "triton", "cuda", "nccl", "python")
         if facts[name] is not None
     )
     lines.append(

@@ -104,7 +104,7 @@ def compile_all(arch: str, itemsize: int, config: TileConfig) -> dict[str, Any]:
 
 
 def spilled_bytes(ptx: str, capability: int) -> int:
-    assembler = PTXAS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    assembler = str(PTXAS / ("ptxas-blackwell" if capability >= 100 else "ptxas"))
     name = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
