@@ -219,7 +219,9 @@ def test_triton_several_windows_and_chunks(schedule: str, dtype: torch.dtype) ->
     T, V = (300, 150) if schedule == "in_forward" else (20, 1000)
     inputs = make_inputs(T, V, 32, dtype, bias=True)
     budget = 1 if schedule == "in_forward" else 20 * max(2, dtype.itemsize) * 800
-    kwargs = {"impl": "triton", "schedule": schedule, "max_logits_bytes": budget}
+    kwargs: dict[str, Any] = {
+        "impl": "triton", "schedule": schedule, "max_logits_bytes": budget,
+    }  # fmt: skip
     check(inputs, Upstream(3.0), with_metrics=True, label_smoothing=0.1, **kwargs)
 
 

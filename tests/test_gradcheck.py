@@ -1,0 +1,141 @@
+"""First derivatives against finite differences in fp64: no reference of ours is involved."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, plan
+from flce_dist.options import Reduction, Schedule
+from tests.oracle import IGNORE
+
+T, V, H = 5, 7, 3
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.3},
+    "z-loss": {"z_loss_weight": 0.1},
+    "softcap": {"softcap": 2.0},
+    "scale": {"logit_scale": -0.7},
+    "padded": {"vocab_size": 6},
+    "smoothing, z-loss": {"label_smoothing": 0.3, "z_loss_weight": 0.1},
+    "softcap, z-loss": {"softcap": 2.0, "z_loss_weight": 0.1, "logit_scale": 1.4},
+    "softcap, smoothing": {"softcap": 2.0, "label_smoothing": 0.3},
+    "everything": {
+        "softcap": 2.0, "label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 1.4,
+        "vocab_size": 6,
+    },
+}  # fmt: skip
+
+CAPPED_SMOOTHING = {"softcap", "label_smoothing"}  # what only recompute expresses
+
+
+def leaves() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    shapes = ((T, H), (V, H), (V,))
+    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+LABELS = torch.tensor([4, 0, IGNORE, 5, 2])
+TOKEN_WEIGHT = torch.tensor([0.5, 2.0, 3.0, 0.0, -1.0], dtype=torch.float64)
+
+
+def grid() -> list[tuple[str, Schedule, Reduction]]:
+    schedules: list[Schedule] = ["recompute", "cached", "in_forward"]
+    reductions: list[Reduction] = ["none", "sum", "mean"]
+    return [
+        (options, schedule, reduction)
+        for options, schedule, reduction in itertools.product(OPTIONS, schedules, reductions)
+        if not (schedule == "in_forward" and reduction == "none")
+        and not (schedule != "recompute" and CAPPED_SMOOTHING <= OPTIONS[options].keys())
+    ]
+
+
+@pytest.fixture(autouse=True)
+def several_windows_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 2 columns, chunks of 2 tokens: each case has several, the last one short."""
+    monkeypatch.setattr(plan, "_TILE", 2)
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 2)
+    monkeypatch.setattr(plan, "_MAX_WINDOW", 2)
+
+
+def budget_of(schedule: Schedule) -> int | None:
+    """Half the columns of ``cached``, two tokens of ``in_forward``."""
+    return {"recompute": None, "cached": T * 8 * 6, "in_forward": 1}[schedule]
+
+
+@pytest.mark.parametrize(("options", "schedule", "reduction"), grid())
+def test_loss(options: str, schedule: Schedule, reduction: Reduction) -> None:
+    """gradcheck draws the upstream gradient of each output element, so per token under "none"."""
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            LABELS,
+            bias=bias,
+            token_weight=TOKEN_WEIGHT,
+            reduction=reduction,
+            schedule=schedule,
+            max_logits_bytes=budget_of(schedule),
+            **OPTIONS[options],
+        )
+
+    assert torch.autograd.gradcheck(loss, leaves())
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+@pytest.mark.parametrize("options", ["plain", "softcap", "smoothing, z-loss", "everything"])
+def test_metrics(options: str, schedule: Schedule) -> None:
+    if options == "everything" and schedule == "cached":
+        schedule = "auto"  # smoothing under a softcap is not for the cache
+
+    def loss_and_metrics(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        out = linear_cross_entropy_with_metrics(
+            hidden,
+            weight,
+            LABELS,
+            bias=bias,
+            token_weight=TOKEN_WEIGHT,
+            reduction="none",
+            schedule=schedule,
+            max_logits_bytes=budget_of("cached"),
+            **OPTIONS[options],
+        )
+        return out[:4]
+
+    assert torch.autograd.gradcheck(loss_and_metrics, leaves())
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+def test_rescued_tokens(schedule: Schedule) -> None:
+    """Labels some 100 nats below the largest logit: the reference is the maximum there."""
+    hidden, weight, bias = leaves()
+    with torch.no_grad():
+        bias[4] = bias[5] = -100.0
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, LABELS, bias=bias, schedule=schedule, z_loss_weight=0.1,
+            label_smoothing=0.2, max_logits_bytes=budget_of(schedule),
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+def test_frozen_operands(schedule: Schedule, frozen: str) -> None:
+    operands = dict(zip(("hidden", "weight", "bias"), leaves(), strict=True))
+    operands[frozen].requires_grad_(False)
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, LABELS, bias=bias, schedule=schedule,
+            max_logits_bytes=budget_of(schedule),
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, tuple(operands.values()))

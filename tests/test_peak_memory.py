@@ -1,0 +1,145 @@
+"""Measured peaks of eager on a CPU, forward and backward, temporaries inside operators included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from flce_dist.memory import peak_memory
+from flce_dist.plan import plan
+from flce_dist.reference import reference_linear_cross_entropy
+
+MIB = 2**20
+T, V, H = 1024, 32768, 32  # logits: 128 MiB in fp32, 32 x what the others are together
+WORKSPACE = 52 * MIB
+"""Five [T, W] temporaries of 8 MiB or three slices of 16 MiB, and what is [T, H] and [T]."""
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def operands(
+    dtype: torch.dtype = torch.float32, *, T: int = T, V: int = V
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=g) / H**0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(V, (T,), generator=g)
+
+
+def step_bytes(tensors: tuple[Tensor, Tensor, Tensor], **options: Any) -> tuple[int, int]:
+    """``(peak, saved)``: of forward and backward, and what lives between them beyond operands."""
+    hidden, weight, labels = tensors
+    with peak_memory("cpu") as peak:
+        loss = linear_cross_entropy(hidden, weight, labels, **options)
+        assert loss.grad_fn is not None
+        saved = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+            for x in loss.grad_fn.saved_tensors  # type: ignore[attr-defined]
+            if x is not None
+        }
+        loss.backward()
+    for x in tensors:
+        saved.pop(x.untyped_storage().data_ptr(), None)
+        x.grad = None
+    return peak.bytes, sum(saved.values())
+
+
+def gradient_bytes(hidden: Tensor, weight: Tensor, labels: Tensor) -> int:
+    return hidden.nbytes + weight.nbytes
+
+
+def test_the_textbook_needs_the_logits_several_times() -> None:
+    """Proof that the meter would see them."""
+    hidden, weight, labels = operands()
+    with peak_memory("cpu") as peak:
+        reference_linear_cross_entropy(hidden, weight, labels)[0].backward()
+    assert peak.bytes > 2 * T * V * 4
+
+
+@each_dtype
+def test_recompute_does_not_grow_with_the_logits(dtype: torch.dtype) -> None:
+    """V x 4: only dweight is larger. T x 2: only dhidden and its accumulator."""
+    options = {"schedule": "recompute", "max_logits_bytes": 4 * MIB}
+    narrow, wide, long = operands(dtype, V=V // 4), operands(dtype), operands(dtype, T=2 * T)
+    narrow_peak, narrow_saved = step_bytes(narrow, **options)
+    wide_peak, wide_saved = step_bytes(wide, **options)
+    long_peak, _ = step_bytes(long, **options)
+    slack = MIB // 4
+    assert wide_peak - narrow_peak <= gradient_bytes(*wide) - gradient_bytes(*narrow) + slack
+    assert long_peak - wide_peak <= 4 * T * H * 4 + slack
+    assert wide_peak <= WORKSPACE + 4 * MIB + gradient_bytes(*wide)
+    assert wide_saved == narrow_saved <= 12 * T * 4
+
+
+@each_dtype
+@pytest.mark.parametrize("budget", [None, 32 * MIB])
+@pytest.mark.parametrize("schedule", ["cached", "auto"])
+def test_cached_stays_within_its_budget(schedule: Any, budget: int | None, dtype: Any) -> None:
+    tensors = operands(dtype)
+    chosen = plan(
+        T=T, V=V, itemsize=dtype.itemsize, schedule=schedule, max_logits_bytes=budget,
+        expressible=True,
+    )  # fmt: skip
+    peak, saved = step_bytes(tensors, schedule=schedule, max_logits_bytes=budget)
+    window = 0
+    if budget is not None:
+        assert chosen.logits_bytes <= budget
+    elif dtype == torch.float16:
+        window = T * chosen.window_v * 2  # its bf16 cache is converted a window at a time
+    assert peak <= chosen.logits_bytes + window + WORKSPACE + gradient_bytes(*tensors)
+    assert T * chosen.cached_v * dtype.itemsize <= saved
+    assert saved <= T * chosen.cached_v * dtype.itemsize + 12 * T * 4
+
+
+@each_dtype
+def test_a_bigger_budget_is_used(dtype: torch.dtype) -> None:
+    """The dial moves memory, and only what lives between forward and backward."""
+    kept = [
+        step_bytes(operands(dtype), schedule="auto", max_logits_bytes=budget * MIB)[1]
+        for budget in (4, 80, 512)
+    ]
+    assert kept[0] <= 12 * T * 4
+    assert kept[2] >= T * V * dtype.itemsize
+    assert kept[0] <= kept[1] <= kept[2]
+
+
+@each_dtype
+def test_in_forward_stays_within_its_chunk(dtype: torch.dtype) -> None:
+    """dweight accumulates in fp32; 256 tokens are the smallest chunk."""
+    tensors = operands(dtype)
+    chunk = 256 * V * dtype.itemsize
+    peak, saved = step_bytes(tensors, schedule="in_forward", max_logits_bytes=1)
+    gradients = T * H * 4 + V * H * 4
+    assert peak <= chunk + WORKSPACE + 2 * gradients
+    assert saved <= gradients + 64  # scalars
+
+
+@each_dtype
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "auto", "in_forward"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen operands"])
+def test_without_gradients_nothing_is_kept(frozen: bool, schedule: Any, dtype: Any) -> None:
+    """Neither a cache nor gradients' workspace, whatever schedule training uses."""
+    hidden, weight, labels = operands(dtype)
+    hidden.requires_grad_(not frozen)
+    weight.requires_grad_(not frozen)
+    with torch.set_grad_enabled(frozen), peak_memory("cpu") as peak:
+        loss = linear_cross_entropy(hidden, weight, labels, schedule=schedule)
+    assert loss.grad_fn is None
+    assert peak.bytes <= WORKSPACE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+def test_a_frozen_weight_costs_no_gradient(schedule: Any, dtype: torch.dtype) -> None:
+    whole = operands(dtype)
+    frozen = (whole[0], whole[1].detach(), whole[2])
+    options = {"schedule": schedule, "max_logits_bytes": 4 * MIB}
+    (peak, saved), (frozen_peak, frozen_saved) = (step_bytes(x, **options) for x in (whole, frozen))
+    assert frozen_peak <= peak
+    assert frozen_saved <= T * H * 4 + 12 * T * 4
+    if schedule == "in_forward":
+        assert saved - frozen_saved >= V * H * dtype.itemsize
+        assert peak - frozen_peak >= V * H * dtype.itemsize
