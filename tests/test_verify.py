@@ -194,7 +194,18 @@ def test_the_worst_rank_counts(worst, monkeypatch):
 
 def test_summary_names_each_miss():
     facts = dict.fromkeys(
-        ("flce_dist", "torch", "triton", "cuda", "nccl", "python", "hardware", "ranks", "seconds")
+        (
+            "flce_dist",
+            "commit",
+            "torch",
+            "triton",
+            "cuda",
+            "nccl",
+            "python",
+            "hardware",
+            "ranks",
+            "seconds",
+        )
     )
     lines = summary([record(0.5), record(2.0), record(0.1, failure="boom")], facts)
     assert lines[0].startswith("MISS fp32 (1, 2, 3) plain (mean), cached: loss error 2 exceeds")
