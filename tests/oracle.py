@@ -156,6 +156,7 @@ def check(
 
 def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
     """Hold ``actual`` against the textbook in fp64; raise AssertionError naming the result."""
+    inputs = inputs.to(torch.device("cpu"))
     truth = run_reference(inputs.to(torch.float64), upstream, **options)
     eager = run_reference(inputs, upstream, **options)
     through_entropy = "entropy" in (upstream.metrics or {})

@@ -1,0 +1,56 @@
+"""Small problems and grids that several test files share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist.options import Schedule
+from tests.oracle import Inputs, Outcome, device_of, make_inputs
+
+SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
+
+both = pytest.mark.parametrize("impl", ["eager", "triton"])
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+each_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty yields NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def small(impl: str, **kwargs: Any) -> Inputs:
+    """A problem of several ragged tiles that the interpreter walks quickly."""
+    return make_inputs(37, 150, 32, bias=True, **kwargs).to(device_of(impl))
+
+
+def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> Inputs:
+    """Inputs whose logits are exactly ``z`` [T, V]: one-hot hidden states pick columns of weight.
+
+    dweight is then dlogits, transposed.
+    """
+    return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
+
+
+def every_other(x: Tensor, dim: int) -> Tensor:
+    """``x`` again, as every other slice of a tensor twice as long."""
+    return x.repeat_interleave(2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """Bitwise."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name

@@ -1,0 +1,160 @@
+"""Logits at the edge of the number range, and columns that must not be counted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.oracle import (
+    Upstream,
+    check,
+    compare,
+    metric_upstream,
+    run_op,
+)
+from tests.problems import (
+    assert_same,
+    both,
+    each_dtype,
+    each_schedule,
+    poisoned_memory,
+    small,
+    with_logits,
+)
+
+# --- the last tile's columns that do not exist
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_columns_that_do_not_exist_are_not_counted(impl, schedule, softcap):
+    """Every logit is near -30 or -18, so that one phantom exp(0) would be the whole sum."""
+    inputs = small(impl)
+    assert inputs.bias is not None
+    inputs = replace(inputs, bias=inputs.bias - 30.0)
+    check(inputs, Upstream(), impl=impl, schedule=schedule, softcap=softcap, with_metrics=True)
+
+
+@both
+@each_schedule
+@poisoned_memory()
+def test_padding_rows_of_weight_are_not_counted_and_get_zeros(impl, schedule):
+    """They may hold anything: an uninitialised embedding does."""
+    inputs = small(impl)
+    inputs.labels[inputs.labels >= 130] = 7
+    clean = run_op(inputs, Upstream(), impl=impl, schedule=schedule, vocab_size=130)
+    weight, bias = inputs.weight.clone(), inputs.bias.clone()  # type: ignore[union-attr]
+    weight[130:], bias[130:] = torch.nan, torch.inf
+    dirty = run_op(
+        replace(inputs, weight=weight, bias=bias),
+        Upstream(), impl=impl, schedule=schedule, vocab_size=130, label_smoothing=0.0,
+    )  # fmt: skip
+    assert_same(clean, dirty)
+    assert (clean["dweight"][130:] == 0).all() and (clean["dbias"][130:] == 0).all()
+    compare(clean, inputs.to(torch.device("cpu")), Upstream(), vocab_size=130)
+
+
+# --- extreme logits
+
+
+def extreme_logits() -> dict[str, tuple[Tensor, Tensor]]:
+    """``(logits [T, V], labels [T])`` by what is special; multiples of 1/8, exact in fp32."""
+    g = torch.Generator().manual_seed(0)
+    T, V = 9, 70
+    noise = torch.randint(-16, 17, (T, V), generator=g) / 8
+    labels = torch.randint(V, (T,), generator=g)
+    at_label = F.one_hot(labels, V).bool()
+    at_other = at_label.roll(1, dims=1)
+    one_high = torch.zeros(T, V)
+    one_high[:, 3] = 1e4
+    return {
+        "all -1e4": (torch.full((T, V), -1e4), labels),
+        "one +1e4, not the label": (one_high, torch.where(labels == 3, 4, labels)),
+        "one +1e4, the label": (one_high, torch.full_like(labels, 3)),
+        "all equal": (torch.full((T, V), 2.0), labels),
+        "all below -88": (noise - 120, labels),
+        "all above 88": (noise + 120, labels),
+        "label 45 below": (noise.masked_fill(at_other, 45.0), labels),
+        "label 60 below": (noise.masked_fill(at_other, 60.0), labels),
+        "label 200 below": (noise.masked_fill(at_other, 200.0), labels),
+        "label at -1e4": (noise.masked_fill(at_label, -1e4), labels),
+        "label 12 above": (noise.masked_fill(at_label, 12.0), labels),
+        "label 1000 above": (noise.masked_fill(at_label, 1000.0), labels),
+        "one token of each": (
+            torch.stack(
+                [noise[0], noise[1] - 120, *torch.diag_embed(torch.full((V,), 300.0))[:4],
+                 noise[6], noise[7].masked_fill(at_label[7], 12.0), torch.zeros(V)]
+            ),
+            labels,
+        ),
+    }  # fmt: skip
+
+
+EXTREME = extreme_logits()
+
+
+@both
+@each_schedule
+@each_dtype
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_logits(name, dtype, schedule, impl):
+    z, labels = EXTREME[name]
+    if dtype == torch.float16 and name in ("all below -88", "all above 88"):
+        # dhidden is a sum of +-120 p that all but cancels: it magnifies the bf16 of fp16's cache.
+        schedule = "recompute"
+    inputs = with_logits(z, labels, dtype)
+    results = run_op(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
+    assert all(x.isfinite().all() for x in results.values())
+    if name in ("all -1e4", "all equal"):
+        # sum_v dz_v * w_v is 0 for a constant w: only the rounding of its terms is left.
+        dhidden = results.pop("dhidden").abs().max()
+        assert dhidden <= torch.finfo(dtype).eps * z.abs().max()
+    compare(results, inputs, Upstream(0.7))
+
+
+@both
+@pytest.mark.parametrize("name", EXTREME)
+def test_gradients_of_metrics_at_extreme_logits(name, impl):
+    z, labels = EXTREME[name]
+    inputs = with_logits(z, labels)
+    upstream = Upstream(None, metric_upstream(len(z), "lse", "logprob"))
+    check(inputs, upstream, impl=impl, reduction="none")
+
+
+@both
+@pytest.mark.parametrize("options", [{"z_loss_weight": 1e-2}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("name", ["all below -88", "label 60 below", "one token of each"])
+def test_options_at_extreme_logits(name, options, impl):
+    z, labels = EXTREME[name]
+    for schedule in ("recompute", "cached"):
+        check(with_logits(z, labels), Upstream(), impl=impl, schedule=schedule, **options)
+
+
+@both
+@each_dtype
+@each_schedule
+def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
+    """Where ``lse - z_label`` and ``p_label - 1`` cancel, in fp64 too: hence a closed form."""
+    margins = torch.arange(2.0, 62.0, 4.0)
+    T, V = len(margins), 70
+    labels = torch.arange(T) * 4
+    at_label = F.one_hot(labels, V).bool()
+    inputs = with_logits(at_label * margins[:, None], labels, dtype)
+    options: dict[str, Any] = {"impl": impl, "schedule": schedule, "reduction": "sum"}
+    results = run_op(inputs, Upstream(), with_metrics=True, **options)
+
+    others = (V - 1) * (-margins.double()).exp()
+    loss, p_other = others.log1p(), others / (1 + others) / (V - 1)
+    assert ((-results["logprob"] - loss).abs() <= 1e-5 * loss).all()
+    expected = torch.where(at_label, -(V - 1) * p_other[:, None], p_other[:, None])
+    eps = torch.finfo(dtype).eps
+    if dtype == torch.float16:
+        # dlogits are p itself, as accurate as fp16 holds it; what is cached was bf16.
+        expected = expected.where(expected.abs() >= torch.finfo(dtype).tiny, 0.0)
+        eps = eps if schedule == "recompute" else torch.finfo(torch.bfloat16).eps
+    error = (results["dweight"].T - expected).abs() / expected.abs()
+    assert error[expected != 0].max() <= 2 * eps + 1e-5

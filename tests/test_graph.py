@@ -1,0 +1,289 @@
+"""What autograd does around the op: frozen operands, second passes, autocast, evaluation."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.testing import relative_rms
+from tests.oracle import (
+    METRICS,
+    Inputs,
+    Upstream,
+    check,
+    device_of,
+    make_inputs,
+    run_op,
+)
+from tests.problems import (
+    SCHEDULES,
+    assert_same,
+    both,
+    each_dtype,
+    each_schedule,
+    poisoned_memory,
+    small,
+)
+
+# --- frozen operands
+
+
+@both
+@each_schedule
+@poisoned_memory()
+def test_frozen_operands(impl, schedule):
+    """Every subset of trainable operands gets the gradients that all together get."""
+    inputs = make_inputs(20, 70, 32, bias=True).to(device_of(impl))
+    operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
+    expected = run_op(inputs, Upstream(), impl=impl, schedule=schedule, label_smoothing=0.1)
+    for trainable in itertools.product([False, True], repeat=3):
+        leaves: dict[str, Any] = {
+            name: x.detach().clone().requires_grad_(live)  # type: ignore[union-attr]
+            for (name, x), live in zip(operands.items(), trainable, strict=True)
+        }
+        loss = linear_cross_entropy(
+            labels=inputs.labels, impl=impl, schedule=schedule, label_smoothing=0.1, **leaves
+        )
+        # Without gradients in_forward has nothing to do and sums tokens in another order.
+        same_order = any(trainable) or schedule != "in_forward"
+        assert relative_rms(loss.cpu(), expected["loss"]) <= (0.0 if same_order else 1e-6)
+        assert loss.requires_grad == any(trainable)
+        if any(trainable):
+            loss.backward()
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad.cpu(), expected[f"d{name}"]), name
+            else:
+                assert leaf.grad is None
+
+
+# --- the graph
+
+
+def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+    leaves = [
+        x.detach().clone().requires_grad_()
+        for x in (inputs.hidden, inputs.weight, inputs.bias)
+        if x is not None
+    ]
+    hidden, weight, bias = leaves
+    return linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **kwargs), leaves
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_second_backward_is_equal_to_the_first(impl, schedule, dtype):
+    """And upstream gradients do not stay behind: one of 2 in between changes nothing."""
+    loss, leaves = graph(small(impl).to(dtype), impl=impl, schedule=schedule, label_smoothing=0.1)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.autograd.grad(2 * loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both
+def test_a_gradient_of_metrics_in_between_changes_nothing(impl):
+    """It recomputes the columns that the cache holds, and must leave the cache as it is."""
+    inputs = small(impl)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    out = linear_cross_entropy_with_metrics(
+        hidden, weight, inputs.labels, impl=impl, schedule="cached"
+    )
+    first = torch.autograd.grad(out.loss, (hidden, weight), retain_graph=True)
+    torch.autograd.grad(out.entropy.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(out.loss, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both
+@each_schedule
+def test_equal_runs_are_bitwise_equal(impl, schedule):
+    inputs = small(impl)
+    options = {"impl": impl, "schedule": schedule, "with_metrics": True, "label_smoothing": 0.1}
+    assert_same(run_op(inputs, Upstream(), **options), run_op(inputs, Upstream(), **options))
+
+
+@both
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+@pytest.mark.parametrize("changed", [0, 1], ids=["hidden", "weight"])
+def test_a_change_in_place_after_forward_raises(impl, schedule, changed):
+    loss, leaves = graph(small(impl), impl=impl, schedule=schedule)
+    with torch.no_grad():
+        leaves[changed].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_change_in_place_after_in_forward_does_no_harm():
+    """It made its gradients in forward and needs the operands no more."""
+    inputs = small("eager")
+    expected = run_op(inputs, Upstream(), impl="eager", schedule="in_forward")
+    loss, leaves = graph(inputs, schedule="in_forward")
+    with torch.no_grad():
+        leaves[0].zero_()
+    loss.backward()
+    assert leaves[0].grad is not None
+    assert torch.equal(leaves[0].grad, expected["dhidden"])
+
+
+@each_schedule
+def test_metrics_and_loss_may_be_changed_in_place(schedule):
+    """What is returned is not what backward reads (or autograd says so)."""
+    inputs = small("eager")
+    expected = run_op(inputs, Upstream(), impl="eager", schedule=schedule)
+    hidden = inputs.hidden.clone().requires_grad_()
+    out = linear_cross_entropy_with_metrics(
+        hidden, inputs.weight, inputs.labels, bias=inputs.bias, schedule=schedule
+    )
+    with torch.no_grad():
+        out.lse.zero_()
+        out.logprob.zero_()
+    out.loss.backward()
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, expected["dhidden"])
+
+
+@each_schedule
+def test_a_second_derivative_is_refused(schedule):
+    loss, leaves = graph(small("eager"), schedule=schedule)
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_gradients_of_metrics_are_refused_under_in_forward():
+    inputs = small("eager")
+    hidden = inputs.hidden.clone().requires_grad_()
+    for name in METRICS:
+        out = linear_cross_entropy_with_metrics(
+            hidden, inputs.weight, inputs.labels, schedule="in_forward"
+        )
+        with pytest.raises(NotImplementedError, match="use schedule='recompute'"):
+            (out.loss + getattr(out, name).sum()).backward()
+
+
+def test_correct_has_no_gradient():
+    inputs = small("eager")
+    hidden = inputs.hidden.clone().requires_grad_()
+    for schedule in SCHEDULES:
+        out = linear_cross_entropy_with_metrics(
+            hidden, inputs.weight, inputs.labels, schedule=schedule
+        )
+        assert not out.correct.requires_grad
+        assert out.correct.dtype == torch.bool
+
+
+# --- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@both
+@each_schedule
+def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
+    """fp32 parameters, whatever hidden comes in; the same bits as casting by hand."""
+    inputs = small(impl)
+    options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
+    by_hand = run_op(inputs.to(dtype), Upstream(), **options)
+    for hidden_dtype in (torch.float32, dtype):
+        hidden = inputs.hidden.detach().clone().to(hidden_dtype).requires_grad_()
+        weight = inputs.weight.clone().requires_grad_()
+        bias = inputs.bias.clone().requires_grad_()  # type: ignore[union-attr]
+        with torch.autocast(hidden.device.type, dtype):
+            loss = linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **options)
+        assert loss.dtype == torch.float32
+        assert torch.equal(loss.detach().cpu(), by_hand["loss"])
+        loss.backward()
+        for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+            assert leaf.grad is not None
+            assert leaf.grad.dtype == leaf.dtype
+            assert torch.equal(leaf.grad.cpu(), by_hand[f"d{name}"].to(leaf.dtype))
+
+
+@each_schedule
+def test_backward_within_autocast_is_the_same(schedule):
+    inputs = small("eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, leaves = graph(inputs, schedule=schedule)
+        inside = torch.autograd.grad(loss, leaves, retain_graph=True)
+    outside = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+def test_autocast_leaves_fp64_alone():
+    inputs = small("eager").to(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels)
+        assert F.linear(inputs.hidden, inputs.weight).dtype == torch.float64
+    assert loss.dtype == torch.float64
+
+
+# --- checkpointing and evaluation
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(impl, schedule, use_reentrant):
+    inputs = small(impl)
+
+    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(2 * hidden, weight, inputs.labels, impl=impl, schedule=schedule)
+
+    def gradients(call: Callable[..., Tensor], **kwargs: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight)]
+        loss = call(*leaves, **kwargs)
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    expected = gradients(layer)
+    actual = gradients(lambda *leaves: checkpoint(layer, *leaves, use_reentrant=use_reentrant))
+    assert len(actual) == 3
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_same_loss_and_no_graph(impl, schedule, mode):
+    inputs = small(impl)
+    options = {"impl": impl, "schedule": schedule}
+    hidden = inputs.hidden.clone().requires_grad_()
+    expected = linear_cross_entropy(hidden, inputs.weight, inputs.labels, **options)
+    with mode():
+        loss = linear_cross_entropy(hidden, inputs.weight, inputs.labels, **options)
+        out = linear_cross_entropy_with_metrics(hidden, inputs.weight, inputs.labels, **options)
+    assert loss.grad_fn is None and not loss.requires_grad
+    assert not any(x.requires_grad for x in out)
+    # in_forward sums its chunks one after the other.
+    assert relative_rms(loss, expected) <= (1e-6 if schedule == "in_forward" else 0.0)
+
+
+# --- uninitialised memory
+
+
+@both
+@each_schedule
+@each_dtype
+@poisoned_memory()
+def test_nothing_uninitialised_is_read(impl, schedule, dtype):
+    inputs = small(impl, token_weight=True).to(torch.device("cpu")).to(dtype)
+    inputs.labels[inputs.labels >= 140] = 5
+    check(inputs, Upstream(2.0), impl=impl, schedule=schedule, with_metrics=True, vocab_size=140,
+          label_smoothing=0.1, z_loss_weight=1e-2)  # fmt: skip
+
+
+@both
+@poisoned_memory()
+def test_nothing_uninitialised_is_read_by_partial_caching(impl):
+    inputs = make_inputs(20, 1000, 32, bias=True)
+    check(inputs, Upstream(2.0), impl=impl, schedule="auto", max_logits_bytes=20 * 4 * 600,
+          with_metrics=True)  # fmt: skip
+    check(make_inputs(0, 70, 32, bias=True), Upstream(2.0), impl=impl)

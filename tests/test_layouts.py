@@ -1,0 +1,130 @@
+"""Operands that are not contiguous: right, not silently wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.testing import relative_rms
+from tests.oracle import (
+    Upstream,
+    compare,
+    device_of,
+    make_inputs,
+    run,
+    run_reference,
+)
+from tests.problems import (
+    both,
+    each_schedule,
+    every_other,
+)
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """Row stride one element longer: not a multiple of 16 bytes."""
+    return F.pad(x, (0, 1))[..., :-1]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row stride + 1": pad_rows,
+    "column major": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: every_other(x, 1),
+    "every other row": lambda x: every_other(x, 0),
+    "base off 16 bytes": lambda x: F.pad(x.flatten(), (1, 0))[1:].view_as(x),
+    "middle of a larger one": lambda x: F.pad(x, (0, 0, 5, 3))[5:-3],
+    "backwards in memory": lambda x: x.flip(0).contiguous().flip(0),
+}
+
+
+@both
+@pytest.mark.parametrize("of", ["hidden", "weight"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_hidden_and_weight(layout, of, impl):
+    """In bf16 rows and bases are off 16 bytes more often than in fp32."""
+    lay = LAYOUTS[layout]
+    for dtype, schedule in ((torch.bfloat16, "cached"), (torch.float32, "recompute")):
+        inputs = make_inputs(33, 70, 32, dtype, bias=True)
+
+        def call(hidden, weight, labels, **kwargs):
+            if of == "hidden":
+                hidden = lay(hidden)
+            else:
+                weight = lay(weight)
+            return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
+
+        results = run(call, inputs.to(device_of(impl)), Upstream(), impl=impl, schedule=schedule)
+        compare({name: x.cpu() for name, x in results.items()}, inputs, Upstream())
+
+
+@both
+@each_schedule
+def test_layouts_of_the_others(impl, schedule):
+    """Megatron's [b, s] labels against [s, b, H] hidden states; bias and token weights strided."""
+    s, b, V, H = 9, 4, 70, 32
+    inputs = make_inputs(s * b, V, H, bias=True, token_weight=True).to(device_of(impl))
+    truth_inputs = inputs.to(torch.device("cpu"))
+
+    def call(hidden, weight, labels, *, bias, token_weight, **kwargs):
+        hidden = hidden.view(s, b, H).transpose(0, 1).contiguous().transpose(0, 1)
+        labels = labels.view(s, b).t().contiguous().t()
+        token_weight = every_other(token_weight.view(s, b).t().contiguous().t(), 0)
+        assert not (hidden.is_contiguous() or labels.is_contiguous())
+        loss = linear_cross_entropy(
+            hidden, weight, labels, bias=every_other(bias, 0), token_weight=token_weight, **kwargs
+        )
+        return (loss,)
+
+    results = run(call, inputs, Upstream(), impl=impl, schedule=schedule)
+    compare({name: x.cpu() for name, x in results.items()}, truth_inputs, Upstream())
+
+
+@both
+def test_strided_vectors(impl):
+    """1-D, where a reshape keeps the stride."""
+    inputs = make_inputs(35, 70, 32, bias=True, token_weight=True)
+    assert inputs.bias is not None and inputs.token_weight is not None
+    strided = replace(
+        inputs,
+        labels=every_other(inputs.labels, 0),
+        bias=every_other(inputs.bias, 0),
+        token_weight=every_other(inputs.token_weight, 0),
+    )
+
+    def call(hidden, weight, labels, *, bias, **kwargs):
+        return (linear_cross_entropy(hidden, weight, labels, bias=every_other(bias, 0), **kwargs),)
+
+    results = run(call, strided.to(device_of(impl)), Upstream(), impl=impl)
+    compare({name: x.cpu() for name, x in results.items()}, inputs, Upstream())
+
+
+@both
+def test_hidden_expanded_from_one_row(impl):
+    """Stride 0: no descriptor can address it."""
+    inputs = make_inputs(35, 70, 32)
+    one = inputs.hidden[:1]
+    inputs = replace(inputs, hidden=one.expand(35, -1).contiguous()).to(device_of(impl))
+    leaf = one.to(inputs.hidden.device).requires_grad_()
+    loss = linear_cross_entropy(leaf.expand(35, -1), inputs.weight, inputs.labels, impl=impl)
+    loss.backward()
+    truth = run_reference(inputs.to(torch.float64), Upstream())
+    assert leaf.grad is not None
+    assert relative_rms(leaf.grad, truth["dhidden"].sum(0, keepdim=True)) < 1e-5
+
+
+@both
+def test_shapes_are_the_labels_shapes(impl):
+    device = device_of(impl)
+    for shape in ((), (1,), (2, 3), (2, 1, 3)):
+        hidden = torch.randn(*shape, 16, device=device, requires_grad=True)
+        weight = torch.randn(7, 16, device=device, requires_grad=True)
+        labels = torch.zeros(shape, dtype=torch.int64, device=device)
+        out = linear_cross_entropy_with_metrics(hidden, weight, labels, reduction="none", impl=impl)
+        assert all(x.shape == shape for x in out)
+        out.loss.sum().backward()
+        assert hidden.grad is not None and hidden.grad.shape == hidden.shape
+        assert linear_cross_entropy(hidden, weight, labels, impl=impl).shape == ()
