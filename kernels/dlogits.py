@@ -52,7 +52,8 @@ def _dlogits_kernel(
             a = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
             b = tl.load(b_ptr + offs_t, mask=mask_t, other=0.0)
             u = tl.load(u_ptr + offs_t, mask=mask_t, other=0.0)
-            d = d * (a[:, None] + b[:, None] * x) + u[:, None]
+            # A column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN.
+            d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
         if HAS_SOFTCAP:
             d *= 1 - (z / softcap) * (z / softcap)
         d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)

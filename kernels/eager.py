@@ -14,6 +14,7 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.shard_logits import ShardLogits
 
 _SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
+_FAR = -1e30  # a column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN
 
 
 def label_logit(logits: ShardLogits) -> Tensor:
@@ -58,7 +59,7 @@ def linear_stats(
         e = z_above.exp().masked_fill_(~other, 0.0)
         sums[0] += e.sum(1)
         if with_entropy:
-            sums[1] += (e * z_above).masked_fill_(~other, 0.0).sum(1)
+            sums[1] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
         if with_sum_z:
             sums[-1] += z_above.masked_fill(~other, 0.0).sum(1)
         if cache is not None:
@@ -91,7 +92,7 @@ def rescue(
         e = z_above.exp().masked_fill_(~other, 0.0)
         sums[0, rows] += e.sum(1)
         if with_entropy:
-            sums[1, rows] += (e * z_above).masked_fill_(~other, 0.0).sum(1)
+            sums[1, rows] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
         if cache is not None:
             _store(cache, rows, start, e, z, other, logits.softcap)
     return sums
@@ -115,7 +116,7 @@ def dlogits(
         d = x.exp()
         if affine is not None:
             a, b, u = (row[:, None] for row in affine)
-            d = d * (a + b * x) + u
+            d = d * (a + b * x.clamp_min(_FAR)) + u
         d = d * _softcap_grad(z, logits.softcap)
         d = d.where(other, label_value[:, None]).masked_fill_(~logits.counted[:, None], 0.0)
         out[:, start : start + z.shape[1]] = d

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.oracle import (
+    METRICS,
     Upstream,
     check,
     compare,
+    make_inputs,
     metric_upstream,
     run_op,
 )
@@ -158,3 +160,21 @@ def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
         eps = eps if schedule == "recompute" else torch.finfo(torch.bfloat16).eps
     error = (results["dweight"].T - expected).abs() / expected.abs()
     assert error[expected != 0].max() <= 2 * eps + 1e-5
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("through_metrics", [False, True])
+def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, through_metrics):
+    """As if they were far away; 0 * inf must not appear, in the entropy either."""
+    inputs = make_inputs(37, 150, 32, bias=True)
+    assert inputs.bias is not None
+    inputs.labels[inputs.labels >= 140] = 3
+    biases = [inputs.bias.clone() for _ in range(2)]
+    biases[0][140:], biases[1][140:] = -torch.inf, -1e5
+    banned, far = (replace(inputs, bias=bias) for bias in biases)
+    upstream = Upstream(0.7)
+    if through_metrics and schedule != "in_forward":
+        upstream = Upstream(0.7, metric_upstream(37, *METRICS))
+    results = run_op(banned, upstream, impl=impl, schedule=schedule, with_metrics=True)
+    compare(results, far, upstream)
