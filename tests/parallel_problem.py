@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.reference import reference_linear_cross_entropy
-from flce_dist.testing import error_budget, relative_rms
+from flce_dist.testing import error_budget, relative_rms, run_ranks
 from flce_dist.vocab import vocab_range
 
 
@@ -146,3 +146,14 @@ def misses(outcome: Outcome, problem: Problem) -> list[str]:
         if not budget.met:
             found.append(f"{name}: {budget}")
     return found
+
+
+SCHEDULES = ["recompute", "cached", "in_forward", "auto"]
+EVEN, UNEVEN = Problem(V_all=512), Problem(V_all=507)
+PADDED = Problem(V_all=500, rows=512)
+TINY = Problem(V_all=9)  # over 4: 3, 3, 3, 0 rows; over 8: 2, 2, 2, 2, 1, 0, 0, 0
+
+
+def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
+    ranks = run_ranks(lambda group: rank_step(group, problem, **options), P)
+    return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))

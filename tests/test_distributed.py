@@ -9,20 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms, run_ranks
 from flce_dist.vocab import vocab_range
-from tests.parallel_problem import Outcome, Problem, joined, misses, rank_step
-
-SCHEDULES = ["recompute", "cached", "in_forward", "auto"]
-EVEN, UNEVEN = Problem(V_all=512), Problem(V_all=507)
-PADDED = Problem(V_all=500, rows=512)
-TINY = Problem(V_all=9)  # over 4: 3, 3, 3, 0 rows; over 8: 2, 2, 2, 2, 1, 0, 0, 0
-
-
-def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
-    ranks = run_ranks(lambda group: rank_step(group, problem, **options), P)
-    return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
+from tests.parallel_problem import (
+    EVEN,
+    PADDED,
+    SCHEDULES,
+    TINY,
+    UNEVEN,
+    Outcome,
+    Problem,
+    joined,
+    misses,
+    on_threads,
+    rank_step,
+)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -337,125 +339,3 @@ def test_megatrons_layout_and_metrics(sequence_parallel):
     shares = [d for _, d, _ in ranks]
     torch.testing.assert_close(torch.cat(shares) if sequence_parallel else shares[0], dhidden)
     torch.testing.assert_close(torch.cat([d for _, _, d in ranks]), dweight)
-
-
-class TestCollectives:
-    """Which collectives, how many, how large: the same on every rank, whatever its data."""
-
-    T, H, P = 24, 32, 4
-    STATS = ("allreduce SUM float32[24]", "allreduce MAX float32[24]")
-
-    @pytest.mark.parametrize("schedule", ["recompute", "cached"])
-    def test_replicated_hidden(self, schedule):
-        calls = on_threads(4, UNEVEN, schedule=schedule).calls
-        assert calls == (*self.STATS, "allreduce SUM float32[24]", "allreduce SUM float32[768]")
-
-    @pytest.mark.parametrize("schedule", ["recompute", "cached"])
-    def test_sequence_parallel(self, schedule):
-        calls = on_threads(4, UNEVEN, schedule=schedule, sequence_parallel=True).calls
-        gather = "allgather float32[192]"
-        forward = (gather, *self.STATS, "allreduce SUM float32[24]")
-        assert calls == (*forward, gather, "reduce_scatter SUM float32[768]")
-
-    def test_in_forward_sends_nothing_in_backward(self):
-        calls = on_threads(4, UNEVEN, schedule="in_forward", sequence_parallel=True).calls
-        assert calls == (
-            "allgather float32[192]",
-            *self.STATS,
-            "allreduce SUM float32[24]",
-            "reduce_scatter SUM float32[768]",
-        )
-
-    @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
-    def test_overflowing_rows_change_nothing(self, schedule):
-        """Rows rescued from overflow, and their label's rank, are not seen from outside."""
-        problem = Problem(H=64, seed=2)
-        usual = on_threads(4, problem, schedule=schedule).calls
-        hidden, weight, _, labels = problem.tensors
-        labels[0] = 400  # of the last rank alone
-        weight[400] = 3.0 * weight[400]
-        hidden[0] = -150.0 * weight[400] / weight[400].square().sum()
-        outcome = on_threads(4, problem, schedule=schedule)
-        assert outcome.calls == usual
-        assert problem.textbook(torch.float64).loss > 3
-        assert misses(outcome, problem) == []
-
-    def test_smoothing_and_metrics_travel_in_the_same_message(self):
-        problem = UNEVEN.changed(options={"label_smoothing": 0.1})
-        assert "allreduce SUM float32[48]" in on_threads(4, problem).calls
-
-        def rank(group):
-            hidden, weight, _, labels = EVEN.tensors
-            shard = weight.chunk(4)[group.rank()]
-            linear_cross_entropy_with_metrics(
-                hidden, shard, labels, tp_group=group, label_smoothing=0.1
-            )
-            return tuple(group.calls)
-
-        assert set(run_ranks(rank, 4)) == {(*self.STATS, "allreduce SUM float32[72]")}
-
-    @pytest.mark.parametrize("sequence_parallel", [False, True])
-    @pytest.mark.parametrize("max_logits_bytes", [1, 1 << 14, 1 << 15, 1 << 20])
-    @pytest.mark.parametrize("schedule", SCHEDULES)
-    def test_any_budget_gives_one_plan(self, schedule, max_logits_bytes, sequence_parallel):
-        """Shards of different lengths, and still the same collectives: ``joined`` compares."""
-        problem = Problem(T=24, V_all=1021)
-        options = {"schedule": schedule, "max_logits_bytes": max_logits_bytes}
-        outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
-        assert misses(outcome, problem) == []
-
-
-class TestMutations:
-    """Wrong results must be noticed by the comparison all these tests rest on."""
-
-    def outcome(self, rank) -> Outcome:
-        ranks = run_ranks(rank, 4)
-        whole = ranks[0]._replace(
-            dweight=torch.cat([r.dweight for r in ranks]), dbias=torch.cat([r.dbias for r in ranks])
-        )
-        return whole
-
-    def test_the_unspoiled_one_passes(self):
-        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN) == []
-
-    @pytest.mark.parametrize("gradient", ["dhidden", "dweight", "dbias"])
-    def test_zero_gradients(self, gradient):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
-        zeros: Any = {gradient: torch.zeros_like(getattr(outcome, gradient))}
-        spoiled = outcome._replace(**zeros)
-        assert [miss.split(":")[0] for miss in misses(spoiled, UNEVEN)] == [gradient]
-
-    @pytest.mark.parametrize("name", ["all_reduce_sum", "start_all_reduce"])
-    def test_one_ranks_share_missing(self, name, monkeypatch):
-        real = getattr(collectives, name)
-
-        def without_rank_2(x, group):
-            return real(x.zero_() if dist.get_rank() == 2 else x, group)
-
-        monkeypatch.setattr(collectives, name, without_rank_2)
-        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN)
-
-    def test_wrong_vocab_start_index(self):
-        def rank(group):
-            start, end = vocab_range(507, group.rank(), 4)
-            shift = group.rank() == 1
-            return rank_step(group, UNEVEN, rows=(start + shift, end + shift))
-
-        assert misses(self.outcome(rank), UNEVEN)
-
-    def test_labels_owned_by_every_rank(self):
-        def rank(group):
-            start, end = vocab_range(507, group.rank(), 4)
-            labels = UNEVEN.tensors[3]
-            own = (start + labels % (end - start)).where(labels >= 0, labels)
-            return rank_step(group, UNEVEN, labels=own)
-
-        assert misses(self.outcome(rank), UNEVEN)
-
-    def test_dhidden_summed_twice(self):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
-        assert misses(outcome._replace(dhidden=4 * outcome.dhidden), UNEVEN)
-
-    def test_smoothing_over_the_shard(self):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN, label_smoothing=0.1))
-        assert misses(outcome, UNEVEN.changed(options={"label_smoothing": 0.1 / 4}))
