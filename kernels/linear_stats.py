@@ -48,10 +48,16 @@ def _other_exponentials(
 
 
 @triton.jit
-def _row_sum_where_finite(weight, x, counted):
-    """Row sums of ``weight * x`` without the excluded columns, where x is -inf."""
-    excluded = (x == -float("inf")) | ~counted[:, None]
-    return tl.sum(tl.where(excluded, 0.0, weight * x), axis=1)
+def _row_sum_ex(e, x, counted):
+    """Row sums of ``e * x``, 0 where e is: at excluded columns x is -inf, and 0 * -inf NaN."""
+    return tl.sum(tl.where((x == -float("inf")) | ~counted[:, None], 0.0, e * x), axis=1)
+
+
+@triton.jit
+def _row_sum_x(x, column, counted, offs_v, V):
+    """Row sums of x without the excluded columns. A bias of -inf makes them -inf."""
+    other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :] & counted[:, None]
+    return tl.sum(tl.where(other, x, 0.0), axis=1)
 
 
 @triton.jit
@@ -91,9 +97,9 @@ def _linear_stats_kernel(
         tl.store(max_ptr + row, row_max, mask=mask_t)
         tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=mask_t)
         if WITH_ENTROPY:
-            tl.store(sums_ptr + plane + row, _row_sum_where_finite(e, x, counted), mask=mask_t)
+            tl.store(sums_ptr + plane + row, _row_sum_ex(e, x, counted), mask=mask_t)
         if WITH_SUM_Z:
-            sum_x = _row_sum_where_finite(1.0, x, counted)
+            sum_x = _row_sum_x(x, column, counted, offs_v, V)
             tl.store(sums_ptr + (1 + WITH_ENTROPY) * plane + row, sum_x, mask=mask_t)
         if HAS_CACHE:
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
@@ -141,7 +147,7 @@ def _rescue_kernel(
             row = pid_v.to(tl.int64) * T + offs_t
             tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=flagged)
             if WITH_ENTROPY:
-                sum_ex = _row_sum_where_finite(e, x, counted)
+                sum_ex = _row_sum_ex(e, x, counted)
                 tl.store(sums_ptr + plane + row, sum_ex, mask=flagged)
             if HAS_CACHE:
                 # T * V passes 2**31 at 16k x 128k
