@@ -6,12 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import checks, collectives
-from flce_dist.autograd import InForwardFunction, LinearCrossEntropyFunction
+from flce_dist import checks, library
+from flce_dist.autograd import function_of
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.plan import plan
-from flce_dist.steps import Call, kernels_of
-from flce_dist.vocab import VocabShard
+from flce_dist.prepare import prepare
 
 
 class LossWithMetrics(NamedTuple):
@@ -172,58 +170,22 @@ def _apply(
     tp_group: dist.ProcessGroup | None,
     impl: str | None,
 ) -> tuple[Tensor, ...]:
-    """Check, flatten to [T, H], plan, run; return loss and, if asked for, metrics."""
-    checks.check_options(options, impl)
-    checks.check_group(tp_group, options.sequence_parallel)
+    """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    checks.check_tensors(hidden, weight, labels, bias, token_weight)
-    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
-    V, H = weight.shape
-    checks.check_parallel_shapes(
-        hidden,
-        labels,
-        V,
-        P=P,
-        rank=rank,
-        sequence_parallel=options.sequence_parallel,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
-    )
-    impl = impl or ("triton" if hidden.is_cuda else "eager")
-    checks.check_impl(impl, hidden)
+    operands = (hidden, weight, bias)
+    needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+    arguments = (hidden, weight, labels, bias, token_weight, options, vocab_size, vocab_range)
+    if torch.compiler.is_compiling():
+        return library.apply(*arguments, tp_group, impl, needs)
 
-    shape, flat_labels = labels.shape, labels.reshape(-1).long()
-    vocab_size = V * P if vocab_size is None else vocab_size
-    start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
-    checks.check_labels(flat_labels, vocab_size, options.ignore_index)
-
-    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    cache_itemsize = max(2, hidden.element_size())
-    call = Call(
-        options=options,
-        shard=VocabShard(start, end, vocab_size),
-        plan=plan(
-            T=flat_labels.numel(),
-            V=min(V, vocab_size) if vocab_range is None else -(-vocab_size // P),
-            itemsize=cache_itemsize,
-            schedule=options.schedule if needs_grad else "recompute",
-            max_logits_bytes=options.max_logits_bytes,
-            expressible=not options.smoothing_needs_logits,
-            converts=hidden.dtype == torch.float16,
-        ),
-        kernels=kernels_of(impl),
-        tp_group=tp_group,
-    )
-    in_forward = call.plan.schedule == "in_forward"
-    function = InForwardFunction if in_forward else LinearCrossEntropyFunction
-    weights = None if token_weight is None else token_weight.reshape(-1)
+    prepared = prepare(*arguments, tp_group, impl, any(needs))
+    call, *flat = prepared
+    checks.check_labels(prepared.labels, call.shard.vocab_size, options.ignore_index)
     # The dtypes are settled above; autocast must not reach into the products of the schedules.
     with torch.autocast(hidden.device.type, enabled=False):
-        out = function.apply(hidden.reshape(-1, H), weight, bias, flat_labels, weights, call)
-    loss, *metrics = out
-    loss = loss.reshape(shape) if options.reduction == "none" else loss
-    return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
+        loss, *metrics = function_of(call).apply(*flat, call)
+    loss = loss.reshape(labels.shape) if options.reduction == "none" else loss
+    return loss, *(metric.reshape(labels.shape) for metric in metrics if metric is not None)
 
 
 def _autocast(

@@ -19,6 +19,9 @@ from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
 
+FORWARD_ONLY = ("others_max", "sum_z", "sum_ez")
+"""Statistics that backward does not use and that are not saved."""
+
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
@@ -75,6 +78,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         _, _, entropy, correct = metrics
         if correct is not None:
             ctx.mark_non_differentiable(correct)
+        unused: dict[str, Any] = dict.fromkeys(FORWARD_ONLY)
+        stats = stats._replace(**unused)
         ctx.save_for_backward(hidden, weight, bias, labels, scale, cache, entropy, *stats)
         return loss, *metrics
 
@@ -194,7 +199,7 @@ class InForwardFunction(torch.autograd.Function):
         if dhidden is not None:
             dhidden = call.start_reduce_dhidden(dhidden).wait()
         ctx.save_for_backward(norm, dhidden, dweight, dbias)
-        ctx.dtype = weight.dtype
+        ctx.call, ctx.dtype = call, weight.dtype
         loss = loss / norm
         if not call.options.with_metrics:
             return loss, None, None, None, None
@@ -214,6 +219,12 @@ class InForwardFunction(torch.autograd.Function):
         factor = dloss / norm
         scaled = (None if g is None else _scaled(g, factor, ctx.dtype) for g in gradients)
         return *scaled, None, None, None
+
+
+def function_of(call: Call) -> type[torch.autograd.Function]:
+    """Return the Function of a call's schedule."""
+    in_forward = call.plan.schedule == "in_forward"
+    return InForwardFunction if in_forward else LinearCrossEntropyFunction
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

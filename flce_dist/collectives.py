@@ -4,7 +4,7 @@
 ranks must call the same functions in the same order with the same shapes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +24,13 @@ class Pending(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.result
+
+
+def group_of(name: str | None) -> dist.ProcessGroup | None:
+    """Return the process group of this name, under which compiled code carries it."""
+    if name is None:
+        return None
+    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def group_size(tp_group: dist.ProcessGroup | None) -> int:

@@ -155,6 +155,7 @@ def loss_norm(weights: Tensor, reduction: str) -> Tensor:
 
 def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(lse, logprob, entropy, correct)``, each [T]."""
+    assert stats.others_max is not None
     correct = (stats.others_max <= stats.label_logit) & logits.counted
     return stats.lse.clone(), stats.logprob.clone(), merge.token_entropy(stats), correct
 

@@ -28,7 +28,7 @@ class TokenStats(NamedTuple):
     log_total: Tensor  # lse - reference, free of the rounding of lse
     lse: Tensor
     logprob: Tensor
-    others_max: Tensor  # largest logit among those columns; -inf if there is none
+    others_max: Tensor | None  # largest logit among those columns; -inf if there is none
     sum_z: Tensor | None  # sum of z_v - label_logit over those columns
     sum_ez: Tensor | None  # sum of e_v * (z_v - reference) over those columns
 

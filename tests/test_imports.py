@@ -69,7 +69,11 @@ TABLE = {
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "steps": Rule(ours=LEAVES | ours("kernels", "collectives")),
     "autograd": Rule(ours=LEAVES | ours("kernels", "collectives", "steps")),
-    "api": Rule(ours=LEAVES | ours("autograd", "steps", "checks", "collectives", "reference")),
+    "prepare": Rule(ours=LEAVES | ours("checks", "collectives", "steps")),
+    "library": Rule(
+        ours=LEAVES | ours("autograd", "checks", "collectives", "kernels", "prepare", "steps")
+    ),
+    "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
     "module": HEAD,
     "megatron": HEAD,
     "error_budget": Rule(ours=RANKS),

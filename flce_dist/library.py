@@ -1,0 +1,226 @@
+"""The op as torch.compile sees it: two opaque operators with fakes and a gradient.
+
+``torch.ops.flce_dist.forward`` and ``.backward`` run the very Functions of ``autograd.py``, on a
+stand-in for autograd's context. They serve compiled code only: a call through the dispatcher and
+back into Python costs more than ``Function.apply``, which launches would then wait for.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import checks, collectives, steps
+from flce_dist.autograd import FORWARD_ONLY, function_of
+from flce_dist.kernels.merge import TokenStats
+from flce_dist.options import LossOptions
+from flce_dist.prepare import Prepared, prepare
+
+_OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
+_SPEC = (
+    "str reduction, int ignore_index, float label_smoothing, float z_loss_weight, float? softcap, "
+    "float logit_scale, bool sequence_parallel, bool reduce_dhidden, str schedule, "
+    "SymInt? max_logits_bytes, bool with_metrics, int? vocab_size, int[]? vocab_range, "
+    "str? group_name, str? impl, bool[] needs"
+)
+_METRICS = 4  # lse, logprob, entropy, correct
+
+
+class _Context:
+    """As much of autograd's ctx as the Functions use."""
+
+    def __init__(self, needs: list[bool], saved: tuple[Tensor | None, ...] = ()) -> None:
+        self.needs_input_grad = needs
+        self.saved_tensors = saved
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+def apply(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    options: LossOptions,
+    vocab_size: int | None,
+    vocab_range: tuple[int, int] | None,
+    tp_group: dist.ProcessGroup | None,
+    impl: str | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Call the operator from compiled code; return loss and, if asked for, metrics."""
+    if options.with_metrics and options.schedule == "in_forward":
+        raise NotImplementedError(
+            "under torch.compile linear_cross_entropy_with_metrics takes no "
+            "schedule='in_forward'; use schedule='recompute'"
+        )
+    outputs = torch.ops.flce_dist.forward(
+        hidden,
+        weight,
+        labels,
+        bias,
+        token_weight,
+        options.reduction,
+        options.ignore_index,
+        options.label_smoothing,
+        options.z_loss_weight,
+        options.softcap,
+        options.logit_scale,
+        options.sequence_parallel,
+        options.reduce_dhidden,
+        options.schedule,
+        options.max_logits_bytes,
+        options.with_metrics,
+        vocab_size,
+        None if vocab_range is None else list(vocab_range),
+        None if tp_group is None else tp_group.group_name,
+        impl,
+        needs,
+    )
+    return tuple(outputs[: 1 + _METRICS] if options.with_metrics else outputs[:1])
+
+
+def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
+    *options, vocab_size, vocab_range, group_name, impl, needs = spec
+    bounds = None if vocab_range is None else tuple(vocab_range)
+    group = collectives.group_of(group_name)
+    rest = (LossOptions(*options), vocab_size, bounds, group, impl, any(needs))
+    arguments: tuple[Any, ...] = (*operands, *rest)
+    return prepare(*arguments)
+
+
+def _present(tensors: Any, like: Tensor) -> list[Tensor]:
+    """Operators return tensors: an empty one stands for None."""
+    return [like.new_empty(0) if x is None else x for x in tensors]
+
+
+def _distinct(tensors: list[Tensor], taken: list[Tensor]) -> list[Tensor]:
+    """Operators return no memory twice: the entropy is a result and saved, too."""
+    results = {id(x) for x in taken}
+    return [x.clone() if id(x) in results and x.numel() else x for x in tensors]
+
+
+@torch.library.custom_op(
+    "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
+)
+def _forward(hidden, weight, labels, bias, token_weight, *spec):
+    """Return loss, lse, logprob, entropy, correct (empty if not asked for), then what is saved."""
+    prepared = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    call = prepared.call
+    checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
+    ctx = _Context(spec[-1])
+    with torch.no_grad():
+        loss, *metrics = function_of(call).forward(ctx, *prepared[1:], call)
+    shape = labels.shape
+    outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
+    outputs += [x if x is None else x.reshape(shape) for x in metrics]
+    saved = ctx.saved_tensors if call.plan.schedule == "in_forward" else ctx.saved_tensors[4:]
+    if not any(spec[-1]):
+        saved = ()
+    kept = _present(saved, loss)
+    if call.options.with_metrics and kept:
+        kept = _distinct(kept, [x for x in metrics if x is not None])
+    return _present(outputs, loss) + kept
+
+
+@_forward.register_fake
+def _(hidden, weight, labels, bias, token_weight, *spec):
+    call, flat, *_ = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    T, V = labels.numel(), weight.shape[0]
+
+    def new(*shape):
+        return hidden.new_empty(shape, dtype=dtype)
+
+    outputs = [new(*labels.shape) if call.options.reduction == "none" else new()]
+    if call.options.with_metrics:
+        outputs += [new(*labels.shape) for _ in range(_METRICS - 1)]
+        outputs += [torch.empty_like(labels, dtype=torch.bool)]
+    else:
+        outputs += [new(0) for _ in range(_METRICS)]
+    need_hidden, need_weight, need_bias = needs = spec[-1]
+    if not any(needs):
+        return outputs
+    if call.plan.schedule == "in_forward":
+        dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        outputs += [new(), dhidden if need_hidden else new(0)]
+        outputs += [new(V, flat.shape[1]) if need_weight else new(0)]
+        return [*outputs, new(V) if need_bias else new(0)]
+    columns = call.plan.cached_columns(call.shard.V)
+    cache_dtype = torch.bfloat16 if hidden.dtype == torch.float16 else hidden.dtype
+    cache = steps.new_window(T, columns, cache_dtype, hidden.device) if columns else new(0)
+    entropy = new(T) if call.options.with_metrics else new(0)
+    stats = [new(0) if name in FORWARD_ONLY else new(T) for name in TokenStats._fields]
+    return [*outputs, new(T), cache, entropy, *stats]
+
+
+@torch.library.custom_op(
+    "flce_dist::backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy, "
+        f"{_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
+    ),
+)
+def _backward(
+    dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weight, saved, *spec
+):
+    """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
+    prepared = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    call = prepared.call
+    if labels.numel() == 0:
+        operands = zip((hidden, weight, bias), spec[-1], strict=True)
+        return _present((torch.zeros_like(x) if need else None for x, need in operands), hidden)
+    kept = tuple(x if x.numel() else None for x in saved)
+    if call.plan.schedule != "in_forward":
+        kept = (prepared.hidden, weight, bias, prepared.labels, *kept)
+    ctx: Any = _Context(spec[-1], kept)
+    ctx.call, ctx.dtype = call, weight.dtype
+    upstream = [
+        g if g is None or g.dim() == 0 else g.reshape(-1) for g in (dlse, dlogprob, dentropy)
+    ]
+    if dloss is not None and call.options.reduction == "none":
+        dloss = dloss.reshape(-1)
+    with torch.no_grad():
+        gradients = function_of(call).backward(ctx, dloss, *upstream, None)
+    dhidden, dweight, dbias = gradients[:3]
+    return _present(
+        (None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias), hidden
+    )
+
+
+@_backward.register_fake
+def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weight, saved, *spec):
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), spec[-1], strict=True)
+    ]
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight, labels, bias, token_weight, *ctx.spec = inputs
+    ctx.set_materialize_grads(False)
+    saved = output[1 + _METRICS :]
+    ctx.save_for_backward(hidden, weight, labels, bias, token_weight, *saved)
+
+
+def _differentiate(ctx, grads):
+    operands, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+    needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-5]).with_metrics
+    # Compiled code fills upstream gradients that nobody asked for with zeros.
+    upstream = grads[:_METRICS] if with_metrics else (grads[0], None, None, None)
+    if all(g is None for g in upstream):
+        return (None,) * (5 + len(ctx.spec))
+    gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)
+    dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
+    return dhidden, dweight, None, dbias, None, *(None for _ in ctx.spec)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

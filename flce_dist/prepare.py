@@ -1,0 +1,87 @@
+"""From a caller's arguments to a planned call on flat tensors."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import checks, collectives
+from flce_dist.options import LossOptions
+from flce_dist.plan import plan
+from flce_dist.steps import Call, kernels_of
+from flce_dist.vocab import VocabShard
+
+
+class Prepared(NamedTuple):
+    """What the schedules take: T tokens on the group, [T / P, H] under sequence parallelism."""
+
+    call: Call
+    hidden: Tensor  # [T or T / P, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    labels: Tensor  # [T] int64
+    token_weight: Tensor | None  # [T]
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    options: LossOptions,
+    vocab_size: int | None,
+    vocab_range: tuple[int, int] | None,
+    tp_group: dist.ProcessGroup | None,
+    impl: str | None,
+    needs_grad: bool,
+) -> Prepared:
+    """Check all that metadata tell, flatten tokens to one dimension, and plan.
+
+    Arguments as in ``linear_cross_entropy``. Whether labels are in range is not checked here:
+    that reads data.
+    """
+    checks.check_options(options, impl)
+    checks.check_group(tp_group, options.sequence_parallel)
+    checks.check_tensors(hidden, weight, labels, bias, token_weight)
+    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    V, H = weight.shape
+    checks.check_parallel_shapes(
+        hidden,
+        labels,
+        V,
+        P=P,
+        rank=rank,
+        sequence_parallel=options.sequence_parallel,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
+    )
+    impl = impl or ("triton" if hidden.is_cuda else "eager")
+    checks.check_impl(impl, hidden)
+
+    vocab_size = V * P if vocab_size is None else vocab_size
+    start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
+    call = Call(
+        options=options,
+        shard=VocabShard(start, end, vocab_size),
+        plan=plan(
+            T=labels.numel(),
+            V=min(V, vocab_size) if vocab_range is None else -(-vocab_size // P),
+            itemsize=max(2, hidden.element_size()),
+            schedule=options.schedule if needs_grad else "recompute",
+            max_logits_bytes=options.max_logits_bytes,
+            expressible=not options.smoothing_needs_logits,
+            converts=hidden.dtype == torch.float16,
+        ),
+        kernels=kernels_of(impl),
+        tp_group=tp_group,
+    )
+    return Prepared(
+        call,
+        hidden.reshape(-1, H),
+        weight,
+        bias,
+        labels.reshape(-1).long(),
+        None if token_weight is None else token_weight.reshape(-1),
+    )

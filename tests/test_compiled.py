@@ -1,0 +1,169 @@
+"""torch.compile keeps the op whole, for any number of tokens, alone and on simulated ranks."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.testing import relative_rms
+
+H, V = 16, 70
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute, none": {"schedule": "recompute", "reduction": "none"},
+    "cached, padded": {"schedule": "cached", "vocab_size": 65},
+    "in_forward": {"schedule": "in_forward", "reduction": "sum"},
+    "smoothing and softcap": {"label_smoothing": 0.1, "softcap": 4.0, "z_loss_weight": 0.01},
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    torch._dynamo.reset()
+
+
+def inputs(T: int, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [2, T, H], weight, bias, labels; the same for the same T."""
+    generator = torch.Generator().manual_seed(T)
+    hidden = torch.randn(2, T, H, generator=generator, **kwargs).requires_grad_()
+    weight = torch.randn(V, H, generator=generator, **kwargs).requires_grad_()
+    bias = torch.randn(V, generator=generator, **kwargs).requires_grad_()
+    labels = torch.randint(0, 60, (2, T), generator=generator)
+    labels[0, 1] = -100
+    return hidden, weight, bias, labels
+
+
+def plain_loss(hidden, weight, bias, labels, options):
+    return linear_cross_entropy(2.0 * hidden, weight, labels, bias=bias, **options).sum()
+
+
+def loss_of_metrics(hidden, weight, bias, labels, options):
+    out = linear_cross_entropy_with_metrics(2.0 * hidden, weight, labels, bias=bias, **options)
+    return out.loss.sum() + (out.entropy + 0.1 * out.lse - out.logprob).sum() + out.correct.sum()
+
+
+def results(fn, T: int, options: dict[str, Any]) -> list[Tensor]:
+    hidden, weight, bias, labels = inputs(T)
+    loss = fn(hidden, weight, bias, labels, options)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+@pytest.mark.parametrize("fn", [plain_loss, loss_of_metrics])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_graph_for_any_number_of_tokens(fn, options, impl):
+    if fn is loss_of_metrics and options.get("schedule") == "in_forward":
+        options = {**options, "schedule": "auto"}
+    options = {**options, "impl": impl}
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fn, fullgraph=True, backend=counter)
+    for T in (9, 13, 17, 6):
+        for ours, expected in zip(
+            results(compiled, T, options), results(fn, T, options), strict=True
+        ):
+            assert torch.equal(ours, expected)
+    assert counter.frame_count == 2  # one for the first T, one for every other
+
+
+def test_under_no_grad_and_autocast():
+    compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
+    arguments = inputs(9)
+    with torch.no_grad():
+        assert torch.equal(compiled(*arguments, {}), plain_loss(*arguments, {}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(*arguments, {}), plain_loss(*arguments, {}))
+
+
+def test_wrong_arguments_keep_their_message():
+    compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
+    hidden, weight, bias, labels = inputs(9)
+    with pytest.raises(Exception, match=r"weight must be \[V, H\] with H = 16 from hidden"):
+        compiled(hidden, weight[:, 1:], bias, labels, {})
+    labels[0, 0] = V
+    with pytest.raises(ValueError, match=r"labels must be within \[0, 70\)"):
+        compiled(hidden, weight, bias, labels, {})
+
+
+def test_in_forward_with_metrics_is_refused():
+    compiled = torch.compile(loss_of_metrics, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"under torch.compile .* takes no schedule='in_forward'"):
+        compiled(*inputs(9), {"schedule": "in_forward"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "reduction", "with_metrics"),
+    [
+        ("in_forward", "mean", False),
+        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+    ],
+)
+def test_opcheck(schedule, reduction, with_metrics, dtype):
+    """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
+    hidden, weight, bias, labels = inputs(9, dtype=dtype)
+    options = (reduction, -100, 0.1, 0.01, None, 0.5, False, True, schedule, None, with_metrics)
+    arguments = (
+        hidden,
+        weight,
+        labels,
+        bias,
+        None,
+        *options,
+        None,
+        None,
+        None,
+        "eager",
+        [True] * 3,
+    )
+    opcheck(torch.ops.flce_dist.forward.default, arguments)
+
+
+def sharded_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    hidden, weight, _, labels = inputs(8)
+    hidden, labels = hidden[0].detach(), labels[0]
+    rank = group.rank()
+    if sequence_parallel:
+        hidden = hidden.chunk(2)[rank]
+    hidden = hidden.clone().requires_grad_()
+    shard = weight.detach().chunk(2)[rank].clone().requires_grad_()
+
+    def step(hidden, shard):
+        return linear_cross_entropy(
+            hidden, shard, labels, tp_group=group, sequence_parallel=sequence_parallel
+        )
+
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    loss = run(hidden, shard)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, shard))]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks(gloo_ranks, sequence_parallel):
+    compiled = gloo_ranks(2).run(sharded_step, sequence_parallel, True)
+    plain = gloo_ranks(2).run(sharded_step, sequence_parallel, False)
+    for ours, expected in zip(compiled, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_the_comparison_notices_a_wrong_gradient(monkeypatch):
+    """Half of dweight, from the operator alone: the compiled call must differ."""
+    from flce_dist import library
+
+    real = library.function_of
+
+    class Halved:
+        def __init__(self, call):
+            self.forward = real(call).forward
+            self.backward = lambda *a: (lambda g: (g[0], g[1] / 2, *g[2:]))(real(call).backward(*a))
+
+    monkeypatch.setattr(library, "function_of", Halved)
+    compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
+    ours, expected = results(compiled, 9, {}), results(plain_loss, 9, {})
+    assert relative_rms(ours[2], expected[2]) == pytest.approx(0.5)
