@@ -9,7 +9,7 @@ from torch import Tensor
 from flce_dist import checks, library
 from flce_dist.autograd import function_of
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import prepare
+from flce_dist.prepare import Arguments, prepare
 
 
 class LossWithMetrics(NamedTuple):
@@ -109,8 +109,11 @@ def linear_cross_entropy(
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
     )
-    tensors = (hidden, weight, labels, bias, token_weight)
-    return _apply(*tensors, options, vocab_size, vocab_range, tp_group, impl)[0]
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight,
+        options, vocab_size, vocab_range, tp_group, impl,
+    )  # fmt: skip
+    return _apply(arguments)[0]
 
 
 def linear_cross_entropy_with_metrics(
@@ -154,50 +157,42 @@ def linear_cross_entropy_with_metrics(
         max_logits_bytes=max_logits_bytes,
         with_metrics=True,
     )
-    tensors = (hidden, weight, labels, bias, token_weight)
-    return LossWithMetrics(*_apply(*tensors, options, vocab_size, vocab_range, tp_group, impl))
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight,
+        options, vocab_size, vocab_range, tp_group, impl,
+    )  # fmt: skip
+    return LossWithMetrics(*_apply(arguments))
 
 
-def _apply(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    options: LossOptions,
-    vocab_size: int | None,
-    vocab_range: tuple[int, int] | None,
-    tp_group: dist.ProcessGroup | None,
-    impl: str | None,
-) -> tuple[Tensor, ...]:
+def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    operands = (hidden, weight, bias)
+    arguments = _autocast(arguments)
+    operands = (arguments.hidden, arguments.weight, arguments.bias)
     needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
-    arguments = (hidden, weight, labels, bias, token_weight, options, vocab_size, vocab_range)
     if torch.compiler.is_compiling():
-        return library.apply(*arguments, tp_group, impl, needs)
+        return library.apply(arguments, needs)
 
-    prepared = prepare(*arguments, tp_group, impl, any(needs))
+    prepared = prepare(arguments, any(needs))
     call, *flat = prepared
-    checks.check_labels(prepared.labels, call.shard.vocab_size, options.ignore_index)
+    checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
     # The dtypes are settled above; autocast must not reach into the products of the schedules.
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(prepared.hidden.device.type, enabled=False):
         loss, *metrics = function_of(call).apply(*flat, call)
-    loss = loss.reshape(labels.shape) if options.reduction == "none" else loss
-    return loss, *(metric.reshape(labels.shape) for metric in metrics if metric is not None)
+    shape = arguments.labels.shape
+    loss = loss.reshape(shape) if call.options.reduction == "none" else loss
+    return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
 
 
-def _autocast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(arguments: Arguments) -> Arguments:
     """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
+    hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
     if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
-        return hidden, weight, bias
+        return arguments
     dtype = torch.get_autocast_dtype(hidden.device.type)
 
     def to(x: Tensor) -> Tensor:
         takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if takes_part else x
 
-    return to(hidden), to(weight), None if bias is None else to(bias)
+    bias = None if bias is None else to(bias)
+    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=bias)

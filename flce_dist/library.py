@@ -8,14 +8,13 @@ back into Python costs more than ``Function.apply``, which launches would then w
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import checks, collectives, steps
 from flce_dist.autograd import FORWARD_ONLY, function_of
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.options import LossOptions
-from flce_dist.prepare import Prepared, prepare
+from flce_dist.prepare import Arguments, Prepared, prepare
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
 _SPEC = (
@@ -42,31 +41,19 @@ class _Context:
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-def apply(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    options: LossOptions,
-    vocab_size: int | None,
-    vocab_range: tuple[int, int] | None,
-    tp_group: dist.ProcessGroup | None,
-    impl: str | None,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    """Call the operator from compiled code; return loss and, if asked for, metrics."""
+def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
+    """Call the operator from compiled code; return loss and, if asked for, metrics.
+
+    ``needs`` says whether hidden, weight and bias need a gradient.
+    """
+    options, tp_group = arguments.options, arguments.tp_group
     if options.with_metrics and options.schedule == "in_forward":
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes no "
             "schedule='in_forward'; use schedule='recompute'"
         )
     outputs = torch.ops.flce_dist.forward(
-        hidden,
-        weight,
-        labels,
-        bias,
-        token_weight,
+        *arguments[:5],
         options.reduction,
         options.ignore_index,
         options.label_smoothing,
@@ -78,10 +65,10 @@ def apply(
         options.schedule,
         options.max_logits_bytes,
         options.with_metrics,
-        vocab_size,
-        None if vocab_range is None else list(vocab_range),
+        arguments.vocab_size,
+        None if arguments.vocab_range is None else list(arguments.vocab_range),
         None if tp_group is None else tp_group.group_name,
-        impl,
+        arguments.impl,
         needs,
     )
     return tuple(outputs[: 1 + _METRICS] if options.with_metrics else outputs[:1])
@@ -89,11 +76,14 @@ def apply(
 
 def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
     *options, vocab_size, vocab_range, group_name, impl, needs = spec
-    bounds = None if vocab_range is None else tuple(vocab_range)
+    bounds: Any = None if vocab_range is None else tuple(vocab_range)
     group = collectives.group_of(group_name)
-    rest = (LossOptions(*options), vocab_size, bounds, group, impl, any(needs))
-    arguments: tuple[Any, ...] = (*operands, *rest)
-    return prepare(*arguments)
+    hidden, weight, labels, bias, token_weight = operands
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight,
+        LossOptions(*options), vocab_size, bounds, group, impl,
+    )  # fmt: skip
+    return prepare(arguments, any(needs))
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:

@@ -13,6 +13,21 @@ from flce_dist.steps import Call, kernels_of
 from flce_dist.vocab import VocabShard
 
 
+class Arguments(NamedTuple):
+    """What a caller gave, see ``linear_cross_entropy``; its dtypes settled by autocast."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    token_weight: Tensor | None
+    options: LossOptions
+    vocab_size: int | None
+    vocab_range: tuple[int, int] | None
+    tp_group: dist.ProcessGroup | None
+    impl: str | None
+
+
 class Prepared(NamedTuple):
     """What the schedules take: T tokens on the group, [T / P, H] under sequence parallelism."""
 
@@ -24,24 +39,15 @@ class Prepared(NamedTuple):
     token_weight: Tensor | None  # [T]
 
 
-def prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    options: LossOptions,
-    vocab_size: int | None,
-    vocab_range: tuple[int, int] | None,
-    tp_group: dist.ProcessGroup | None,
-    impl: str | None,
-    needs_grad: bool,
-) -> Prepared:
+def prepare(arguments: Arguments, needs_grad: bool) -> Prepared:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 
-    Arguments as in ``linear_cross_entropy``. Whether labels are in range is not checked here:
-    that reads data.
+    Whether labels are in range is not checked here: that reads data.
     """
+    (
+        hidden, weight, labels, bias, token_weight,
+        options, vocab_size, vocab_range, tp_group, impl,
+    ) = arguments  # fmt: skip
     checks.check_options(options, impl)
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
