@@ -122,12 +122,12 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
 
 @_forward.register_fake
 def _(hidden, weight, labels, bias, token_weight, *spec):
-    call, flat, *_ = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    call, flat, _, _, flat_labels, _ = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    logits = call.logits(flat, weight, bias, flat_labels)
     T, V = labels.numel(), weight.shape[0]
 
     def new(*shape):
-        return hidden.new_empty(shape, dtype=dtype)
+        return hidden.new_empty(shape, dtype=logits.stats_dtype)
 
     outputs = [new(*labels.shape) if call.options.reduction == "none" else new()]
     if call.options.with_metrics:
@@ -144,8 +144,7 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         outputs += [new(V, flat.shape[1]) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
     columns = call.plan.cached_columns(call.shard.V)
-    cache_dtype = torch.bfloat16 if hidden.dtype == torch.float16 else hidden.dtype
-    cache = steps.new_window(T, columns, cache_dtype, hidden.device) if columns else new(0)
+    cache = steps.new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
     stats = [new(0) if name in FORWARD_ONLY else new(T) for name in TokenStats._fields]
     return [*outputs, new(T), cache, entropy, *stats]
@@ -165,9 +164,6 @@ def _backward(
     """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
     prepared = _prepare((hidden, weight, labels, bias, token_weight), spec)
     call = prepared.call
-    if labels.numel() == 0:
-        operands = zip((hidden, weight, bias), spec[-1], strict=True)
-        return _present((torch.zeros_like(x) if need else None for x, need in operands), hidden)
     kept = tuple(x if x.numel() else None for x in saved)
     if call.plan.schedule != "in_forward":
         kept = (prepared.hidden, weight, bias, prepared.labels, *kept)
@@ -178,12 +174,15 @@ def _backward(
     ]
     if dloss is not None and call.options.reduction == "none":
         dloss = dloss.reshape(-1)
-    with torch.no_grad():
-        gradients = function_of(call).backward(ctx, dloss, *upstream, None)
-    dhidden, dweight, dbias = gradients[:3]
-    return _present(
-        (None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias), hidden
-    )
+    gradients: tuple[Tensor | None, ...] = (None,) * 3
+    if labels.numel():  # without tokens, statistics are as empty as those that stand for None
+        with torch.no_grad():
+            gradients = function_of(call).backward(ctx, dloss, *upstream, None)[:3]
+    # A needed gradient that is None here is one without elements, or without tokens: zeros.
+    return [
+        hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
+        for g, x, need in zip(gradients, (hidden, weight, bias), spec[-1], strict=True)
+    ]
 
 
 @_backward.register_fake

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
+from flce_dist.kernels.row_gradient import softcap_grad
 from flce_dist.kernels.shard_logits import ShardLogits
 
 _SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
@@ -117,7 +118,7 @@ def dlogits(
         if affine is not None:
             a, b, u = (row[:, None] for row in affine)
             d = d * (a + b * x.clamp_min(_FAR)) + u
-        d = d * _softcap_grad(z, logits.softcap)
+        d = d * softcap_grad(z, logits.softcap)
         d = d.where(other, label_value[:, None]).masked_fill_(~logits.counted[:, None], 0.0)
         out[:, start : start + z.shape[1]] = d
 
@@ -162,11 +163,6 @@ def _softcap(z: Tensor, softcap: float | None) -> Tensor:
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def _softcap_grad(z: Tensor, softcap: float | None) -> Tensor | float:
-    """Derivative of the softcap, from its value ``z``."""
-    return 1.0 if softcap is None else 1.0 - (z / softcap).square()
-
-
 def _store(
     cache: Tensor,
     rows: Tensor | slice,
@@ -179,5 +175,5 @@ def _store(
     """Store the derivative of ``e`` by the uncapped logit in the columns that the cache has."""
     width = min(z.shape[1], cache.shape[1] - start)
     if width > 0:
-        de = (e * _softcap_grad(z, softcap)).masked_fill_(~other, 0.0)
+        de = (e * softcap_grad(z, softcap)).masked_fill_(~other, 0.0)
         cache[rows, start : start + width] = de[:, :width].to(cache.dtype)

@@ -57,7 +57,7 @@ def label_value(
         excess = 2 * z_loss_weight * stats.lse + label_smoothing
         w = _z_loss_factor(stats.lse, z_loss_weight)
         value = value + excess * (stats.log_total + change).exp() / w
-    return value * _softcap_grad(stats.label_logit, softcap)
+    return value * softcap_grad(stats.label_logit, softcap)
 
 
 def row_gradient(
@@ -125,7 +125,7 @@ def row_gradient_with_metrics(
     return RowGradient(
         scale=torch.ones_like(dloss),
         reference=stats.reference,
-        label_value=value * _softcap_grad(stats.label_logit, softcap),
+        label_value=value * softcap_grad(stats.label_logit, softcap),
         affine=(
             (dloss * w + dlse - dlogprob - dentropy * centre) * p_scale,
             -dentropy * p_scale,
@@ -141,5 +141,6 @@ def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:
     return torch.where(w.abs() < 1e-6, 1e-6, w)
 
 
-def _softcap_grad(z: Tensor, softcap: float | None) -> Tensor | float:
+def softcap_grad(z: Tensor, softcap: float | None) -> Tensor | float:
+    """Derivative of the softcap, from its value ``z``."""
     return 1.0 if softcap is None else 1.0 - (z / softcap).square()

@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import dlogits, label_logit, linear_stats, tuning
+from flce_dist.kernels.launching import TileLaunch
+from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 
 T, H, V = 8192, 4096, 32000
@@ -46,32 +47,26 @@ class AbsentGpu:
 
 def compile_all(arch: str, itemsize: int, config: TileConfig) -> dict[str, Any]:
     """Compile the kernels around a logits tile as their launchers would."""
-    dtype, tma = DTYPES[itemsize], tuning.has_tma(arch)
-
-    def matrix(cols: int, block_row: int, block_col: int) -> Any:
-        x = torch.empty(256, cols, dtype=dtype)
-        return TensorDescriptor(x, [256, cols], [cols, 1], [block_row, block_col]) if tma else x
-
-    hidden = matrix(H, config.BLOCK_T, config.BLOCK_H)
-    weight = matrix(H, config.BLOCK_V, config.BLOCK_H)
-    cells = matrix(V, config.BLOCK_T, config.BLOCK_V)
+    dtype = DTYPES[itemsize]
+    # Few rows: descriptors and constexprs know none but the strides.
+    logits = ShardLogits(
+        hidden=torch.empty(256, H, dtype=dtype),
+        weight=torch.empty(256, H, dtype=dtype),
+        bias=None,
+        labels=torch.empty(16, dtype=torch.int64),
+        vocab_start_index=0,
+        ignore_index=-100,
+        logit_scale=1.0,
+        softcap=None,
+    )
+    launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
+    cells = launch.matrix(torch.empty(256, V, dtype=dtype), config.BLOCK_T, config.BLOCK_V)
     pointer = torch.empty(16, dtype=dtype)
-    fp32, labels = torch.empty(16), torch.empty(16, dtype=torch.int64)
+    fp32, labels = torch.empty(16), logits.labels
     flagged = torch.empty(1, dtype=torch.bool)
-    operands = (hidden, weight, None, labels)
-    strides, scalars = (H, 1, H, 1), (0, -100, 1.0, 1.0)
-    common: dict[str, Any] = {
-        "HAS_BIAS": False,
-        "HAS_SOFTCAP": False,
-        "TMA": tma,
-        "BLOCK_T": config.BLOCK_T,
-        "BLOCK_V": config.BLOCK_V,
-        "BLOCK_H": config.BLOCK_H,
-        "GROUP_T": config.GROUP_T,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "grid": (132,),
-    }
+    operands = (*launch.operands(), labels)
+    strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
+    common = {**launch.constexprs(), "grid": (132,)}
     stats = linear_stats._linear_stats_kernel.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False}
     tail = (*strides, V, *scalars)
