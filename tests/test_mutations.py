@@ -198,7 +198,7 @@ def test_mean_over_ignored_tokens_too(mutate: Patch) -> None:
 
 def test_softcap_without_its_derivative(mutate: Patch) -> None:
     for owner in (eager, row_gradient):
-        mutate(owner, "_softcap_grad", lambda original, z, softcap: 1.0)
+        mutate(owner, "softcap_grad", lambda original, z, softcap: 1.0)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), softcap=3.0, schedule="recompute")
 
