@@ -1,0 +1,207 @@
+"""How far results are from fp64: at a realistic shape, beside 16-bit logits, at extreme logits.
+
+Each check has a small CPU form, which proves the check; the sizes that matter need a GPU.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_dist.options import Schedule
+from flce_dist.testing import relative_rms
+from tests.oracle import Inputs, Outcome, Upstream, run
+from tests.problems import each_dtype
+from tests.test_gpu_oracle import (
+    CUDA,
+    aim,
+    assert_gradients_close,
+    assert_loss_close,
+    each_device,
+    inputs_on,
+    our_call,
+    textbook_in_chunks,
+)
+
+SIZES = {"cpu": (96, 700, 48), "cuda": (1024, 32000, 1024)}  # T, V, H
+EVERY_SCHEDULE: list[Schedule] = ["recompute", "cached", "in_forward", "auto"]
+every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+
+
+def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
+    """``auto`` gets a budget for half of the columns, so that both its halves are walked."""
+    half = len(inputs.labels) * len(inputs.weight) * max(2, inputs.dtype.itemsize) // 2
+    return {"schedule": schedule, "max_logits_bytes": half if schedule == "auto" else None}
+
+
+# --- a realistic shape
+
+
+@functools.lru_cache(maxsize=1)
+def ordinary(device: str, dtype: torch.dtype) -> tuple[Inputs, Outcome, Outcome]:
+    """Inputs, their truth and what eager PyTorch makes of them, for the sum of losses."""
+    inputs = inputs_on(device, *SIZES[device], dtype)
+    return inputs, textbook_in_chunks(inputs, torch.float64), textbook_in_chunks(inputs, dtype)
+
+
+@each_device
+@each_dtype
+@every_schedule
+def test_every_schedule_at_a_realistic_shape(schedule, dtype, device):
+    inputs, truth, eager = ordinary(device, dtype)
+    # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
+    counted = (inputs.labels >= 0).sum()
+    actual = run(our_call, inputs, Upstream(counted), **options_of(schedule, inputs))
+    assert_loss_close(actual["loss"], truth["loss"].sum() / counted)
+    assert_gradients_close(actual, truth, eager, dtype)
+
+
+# --- beside logits kept in 16 bits
+
+
+def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor]:
+    return (F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"),)
+
+
+def predictions(kind: str, device: str, V: int, H: int) -> Inputs:
+    """512 tokens in bf16, by how their labels are predicted.
+
+    "drawn": labels drawn from peaked predictions, as those of a trained model are (a loss of 2 to
+    4). "confident": a loss of 1e-2 or less. "uninformed": labels that have nothing to do with
+    nearly uniform predictions, as at the first step of a training.
+    """
+    spread = {"drawn": 4.0, "confident": 2.0, "uninformed": 1.0}[kind]
+    inputs = inputs_on(device, 512, V, H, torch.bfloat16, ignored=0.0, spread=spread)
+    if kind == "confident":
+        return aim(inputs, math.log(V) + 9.0)
+    if kind == "drawn":
+        g = torch.Generator(device).manual_seed(0)
+        p = (inputs.hidden.float() @ inputs.weight.float().T).softmax(-1)
+        return replace(inputs, labels=torch.multinomial(p, 1, generator=g).squeeze(-1))
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("device", "V", "H"), [("cpu", 700, 48), pytest.param("cuda", 128256, 1024, marks=CUDA.marks)]
+)
+@pytest.mark.parametrize("kind", ["drawn", "confident", "uninformed"])
+def test_error_beside_that_of_logits_in_bf16(kind, device, V, H, record_property):
+    """Exponentials kept in bf16 against logits kept in bf16, and against eager PyTorch.
+
+    What exponentials in bf16 cost does not depend on the prediction: three roundings of a relative
+    eps. A logit in bf16 costs in proportion to its size and to the probability that moves with it,
+    so it costs more wherever predictions are informed, and less where every probability is near 0:
+    there the gradient is minus one hidden state or row, which a dlogit of -1 carries exactly.
+    """
+    inputs = predictions(kind, device, V, H)
+    truth = textbook_in_chunks(inputs, torch.float64)
+    results = {
+        "ours, cached": run(our_call, inputs, Upstream(), schedule="cached", reduction="sum"),
+        "bf16 logits": textbook_in_chunks(inputs, torch.bfloat16),
+        "torch eager": run(eager_call, inputs, Upstream()),
+    }
+    loss = truth["loss"].sum()
+    print(f"{kind} labels, V = {V}: mean loss {loss.item() / 512:.3g}")
+    errors = {(who, "loss"): relative_rms(r["loss"].sum(), loss) for who, r in results.items()}
+    for name in ("dhidden", "dweight"):
+        for who, result in results.items():
+            errors[who, name] = relative_rms(result[name], truth[name])
+    for (who, name), error in errors.items():
+        print(f"{kind} labels, {name}: {who} is {error:.2g} from fp64 (relative RMS)")
+        record_property(f"{kind} labels, {name}: {who}", f"{error:.3g}")
+
+    names = ("loss", "dhidden", "dweight") if kind != "uninformed" else ("loss",)
+    for name in names:
+        for other in ("bf16 logits", "torch eager"):
+            assert errors["ours, cached", name] < errors[other, name], (name, other)
+    for name in ("dhidden", "dweight"):
+        assert errors["ours, cached", name] <= torch.finfo(torch.bfloat16).eps / 2
+        if kind == "confident":  # logits in bf16 must not pass for ours
+            assert errors["bf16 logits", name] > 3 * errors["ours, cached", name]
+
+
+# --- logits of +-1e4
+
+FAR = 9984.0  # exact in every dtype, as are its sums with multiples of 1/8 in fp32
+
+
+def extreme_inputs(name: str, device: str, dtype: torch.dtype) -> Inputs:
+    """T = 128 tokens, 512 columns; hidden states pick rows of ``z`` and a constant column.
+
+    ``z`` [T, V] then are the logits, exact in fp32 but for those of "scaled inputs".
+    """
+    T, V = 128, 512
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randint(-16, 17, (T, V), generator=g) / 8
+    labels = torch.randint(V, (T,), generator=g)
+    labels[::8] = 3
+    z, constant = noise.clone(), 0.0
+    if name == "one +1e4":
+        z[:, 3] = FAR
+    elif name == "all -1e4":
+        constant = -FAR
+    elif name == "random +-1e4":
+        z = noise.sign() * FAR
+    elif name == "scaled inputs":
+        hidden, weight = torch.randn(T, 160, generator=g), torch.randn(V, 160, generator=g)
+        inputs = Inputs(16 * hidden.to(dtype), 16 * weight.to(dtype), labels)
+        return inputs.to(torch.device(device))
+    hidden, weight = torch.zeros(T, 160), torch.zeros(V, 160)
+    hidden[:, :T], hidden[:, T] = torch.eye(T), 1.0
+    weight[:, :T], weight[:, T] = z.T, constant
+    return Inputs(hidden.to(dtype), weight.to(dtype), labels).to(torch.device(device))
+
+
+EXTREME = ["one +1e4", "all -1e4", "random +-1e4", "scaled inputs"]
+
+
+def check_extreme(actual: Outcome, inputs: Inputs, kept: torch.dtype) -> None:
+    """Hold ``actual`` against fp64 within what eager fp32 and the rounding of ``kept`` allow.
+
+    Eager PyTorch in 16 bits is no yardstick here: its logits are off by 32.
+    """
+    truth = textbook_in_chunks(inputs, torch.float64)
+    eager = textbook_in_chunks(inputs, torch.float32)
+    assert_loss_close(actual["loss"], truth["loss"].sum())
+    assert all(x.isfinite().all() for x in actual.values())
+    constant = inputs.weight.shape[1] - 32  # sum_v dz_v is 0: only rounding, magnified, is left
+    if (inputs.weight[:, constant] == -FAR).all():
+        left, of_eager = (x["dhidden"][:, constant].abs().max() for x in (actual, eager))
+        assert left <= torch.finfo(kept).eps * FAR + 4 * of_eager
+        for outcome in (actual, truth, eager):
+            outcome["dhidden"] = outcome["dhidden"].clone().index_fill(
+                1, torch.tensor(constant, device=left.device), 0.0
+            )  # fmt: skip
+    assert_gradients_close(actual, truth, eager, kept)
+
+
+@each_device
+@each_dtype
+@every_schedule
+@pytest.mark.parametrize("name", EXTREME)
+def test_logits_of_ten_thousand(name, schedule, dtype, device):
+    inputs = extreme_inputs(name, device, dtype)
+    actual = run(our_call, inputs, Upstream(), reduction="sum", **options_of(schedule, inputs))
+    # fp16 caches in bf16, for its range.
+    in_bf16 = dtype == torch.float16 and schedule != "recompute"
+    check_extreme(actual, inputs, torch.bfloat16 if in_bf16 else dtype)
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_wrong_gradients_at_extreme_logits_are_noticed(name):
+    inputs = extreme_inputs(name, "cpu", torch.bfloat16)
+    actual = run(our_call, inputs, Upstream(), reduction="sum")
+    wrong = replace(inputs, labels=inputs.labels.roll(1))
+    for gradient in ("dhidden", "dweight"):
+        for spoiled in (
+            torch.zeros_like(actual[gradient]),
+            actual[gradient] * 0.95,
+            run(our_call, wrong, Upstream(), reduction="sum")[gradient],
+        ):
+            with pytest.raises(AssertionError, match="exceeds budget"):
+                check_extreme({**actual, gradient: spoiled}, inputs, torch.bfloat16)
