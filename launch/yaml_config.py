@@ -31,6 +31,18 @@ def read_yaml(schema: type[Schema], path: Path) -> Schema:
     return _from_mapping(schema, values or {}, where=str(path), prefix="")
 
 
+def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """Take ``--config FILE`` or ``--config=FILE`` out of the command line."""
+    for i, arg in enumerate(argv):
+        if arg.startswith("--config="):
+            return Path(arg.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
+        if arg == "--config":
+            if i + 1 == len(argv):
+                raise ConfigError("--config must be followed by a YAML file")
+            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
+    return None, argv
+
+
 def _from_mapping(schema: type[Schema], values: Any, *, where: str, prefix: str) -> Schema:
     if not isinstance(values, dict):
         section = prefix.rstrip(".") or "the top level"
@@ -42,26 +54,28 @@ def _from_mapping(schema: type[Schema], values: Any, *, where: str, prefix: str)
             close = difflib.get_close_matches(str(name), hints, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
             raise ConfigError(f"{where}: unknown key {prefix}{name}; {hint}")
-        if dataclasses.is_dataclass(hints[name]):
-            section_schema = typing.cast(type, hints[name])
-            converted[name] = _from_mapping(
-                section_schema, value, where=where, prefix=f"{prefix}{name}."
-            )
-        else:
-            converted[name] = _convert(value, hints[name], key=f"{where}: {prefix}{name}")
+        converted[name] = _convert(value, hints[name], where=where, key=prefix + name)
     return schema(**converted)
 
 
-def _convert(value: Any, hint: Any, *, key: str) -> Any:
+def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
     """Return ``value`` as the annotated type; nothing but int to float is converted."""
     origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _from_mapping(typing.cast(type, hint), value, where=where, prefix=f"{key}.")
+    if origin is tuple:
+        inner, _ = typing.get_args(hint)  # tuple[inner, ...]
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {key} must be a list, got {value!r}")
+        items = enumerate(value)
+        return tuple(_convert(item, inner, where=where, key=f"{key}[{i}]") for i, item in items)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [option for option in typing.get_args(hint) if option is not types.NoneType]
-        return None if value is None else _convert(value, inner, key=key)
+        return None if value is None else _convert(value, inner, where=where, key=key)
     if origin is Literal:
         options = typing.get_args(hint)
         if value not in options:
-            raise ConfigError(f"{key} must be one of {', '.join(options)}, got {value!r}")
+            raise ConfigError(f"{where}: {key} must be one of {', '.join(options)}, got {value!r}")
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
@@ -69,5 +83,5 @@ def _convert(value: Any, hint: Any, *, key: str) -> Any:
         return float(value)
     if type(value) is not hint:
         advice = "; YAML reads 1e-3 as text, write 1.0e-3" if hint is float else ""
-        raise ConfigError(f"{key} must be {hint.__name__}, got {value!r}{advice}")
+        raise ConfigError(f"{where}: {key} must be {hint.__name__}, got {value!r}{advice}")
     return value

@@ -1,0 +1,176 @@
+"""Time linear_cross_entropy beside its floors and its peers, with errors and memory.
+
+    python -m flce_dist.launch.bench --config configs/bench/one_gpu.yaml
+    torchrun --nproc-per-node 2 -m flce_dist.launch.bench --config configs/bench/smoke.yaml
+
+At each shape all runs are first called, compared with fp64 and measured for memory, then timed in
+turns in this process, so that a warm card or a busy machine is so for all of them. The result files
+are replaced after each shape; a benchmark that was ended and is started again goes on after the
+last whole one. This module reads the command line and torchrun's environment.
+"""
+
+import os
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flce_dist.launch.about import about
+from flce_dist.launch.bench_config import (
+    BenchConfig,
+    ShapeSpec,
+    all_shapes,
+    as_json,
+    load_config,
+    runs_of,
+)
+from flce_dist.launch.bench_files import records_so_far, with_suffix, write_results
+from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
+from flce_dist.launch.bench_peers import PEERS, forget_compiled
+from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
+from flce_dist.launch.bench_report import Record, make_records, table
+from flce_dist.launch.verify import start
+from flce_dist.launch.yaml_config import ConfigError
+
+
+def main(args: list[str] | None = None) -> int:
+    """Return 0 if the benchmark ran to its end, whatever single runs did; 2 if it could not."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = load_config(
+            sys.argv[1:] if args is None else args,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            show_errors=rank == 0,
+        )
+        device, tp_group = start(_device_type(config))
+        console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
+        _bench(config, device, tp_group, console)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all at the first exit, which must be the one that explains.
+            time.sleep(5)
+        return 2
+    return 0
+
+
+def _device_type(config: BenchConfig) -> str:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda needs a GPU, found none")
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _bench(
+    config: BenchConfig,
+    device: torch.device,
+    tp_group: dist.ProcessGroup | None,
+    console: Console,
+) -> None:
+    P = 1 if tp_group is None else tp_group.size()
+    facts = {
+        "command": " ".join(sys.argv),
+        "ranks": P,
+        **about(device),
+        "peers": _peer_versions(),
+        "config": as_json(config),
+    }
+    records = [] if config.fresh else _records_so_far(config, facts, tp_group)
+    done = {record.shape for record in records}
+    shapes = all_shapes(config)
+    for number, shape in enumerate(shapes, start=1):
+        if (shape.T, shape.H, shape.V, shape.dtype) in done:
+            console.print(f"{shape.name}: measured before")
+            continue
+        started = time.monotonic()
+        found = _bench_shape(config, shape, device, tp_group, console)
+        records += found
+        if not console.quiet:  # rank 0
+            write_results(config.out, facts, records)
+        console.print(table(found))
+        seconds = time.monotonic() - started
+        console.print(f"shape {number} of {len(shapes)}, {seconds:.1f} s", highlight=False)
+    console.print(f"records in {with_suffix(config.out, '.json')} and .csv", highlight=False)
+
+
+def _bench_shape(
+    config: BenchConfig,
+    shape: ShapeSpec,
+    device: torch.device,
+    tp_group: dist.ProcessGroup | None,
+    console: Console,
+) -> list[Record]:
+    """Measure every run at one shape; collective."""
+    problem = make_problem(shape, device, config.seed, tp_group)
+    found = [Measured(run, problem) for run in runs_of(config, shape)]
+    with _progress(console) as progress:
+        bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
+        truth: Truth | None = None
+        if config.check != "none":
+            backward = any(x.run.has_gradients for x in found)
+            truth = make_truth(problem, gradients=backward and config.check == "gradients")
+        for measured in found:
+            progress.update(bar, description=f"{shape.name}: preparing {measured.run.name}")
+            measured.prepare(truth, config.warmup, config.sample_ms)
+            over_ranks(measured)
+            progress.advance(bar)
+        del truth
+        free_memory(device)
+        for _ in range(config.rounds):
+            for measured in found:
+                progress.update(bar, description=f"{shape.name}: timing {measured.run.name}")
+                measured.sample()
+                progress.advance(bar)
+    records = make_records(shape, found)
+    for measured in found:
+        measured.release()
+    del found, measured, problem
+    forget_compiled()
+    free_memory(device)
+    return records
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+
+def _records_so_far(
+    config: BenchConfig, facts: dict[str, Any], tp_group: dist.ProcessGroup | None
+) -> list[Record]:
+    """Read what rank 0 finds: it alone writes, and other hosts may not see its files."""
+    found: list[Any] = [None]
+    if tp_group is None or tp_group.rank() == 0:
+        try:
+            found = [records_so_far(config.out, facts)]
+        except ConfigError as error:
+            found = [error]
+    if tp_group is not None:
+        dist.broadcast_object_list(found, src=0, group=tp_group)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    return found[0]
+
+
+def _peer_versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {}
+    for package in sorted({peer.package for peer in PEERS.values() if peer.package is not None}):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+if __name__ == "__main__":
+    status = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)

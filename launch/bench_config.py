@@ -1,0 +1,199 @@
+"""The configuration of a benchmark: which shapes, which runs at each, how long, checked how.
+
+A YAML file gives the values, the command line overrides them (``--rounds 3 --shapes.0.T 16``).
+T = tokens, H = hidden size, V = whole vocabulary, P = ranks; each rank holds V / P rows.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flce_dist.launch.bench_floors import FLOORS
+from flce_dist.launch.bench_peers import PEERS
+from flce_dist.launch.yaml_config import ConfigError, read_yaml, split_config_option
+from flce_dist.options import Schedule
+
+Mode = Literal["forward", "forward_backward"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+OURS = ("triton", "eager")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One way to compute the loss, or a floor to measure it against."""
+
+    impl: str = "triton"
+    """triton or eager (ours), a floor of bench_floors or a peer of bench_peers."""
+    schedule: Schedule = "auto"
+    """Of ours; peers and floors have none."""
+    max_logits_bytes: int | None = None
+    mode: Mode = "forward_backward"
+    """forward runs without gradients; floors have a mode of their own."""
+    sequence_parallel: bool = False
+    """Under several ranks: hidden is split by token."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.impl in OURS
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.mode == "forward_backward" and self.impl not in FLOORS
+
+    @property
+    def name(self) -> str:
+        """Short, and different for runs that differ."""
+        words = [self.impl]
+        if self.is_ours and self.mode == "forward_backward":
+            words.append(self.schedule)
+        if self.max_logits_bytes is not None:
+            words.append(f"{self.max_logits_bytes / 2**20:g} MiB")
+        if self.sequence_parallel:
+            words.append("SP")
+        if self.mode == "forward" and self.impl not in FLOORS:
+            words.append("forward")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class ShapeSpec:
+    """One problem."""
+
+    T: int = 1024
+    H: int = 4096
+    V: int = 128256
+    dtype: Dtype = "bf16"
+    runs: tuple[RunSpec, ...] = ()
+    """Runs at this shape in place of the common ones."""
+
+    @property
+    def name(self) -> str:
+        return f"T={self.T} H={self.H} V={self.V} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Cross:
+    """Every T with every H and V."""
+
+    T: tuple[int, ...] = ()
+    H: tuple[int, ...] = ()
+    V: tuple[int, ...] = ()
+    dtype: Dtype = "bf16"
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    out: Path = Path("runs/bench/result")
+    """Stem of the result files: out.json and out.csv."""
+    fresh: bool = False
+    """Measure everything again instead of going on after the shapes that the files have."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    check: Literal["none", "loss", "gradients"] = "loss"
+    """What to compare with fp64, once for each shape and run."""
+    warmup: int = 2
+    """Calls of each run before anything is timed, at least 1: kernels compile in the first."""
+    rounds: int = 10
+    """Samples of each run; the runs of one shape take turns."""
+    sample_ms: float = 20.0
+    """A sample is as many calls back to back as take this long, and at least one."""
+    shapes: tuple[ShapeSpec, ...] = ()
+    cross: Cross = field(default_factory=Cross)
+    """Shapes behind those of ``shapes``."""
+    runs: tuple[RunSpec, ...] = ()
+
+
+def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
+    """Return the configuration of ``--config FILE [--overrides]``, checked.
+
+    Raises:
+        ConfigError: names the wrong key, value or combination.
+        SystemExit: for ``--help`` and for a wrong command line.
+    """
+    path, overrides = split_config_option(argv)
+    config = BenchConfig() if path is None else read_yaml(BenchConfig, path)
+    import tyro  # here, so that errors in YAML do not wait for it
+
+    config = tyro.cli(
+        BenchConfig,
+        default=config,
+        args=overrides,
+        prog="python -m flce_dist.launch.bench --config FILE",
+        description="Time linear_cross_entropy, its floors and its peers, interleaved.",
+        console_outputs=show_errors,
+    )
+    check_config(config, world_size=world_size)
+    return config
+
+
+def check_config(config: BenchConfig, *, world_size: int) -> None:
+    """Raise ``ConfigError`` for what cannot run on ``world_size`` ranks."""
+    for key in ("warmup", "rounds", "sample_ms"):
+        value = getattr(config, key)
+        _require(value > 0, f"{key} must be positive, got {value}")
+    given = [bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)]
+    _require(len(set(given)) == 1, "cross must name sizes of T, H and V, or none of them")
+    problems = all_shapes(config)
+    _require(bool(problems), "shapes and cross must name at least one shape, got none")
+    names = [shape.name for shape in problems]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    _require(not twice, f"shapes and cross must name each shape once, got twice: {twice}")
+    for shape in problems:
+        _check_shape(shape, runs_of(config, shape), world_size)
+
+
+def all_shapes(config: BenchConfig) -> list[ShapeSpec]:
+    """Return the shapes in the order in which they run."""
+    cross = config.cross
+    crossed = itertools.product(cross.T, cross.H, cross.V)
+    return [*config.shapes, *(ShapeSpec(T, H, V, cross.dtype) for T, H, V in crossed)]
+
+
+def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
+    """Return the runs at ``shape``, the floors that they need among them, those first."""
+    given = shape.runs or config.runs
+    floors = {name: RunSpec(impl=name, mode=FLOORS[name].mode) for name in FLOORS}
+    needed = {run.impl for run in given if run.impl in FLOORS}
+    needed |= {floor_of(run) for run in given if run.impl not in FLOORS}
+    chosen = [floor for name, floor in floors.items() if name in needed]
+    return [*chosen, *(run for run in given if run.impl not in FLOORS)]
+
+
+def floor_of(run: RunSpec) -> str:
+    """Return the products that a run cannot do without: 1 forward, 3 with gradients.
+
+    A schedule that computes the logits twice is held against 4.
+    """
+    if run.mode == "forward":
+        return "gemm1"
+    return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"
+
+
+def as_json(config: BenchConfig) -> dict[str, Any]:
+    """Return what decides the numbers: all but where they go."""
+    values = dataclasses.asdict(config)
+    del values["out"], values["fresh"]
+    return values
+
+
+def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
+    known = [*OURS, *FLOORS, *PEERS]
+    for key in ("T", "H", "V"):
+        value = getattr(shape, key)
+        _require(value > 0, f"{key} of a shape must be positive, got {value} in {shape.name}")
+    _require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
+    _require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
+    names = [run.name for run in runs]
+    for run in runs:
+        _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
+        _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
+        if run.sequence_parallel:
+            _require(P > 1, f"sequence_parallel needs several ranks, got 1 for {run.name!r}")
+            _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,103 @@
+"""Result files of the benchmark: written whole or not at all, and read again to go on.
+
+``out.json`` holds ``{"about": {...}, "records": [...]}``, ``out.csv`` the same records. ``about``
+says what the numbers hold for: hardware, versions, commit, command and configuration.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.launch.yaml_config import ConfigError
+
+MAY_DIFFER = frozenset(["command"])
+"""Keys of ``about`` that do not change what a number means."""
+
+
+def with_suffix(out: Path, suffix: str) -> Path:
+    """Append to the stem, whatever dots it holds."""
+    return out.with_name(out.name + suffix)
+
+
+def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> None:
+    """Replace ``out.json`` and ``out.csv``, each in one step."""
+    rows = [dataclasses.asdict(record) for record in records]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _replace(with_suffix(out, ".csv"), text.getvalue())
+    # NaN is an answer of a broken run, and Python's json reads what it writes.
+    _replace(with_suffix(out, ".json"), json.dumps({"about": about, "records": rows}, indent=1))
+
+
+def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """Return ``about`` and the records of a JSON result file.
+
+    Raises:
+        ConfigError: the file is not there, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["about"], [Record(**row) for row in found["records"]]
+    except OSError as error:
+        raise ConfigError(f"{path} must be a result file of the benchmark: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} must be a result file of the benchmark, with about and records: {error!r}"
+        ) from error
+
+
+def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
+    """Return what an earlier, ended run of the same benchmark left; [] if there was none.
+
+    Raises:
+        ConfigError: names what differs between that run and this one.
+    """
+    path = with_suffix(out, ".json")
+    if not path.exists():
+        return []
+    before, records = read_results(path)
+    now = json.loads(json.dumps(about))  # as it would be read back: tuples are lists
+    old, new = _flat(before), _flat(now)
+    differences = [
+        f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
+        for key in sorted(old.keys() | new.keys())
+        if key not in MAY_DIFFER and old.get(key) != new.get(key)
+    ]
+    if differences:
+        raise ConfigError(
+            f"{path} holds results of another benchmark: {'; '.join(differences)}. Give another "
+            "--out, or --fresh to measure everything again"
+        )
+    return records
+
+
+def _flat(about: dict[str, Any]) -> dict[str, Any]:
+    """One level deep, so that a difference can be named."""
+    flat: dict[str, Any] = {}
+    for key, value in about.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": item for name, item in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's are for the owner alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,70 @@
+"""What no implementation can undercut: its matrix products alone, and reading the weight once.
+
+Products go into outputs that exist already, by ``torch.mm``, on the data of the problem (zeros
+would run faster: the card draws less power). The upstream operand of both gradients' products is
+the buffer that holds the logits.
+
+T = tokens, H = hidden size, V = vocabulary rows on this rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Floor:
+    """``make(hidden [T, H], weight [V, H])`` allocates and returns what is to be timed."""
+
+    make: Callable[[Tensor, Tensor], Callable[[], None]]
+    mode: Literal["forward", "forward_backward"]
+
+
+def products(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) -> Callable[[], None]:
+    """Return a call that does the logits' product ``logits`` times, then both gradients' once."""
+    hidden, weight = hidden.detach(), weight.detach()
+    z = hidden.new_empty(len(hidden), len(weight))
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run() -> None:
+        for _ in range(logits):
+            torch.mm(hidden, weight.T, out=z)
+        if gradients:
+            torch.mm(z, weight, out=dhidden)
+            torch.mm(z.T, hidden, out=dweight)
+
+    return run
+
+
+def _gemm1(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    return products(hidden, weight, logits=1, gradients=False)
+
+
+def _gemm3(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    return products(hidden, weight, logits=1, gradients=True)
+
+
+def _gemm4(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    return products(hidden, weight, logits=2, gradients=True)
+
+
+def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    """Sum the weight, as 32-bit numbers where it can be: the widest loads a reduction makes."""
+    flat = weight.detach().flatten()
+    words = flat.view(torch.float32) if flat.numel() * flat.element_size() % 4 == 0 else flat
+
+    def run() -> None:
+        words.sum()
+
+    return run
+
+
+FLOORS = {
+    "gemm1": Floor(_gemm1, "forward"),
+    "read_weight": Floor(_read_weight, "forward"),
+    "gemm3": Floor(_gemm3, "forward_backward"),
+    "gemm4": Floor(_gemm4, "forward_backward"),
+}

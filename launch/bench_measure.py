@@ -1,0 +1,221 @@
+"""One run at one shape: load it, call it once for errors and memory, then time it in turns.
+
+The life of a run is the same on every rank, and ranks agree on failures where they can (before
+anything is timed), so that a peer that is missing or out of memory costs its own row only.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from flce_dist.launch.bench_config import RunSpec
+from flce_dist.launch.bench_floors import FLOORS
+from flce_dist.launch.bench_peers import LossFunction, load_peer
+from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
+from flce_dist.memory import peak_memory
+from flce_dist.options import Impl
+
+MOST_CALLS = 1000
+LONG_MS = 100.0
+"""A call as long as this fills the queue by itself and needs no untimed one before it."""
+
+
+class Measured:
+    """What is known of one run: its errors, its memory, its samples; or why it failed.
+
+    Attributes:
+        samples_ms: time of one call, the slowest rank's, a number for each round.
+        peak_bytes: the most that one call allocated above its inputs, on the rank that needed most.
+        gradient_bytes: of it what the call returns.
+        failure: message of the first rank that failed, or None.
+    """
+
+    def __init__(self, run: RunSpec, problem: Problem):
+        self.run, self.problem = run, problem
+        self.errors = Errors()
+        self.peak_bytes: int | None = None
+        self.gradient_bytes = 0
+        self.calls = 1
+        self.call_ms = 0.0
+        self.samples_ms: list[float] = []
+        self.loss_eps = 0.0
+        self.failure: str | None = None
+        self._loss_of: LossFunction | None = None
+
+    def prepare(self, truth: Truth | None, warmup: int, sample_ms: float) -> None:
+        """Load, warm up, compare with ``truth``, measure memory, choose the calls of a sample."""
+        if self.run.impl not in FLOORS:
+            self._guarded(self._load)
+        self._guarded(partial(self._first_calls, truth, warmup))
+        if self.failure is not None:
+            return
+        self.call_ms = _largest(self._guarded(partial(self._time, calls=1)) or 0.0, self.problem)
+        self.calls = min(MOST_CALLS, max(1, math.ceil(sample_ms / max(self.call_ms, 1e-3))))
+
+    def sample(self) -> None:
+        """Take one sample."""
+        if self.problem.tp_group is not None:
+            dist.barrier(self.problem.tp_group)
+        call_ms = self._guarded(partial(self._time, self.calls))
+        if call_ms is not None:
+            self.samples_ms.append(_largest(call_ms, self.problem))
+
+    def release(self) -> None:
+        """Forget the loss function, with what it may have compiled or cached."""
+        self._loss_of = None
+
+    def _load(self) -> None:
+        if not self.run.is_ours:
+            self._loss_of = load_peer(self.run.impl, self.problem.tp_group)
+            return
+        self._loss_of = partial(
+            linear_cross_entropy,
+            tp_group=self.problem.tp_group,
+            sequence_parallel=self.run.sequence_parallel,
+            schedule=self.run.schedule,
+            max_logits_bytes=self.run.max_logits_bytes,
+            impl=cast(Impl, self.run.impl),
+        )
+
+    def _leaves(self) -> tuple[Tensor, Tensor]:
+        """Hidden and weight of the problem as this run takes them; no copies."""
+        hidden = self.problem.hidden[self.problem.tokens_of(self.run)].detach()
+        weight = self.problem.weight.detach()
+        if self.run.mode == "forward_backward":
+            hidden.requires_grad_()
+            weight.requires_grad_()
+        return hidden, weight
+
+    def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Compute the loss once and, by mode, both gradients anew."""
+        assert self._loss_of is not None
+        if self.run.mode == "forward":
+            with torch.no_grad():
+                return self._loss_of(hidden, weight, self.problem.labels)
+        hidden.grad = weight.grad = None
+        loss = self._loss_of(hidden, weight, self.problem.labels)
+        loss.backward()
+        return loss.detach()
+
+    def _first_calls(self, truth: Truth | None, warmup: int) -> None:
+        if self.run.impl in FLOORS:
+            product = FLOORS[self.run.impl].make(self.problem.hidden, self.problem.weight)
+            for _ in range(warmup):
+                product()
+            return
+        hidden, weight = self._leaves()
+        for _ in range(warmup):
+            loss = self._call(hidden, weight)
+        self.loss_eps = torch.finfo(loss.dtype).eps
+        gradients = [x.grad for x in (hidden, weight) if x.grad is not None]
+        if self.run.mode == "forward_backward" and len(gradients) < 2:
+            raise RuntimeError("backward must fill the gradients of hidden and weight")
+        if truth is not None:
+            pair = (gradients[0], gradients[1]) if gradients else None
+            self.errors = errors_of(self.run, loss, pair, self.problem, truth)
+        self.gradient_bytes = sum(x.numel() * x.element_size() for x in gradients)
+        hidden.grad = weight.grad = None
+        del loss, gradients
+        with peak_memory(hidden.device) as peak:
+            self._call(hidden, weight)
+        self.peak_bytes = peak.bytes
+
+    def _time(self, calls: int) -> float:
+        """Return the milliseconds of one of ``calls`` calls back to back."""
+        if self.run.impl in FLOORS:
+            call: Callable[[], Any] = FLOORS[self.run.impl].make(
+                self.problem.hidden, self.problem.weight
+            )
+        else:
+            call = partial(self._call, *self._leaves())
+        if self.call_ms < LONG_MS:
+            call()  # while it runs the host gets ahead, and the clock sees no launch of a first op
+        if self.problem.hidden.device.type != "cuda":
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return (time.perf_counter() - started) * 1e3 / calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+
+    def _guarded(self, step: Callable[[], Any]) -> Any:
+        """Return what ``step`` returns, or None if it fails on a rank or the run already had."""
+        if self.failure is not None:
+            return None
+        result, message = None, None
+        try:
+            result = step()
+        except Exception as error:  # a peer may raise anything, and must not end the others
+            first, *_ = f"{type(error).__name__}: {error}".splitlines()
+            message = first
+        self.failure = _first_failure(message, self.problem)
+        if self.failure is None:
+            return result
+        # The traceback, gone by now, held the tensors of the call.
+        self.release()
+        try:
+            free_memory(self.problem.hidden.device)
+        except RuntimeError as error:
+            message = f"{self.run.name} left the device beyond use: {self.failure}"
+            raise RuntimeError(message) from error
+        return None
+
+
+def free_memory(device: torch.device) -> None:
+    """Give unused memory back, and find out here if the device is beyond use."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def over_ranks(found: Measured) -> None:
+    """Make errors and memory the worst of all ranks."""
+    if found.problem.tp_group is None or found.peak_bytes is None:
+        return
+    everyones: list[Any] = [None] * found.problem.P
+    mine = (found.errors, found.peak_bytes, found.gradient_bytes)
+    dist.all_gather_object(everyones, mine, group=found.problem.tp_group)
+    errors, peaks, gradients = zip(*everyones, strict=True)
+    found.errors = Errors(
+        *(_worst([getattr(e, name) for e in errors]) for name in ("loss", "dhidden", "dweight"))
+    )
+    # The rank with the largest peak, and its own gradients.
+    found.peak_bytes, found.gradient_bytes = max(
+        zip((peak or 0 for peak in peaks), gradients, strict=True)
+    )
+
+
+def _worst(errors: list[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return max(known, key=lambda error: (math.isnan(error), error)) if known else None
+
+
+def _largest(ms: float, problem: Problem) -> float:
+    if problem.tp_group is None:
+        return ms
+    slowest = torch.tensor(ms, dtype=torch.float64, device=problem.hidden.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=problem.tp_group)
+    return slowest.item()
+
+
+def _first_failure(message: str | None, problem: Problem) -> str | None:
+    if problem.tp_group is None:
+        return message
+    everyones: list[Any] = [None] * problem.P
+    dist.all_gather_object(everyones, message, group=problem.tp_group)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text is not None]
+    return failed[0] if failed else None

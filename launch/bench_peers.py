@@ -1,0 +1,119 @@
+"""Other implementations of the same loss, each behind one small adapter.
+
+An adapter is ``load(tp_group) -> loss_of(hidden, weight, labels)``: it imports what it needs when
+called, so that a peer which is not installed costs its own row in the table and no more. The loss
+is the mean over tokens, a scalar of any float dtype. Operands are leaves for a run with gradients
+and ask for none in a forward run.
+
+To add one: write its ``_load_...`` and give it a line in ``PEERS``. A peer that splits the
+vocabulary over ranks says ``parallel=True`` and gets the group, the whole labels [T] and this
+rank's rows of the weight; hidden is whole, or this rank's tokens under sequence parallelism.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
+
+
+class NotInstalled(RuntimeError):
+    """The peer is not there, in this version of its package or at all."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``package`` is the distribution whose version belongs to a result."""
+
+    load: Callable[[dist.ProcessGroup | None], LossFunction]
+    package: str | None = None
+    parallel: bool = False
+
+
+def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Logits and loss in the operands' dtype."""
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def canonical(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Logits by a product in the operands' dtype, the loss of them in fp32."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def _load_compiled(
+    loss_of: LossFunction, tp_group: dist.ProcessGroup | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(loss_of, dynamic=False)
+
+
+def _load_torch_linear_cross_entropy(tp_group: dist.ProcessGroup | None) -> LossFunction:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
+    # Without options it is the reference implementation, with all logits.
+    options = torch.nn.LinearCrossEntropyOptions()
+    return functools.partial(F.linear_cross_entropy, options=options)
+
+
+def _load_liger(accum_dtype: torch.dtype | None, tp_group: object) -> LossFunction:
+    from liger_kernel.transformers import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    module = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
+    return lambda hidden, weight, labels: module(weight, hidden, labels)
+
+
+def _load_cce(options: dict[str, object], tp_group: object) -> LossFunction:
+    from cut_cross_entropy import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        linear_cross_entropy,
+    )
+
+    return functools.partial(linear_cross_entropy, **options)
+
+
+PEERS: dict[str, Peer] = {
+    "canonical": Peer(lambda _: canonical),
+    "torch_eager": Peer(lambda _: torch_eager),
+    "torch_compile": Peer(functools.partial(_load_compiled, torch_eager)),
+    "torch_compile_fp32": Peer(functools.partial(_load_compiled, canonical)),
+    "torch_linear_cross_entropy": Peer(_load_torch_linear_cross_entropy),
+    "liger": Peer(functools.partial(_load_liger, None), "liger-kernel"),
+    "liger_fp32": Peer(functools.partial(_load_liger, torch.float32), "liger-kernel"),
+    "cce": Peer(functools.partial(_load_cce, {}), "cut-cross-entropy"),
+    # Its default drops small gradients; this one keeps all.
+    "cce_unfiltered": Peer(functools.partial(_load_cce, {"filter_eps": None}), "cut-cross-entropy"),
+    # Of its newer releases; an older one says that it does not know the name.
+    "cce_exact": Peer(functools.partial(_load_cce, {"impl": "cce_exact"}), "cut-cross-entropy"),
+    "cce_kahan_full_c": Peer(
+        functools.partial(_load_cce, {"impl": "cce_kahan_full_c"}), "cut-cross-entropy"
+    ),
+}
+
+
+def forget_compiled() -> None:
+    """Drop compiled code: that of one shape must not count towards torch.compile's limit."""
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
+        torch.compiler.reset()
+
+
+def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:
+    """Return the peer's loss function.
+
+    Raises:
+        NotInstalled: its package, or the function in it, is not there.
+        NotImplementedError: there are several ranks, and it runs on one.
+    """
+    peer = PEERS[name]
+    if tp_group is not None and tp_group.size() > 1 and not peer.parallel:
+        raise NotImplementedError(f"{name} does not split the vocabulary over ranks")
+    try:
+        return peer.load(tp_group)
+    except ModuleNotFoundError as error:
+        raise NotInstalled(f"{peer.package or name} is not installed: {error}") from error

@@ -1,0 +1,134 @@
+"""The data of one shape and the truth about it, in fp64.
+
+T = tokens, H = hidden size, V = whole vocabulary, P = ranks. Rank r holds rows
+[r V / P, (r + 1) V / P) of the weight. The truth is computed in chunks of tokens, each rank on its
+own rows and torch's collectives between them, so that it takes a few GiB at any T.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.launch.bench_config import RunSpec, ShapeSpec
+from flce_dist.testing import relative_rms
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CHUNK_BYTES = 1 << 30
+"""Of fp64 logits held at a time; a few temporaries of that size come on top."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs on this rank, the same numbers for every run of a shape."""
+
+    hidden: Tensor  # [T, H], the same on all ranks
+    weight: Tensor  # [V / P, H]
+    labels: Tensor  # [T] int64 global ids, the same on all ranks
+    tp_group: dist.ProcessGroup | None = None
+
+    @property
+    def P(self) -> int:
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.tp_group is None else self.tp_group.rank()
+
+    def tokens_of(self, run: RunSpec) -> slice:
+        """This rank's tokens of hidden and of its gradient."""
+        T = len(self.labels)
+        if not run.sequence_parallel:
+            return slice(T)
+        return slice(self.rank * T // self.P, (self.rank + 1) * T // self.P)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """fp64 results; the gradients are whole dhidden [T, H] and this rank's dweight [V / P, H]."""
+
+    loss: float
+    dhidden: Tensor | None = None
+    dweight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of a run, the gradients' as RMS; None where nothing was compared."""
+
+    loss: float | None = None
+    dhidden: float | None = None
+    dweight: float | None = None
+
+
+def make_problem(
+    shape: ShapeSpec, device: torch.device, seed: int, tp_group: dist.ProcessGroup | None
+) -> Problem:
+    """Draw hidden ~ N(0, 1), weight ~ 0.02 N(0, 1) and uniform labels."""
+    P, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+    dtype, rows = DTYPES[shape.dtype], shape.V // P
+    generator = torch.Generator(device).manual_seed(seed)
+    common: dict[str, Any] = {"device": device, "generator": generator}
+    hidden = torch.randn(shape.T, shape.H, dtype=dtype, **common)
+    labels = torch.randint(shape.V, (shape.T,), **common)
+    generator.manual_seed(seed + 1 + rank)  # the shards differ, all else is the same
+    weight = torch.randn(rows, shape.H, dtype=dtype, **common).mul_(0.02)
+    return Problem(hidden, weight, labels, tp_group)
+
+
+@torch.no_grad()
+def make_truth(problem: Problem, *, gradients: bool) -> Truth:
+    """Compute the mean loss and, if asked for, its gradients."""
+    T, rows = len(problem.labels), len(problem.weight)
+    weight = problem.weight.double()
+    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
+    dhidden = torch.empty_like(problem.hidden, dtype=torch.float64) if gradients else None
+    dweight = torch.zeros_like(weight) if gradients else None
+    chunk = max(1, CHUNK_BYTES // (8 * rows))
+    for start in range(0, T, chunk):
+        tokens = slice(start, min(start + chunk, T))
+        hidden = problem.hidden[tokens].double()
+        z = hidden @ weight.T
+        column = problem.labels[tokens, None] - problem.rank * rows
+        mine = (column >= 0) & (column < rows)
+        column = column.where(mine, 0)
+        label_logit = _sum(z.gather(1, column).where(mine, 0.0), problem)
+        top = _max(z.amax(1, keepdim=True), problem)
+        z.sub_(top).exp_()
+        total = _sum(z.sum(1, keepdim=True), problem)
+        loss += (top + total.log() - label_logit).sum()
+        if dhidden is not None and dweight is not None:
+            z.div_(total).scatter_add_(1, column, -mine.double())  # now the logits' gradient, T dz
+            dhidden[tokens] = _sum(z @ weight, problem) / T
+            dweight.addmm_(z.T, hidden, alpha=1 / T)
+    return Truth(loss.item() / T, dhidden, dweight)
+
+
+def errors_of(
+    run: RunSpec, loss: Tensor, gradients: tuple[Tensor, Tensor] | None, problem: Problem,
+    truth: Truth,
+) -> Errors:  # fmt: skip
+    """Compare one call's results with the truth."""
+    loss_error = abs(loss.item() - truth.loss) / abs(truth.loss)
+    if gradients is None or truth.dhidden is None or truth.dweight is None:
+        return Errors(loss_error)
+    dhidden, dweight = gradients
+    return Errors(
+        loss_error,
+        relative_rms(dhidden, truth.dhidden[problem.tokens_of(run)]),
+        relative_rms(dweight, truth.dweight),
+    )
+
+
+def _sum(x: Tensor, problem: Problem) -> Tensor:
+    if problem.tp_group is not None:
+        dist.all_reduce(x, group=problem.tp_group)
+    return x
+
+
+def _max(x: Tensor, problem: Problem) -> Tensor:
+    if problem.tp_group is not None:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=problem.tp_group)
+    return x

@@ -1,0 +1,185 @@
+"""What the benchmark found: one flat record for each run at a shape, and a table of them.
+
+Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the matrix products that such a
+run cannot do without (``bench_config.floor_of``). A forward run at few tokens is bound by reading
+the weight: where ``read_weight`` was measured and takes longer, it is the floor.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from flce_dist.launch.bench_config import RunSpec, ShapeSpec, floor_of
+from flce_dist.launch.bench_floors import FLOORS
+from flce_dist.launch.bench_measure import Measured
+
+MIB = 2**20
+LOSS_BUDGET = 1e-4
+"""Relative error that a loss may have, or half an eps of its own dtype if that is more."""
+GRADIENT_BUDGET = 2e-2
+"""Relative RMS that a gradient may be off by where torch_eager, the yardstick, was not run."""
+TIMES_EAGER = 3.0
+LEAST_GRADIENT_BUDGET = 1e-5
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of the result files. V is the whole vocabulary; P ranks hold V / P rows each."""
+
+    op: str  # linear_cross_entropy, or floor
+    impl: str
+    schedule: str | None
+    dtype: str
+    T: int
+    V: int
+    H: int
+    P: int
+    mode: str
+    max_logits_bytes: int | None
+    sequence_parallel: bool
+    p20_ms: float | None = None
+    p50_ms: float | None = None
+    p80_ms: float | None = None
+    peak_mib: float | None = None  # above the inputs
+    workspace_mib: float | None = None  # above inputs and gradients
+    loss_error: float | None = None
+    dhidden_error: float | None = None
+    dweight_error: float | None = None
+    floor_ms: float | None = None
+    ratio: float | None = None
+    status: str = "ok"  # ok, wrong or error
+    message: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, str]:
+        return self.T, self.H, self.V, self.dtype
+
+    @property
+    def run(self) -> RunSpec:
+        """The run as the configuration had it."""
+        fields: dict[str, Any] = {
+            "impl": self.impl,
+            "schedule": self.schedule or "auto",
+            "max_logits_bytes": self.max_logits_bytes,
+            "mode": self.mode,
+            "sequence_parallel": self.sequence_parallel,
+        }
+        return RunSpec(**fields)
+
+
+FIELDS = [field.name for field in dataclasses.fields(Record)]
+
+
+def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
+    """Return the records of all runs at one shape."""
+    floors = {
+        x.run.impl: _quantiles(x.samples_ms)[1] for x in found if x.failure is None and x.samples_ms
+    }
+    eager = next((x for x in found if x.run.impl == "torch_eager" and x.failure is None), None)
+    return [_make_record(shape, x, floors, eager) for x in found]
+
+
+def _make_record(
+    shape: ShapeSpec, found: Measured, floors: dict[str, float], eager: Measured | None
+) -> Record:
+    run, is_floor = found.run, found.run.impl in FLOORS
+    record = Record(
+        op="floor" if is_floor else "linear_cross_entropy",
+        impl=run.impl,
+        schedule=run.schedule if run.is_ours and run.mode == "forward_backward" else None,
+        dtype=shape.dtype,
+        T=shape.T,
+        V=shape.V,
+        H=shape.H,
+        P=found.problem.P,
+        mode=run.mode,
+        max_logits_bytes=run.max_logits_bytes,
+        sequence_parallel=run.sequence_parallel,
+    )
+    if found.failure is not None:
+        return dataclasses.replace(record, status="error", message=found.failure)
+    p20, p50, p80 = _quantiles(found.samples_ms)
+    floor_ms = None if is_floor else _floor_ms(run, floors)
+    peak = found.peak_bytes
+    complaint = _complaint(found, eager)
+    return dataclasses.replace(
+        record,
+        p20_ms=p20,
+        p50_ms=p50,
+        p80_ms=p80,
+        peak_mib=None if peak is None else peak / MIB,
+        workspace_mib=None if peak is None else (peak - found.gradient_bytes) / MIB,
+        loss_error=found.errors.loss,
+        dhidden_error=found.errors.dhidden,
+        dweight_error=found.errors.dweight,
+        floor_ms=floor_ms,
+        ratio=None if floor_ms is None else p50 / floor_ms,
+        status="ok" if complaint is None else "wrong",
+        message=complaint,
+    )
+
+
+def _floor_ms(run: RunSpec, floors: dict[str, float]) -> float | None:
+    products = floors.get(floor_of(run))
+    if products is not None and run.mode == "forward":
+        return max(products, floors.get("read_weight", 0.0))
+    return products
+
+
+def _complaint(found: Measured, eager: Measured | None) -> str | None:
+    """Say what is wrong with a run's results; None if nothing is, or nothing was compared."""
+    budgets = {"loss": max(LOSS_BUDGET, found.loss_eps / 2)}
+    for name in ("dhidden", "dweight"):
+        yardstick = None if eager is None else getattr(eager.errors, name)
+        if yardstick is None or not math.isfinite(yardstick):
+            budgets[name] = GRADIENT_BUDGET
+        else:
+            budgets[name] = max(TIMES_EAGER * yardstick, LEAST_GRADIENT_BUDGET)
+    for name, budget in budgets.items():
+        error = getattr(found.errors, name)
+        if error is not None and not error <= budget:  # NaN is not
+            return f"{name} is off by {error:.1e}, allowed {budget:.1e}"
+    return None
+
+
+def _quantiles(samples: list[float]) -> tuple[float, float, float]:
+    at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(at).tolist()
+    return p20, p50, p80
+
+
+def table(records: list[Record]) -> Table:
+    """Return the table of one shape."""
+    first = records[0]
+    ranks = f" on {first.P} ranks" if first.P > 1 else ""
+    made = Table(title=f"T={first.T} H={first.H} V={first.V} {first.dtype}{ranks}")
+    made.add_column("run", no_wrap=True)
+    for heading in ("ms", "p20", "p80", "/ floor", "workspace MiB", "loss", "dhidden", "dweight"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("", overflow="fold")
+    last_op = first.op
+    for record in records:
+        if record.op != last_op:
+            made.add_section()
+            last_op = record.op
+        complaint = f"{record.status}: {escape(record.message or '')}"
+        made.add_row(
+            escape(record.run.name),
+            _cell(record.p50_ms, ".3f"),
+            _cell(record.p20_ms, ".3f"),
+            _cell(record.p80_ms, ".3f"),
+            _cell(record.ratio, ".3f"),
+            _cell(record.workspace_mib, ",.1f"),
+            *(_cell(getattr(record, f"{x}_error"), ".1e") for x in ("loss", "dhidden", "dweight")),
+            "" if record.status == "ok" else f"[red]{complaint}[/]",
+        )  # fmt: skip
+    return made
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
