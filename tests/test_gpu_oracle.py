@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.options import Schedule
 from flce_dist.testing import error_budget, relative_rms
 from tests.oracle import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
 
@@ -26,6 +27,9 @@ CUDA = pytest.param(
 on_cuda = pytest.mark.parametrize("device", [CUDA])
 each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 
+EVERY_SCHEDULE: list[Schedule] = ["recompute", "cached", "in_forward", "auto"]
+every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+
 _CHUNK_ELEMENTS = 1 << 27  # of logits: 1 GiB in fp64
 
 
@@ -36,6 +40,12 @@ def our_call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> 
 
 def inputs_on(device: str, T: int, V: int, H: int, dtype: torch.dtype, **kwargs: Any) -> Inputs:
     return make_inputs(T, V, H, dtype, **kwargs).to(torch.device(device))
+
+
+def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
+    """``auto`` gets a budget for half of the columns, so that both its halves are walked."""
+    half = len(inputs.labels) * len(inputs.weight) * max(2, inputs.dtype.itemsize) // 2
+    return {"schedule": schedule, "max_logits_bytes": half if schedule == "auto" else None}
 
 
 def aim(inputs: Inputs, label_logit: float) -> Inputs:

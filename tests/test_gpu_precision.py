@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.options import Schedule
 from flce_dist.testing import relative_rms
 from tests.oracle import Inputs, Outcome, Upstream, run
 from tests.problems import each_dtype
@@ -23,20 +22,14 @@ from tests.test_gpu_oracle import (
     assert_gradients_close,
     assert_loss_close,
     each_device,
+    every_schedule,
     inputs_on,
+    options_of,
     our_call,
     textbook_in_chunks,
 )
 
 SIZES = {"cpu": (96, 700, 48), "cuda": (1024, 32000, 1024)}  # T, V, H
-EVERY_SCHEDULE: list[Schedule] = ["recompute", "cached", "in_forward", "auto"]
-every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-
-
-def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
-    """``auto`` gets a budget for half of the columns, so that both its halves are walked."""
-    half = len(inputs.labels) * len(inputs.weight) * max(2, inputs.dtype.itemsize) // 2
-    return {"schedule": schedule, "max_logits_bytes": half if schedule == "auto" else None}
 
 
 # --- a realistic shape

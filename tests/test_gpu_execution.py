@@ -1,0 +1,265 @@
+"""How the op runs on a GPU: no waiting host, streams, autocast, checkpointing, equal bits.
+
+What has a meaning on a CPU too runs there as well, and so proves the check.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.memory import peak_memory
+from flce_dist.testing import relative_rms
+from tests.oracle import METRICS, Inputs, Upstream, make_inputs, run
+from tests.problems import assert_same, each_schedule
+from tests.test_gpu_oracle import (
+    assert_gradients_close,
+    each_device,
+    every_schedule,
+    inputs_on,
+    on_cuda,
+    options_of,
+    our_call,
+    textbook_in_chunks,
+)
+
+T, V, H = 130, 1000, 64
+
+
+def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    return inputs_on(device, T, V, H, dtype)
+
+
+# --- no host synchronisation
+
+
+@contextmanager
+def host_must_not_wait() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {"reduction": "mean"},
+    "sum": {"reduction": "sum", "ignore_index": 7},
+    "none": {"reduction": "none"},
+    "softcap": {"softcap": 5.0},
+    "metrics": {},
+    "metrics and many": {
+        "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7, "vocab_size": 990
+    },
+}  # fmt: skip
+
+
+@on_cuda
+@every_schedule
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_host_never_waits(name, schedule, device):
+    if (name, schedule) == ("none", "in_forward"):
+        pytest.skip("in_forward takes one scalar upstream gradient")
+    with_metrics, many = name.startswith("metrics"), name.endswith("many")
+    inputs = make_inputs(T, V, H, torch.bfloat16, bias=many, token_weight=many)
+    inputs = replace(inputs, labels=inputs.labels.clamp(max=980)).to(torch.device(device))
+    if name == "sum":
+        inputs = replace(inputs, labels=inputs.labels.where(inputs.labels >= 0, 7))
+    # On the device already: a number that is copied there would wait.
+    shape = (T,) if name == "none" else ()
+    upstream = Upstream(torch.full(shape, 0.7, device=device))
+    if with_metrics and schedule != "in_forward":
+        upstream = replace(upstream, metrics={m: torch.ones(T, device=device) for m in METRICS})
+    call: Any = linear_cross_entropy_with_metrics if with_metrics else our_call
+    step = functools.partial(
+        run, call, inputs, upstream, **options_of(schedule, inputs), **OPTIONS[name]
+    )
+    expected = step()  # compiles
+    with host_must_not_wait():
+        actual = step()
+    assert_same(actual, expected)
+
+
+class ReadsOnHost(torch.autograd.Function):
+    """What the test above is there to notice, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, in_backward: bool):
+        ctx.in_backward = in_backward
+        return x * 1.0 if in_backward else x * x.new_ones(()).item()
+
+    @staticmethod
+    def backward(ctx, dx: Tensor):
+        return dx * dx.sum().item() if ctx.in_backward else dx, None
+
+
+@on_cuda
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_host_that_waits_is_noticed(in_backward, device):
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
+        return our_call(ReadsOnHost.apply(hidden, in_backward), weight, labels, **options)
+
+    step = functools.partial(run, call, problem(device), Upstream(torch.ones((), device=device)))
+    step()
+    with pytest.raises(RuntimeError, match="synchronizing"), host_must_not_wait():
+        step()
+
+
+# --- streams
+
+
+def step_on_stream(
+    inputs: Inputs, schedule: Any, stream: Any, op_stream: Any = None
+) -> dict[str, Tensor]:
+    """Forward and backward of the op on ``stream``, where its inputs arrive late.
+
+    They are freed after forward, and NaN is written to what the allocator then hands out.
+    ``op_stream`` is where the op itself runs, if elsewhere.
+    """
+    on = torch.cuda.stream if stream is not None else (lambda _: nullcontext())
+    leaves = [(x / 2).requires_grad_() for x in (inputs.hidden, inputs.weight)]
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with on(stream):
+        stale = [torch.full_like(x, torch.nan) for x in leaves]
+        del stale
+        if stream is not None:
+            torch.cuda._sleep(50_000_000)  # some 30 ms, against one of the host for all launches
+        hidden, weight = (2 * leaf for leaf in leaves)
+        with on(op_stream or stream):
+            loss = linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
+        del hidden, weight
+        fill = [torch.full_like(leaf, torch.nan) for leaf in leaves for _ in range(3)]
+        loss.backward()
+    del fill
+    if stream is not None:
+        torch.cuda.synchronize()
+    dhidden, dweight = (leaf.grad for leaf in leaves)
+    assert dhidden is not None and dweight is not None
+    return {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
+
+
+@each_device
+@each_schedule
+def test_on_a_side_stream(schedule, device):
+    inputs = problem(device)
+    expected = run(our_call, inputs, Upstream(), schedule=schedule)
+    expected |= {name: 2 * expected[name] for name in ("dhidden", "dweight")}  # of the halves
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    for _ in range(2):
+        assert_same(step_on_stream(inputs, schedule, stream), expected)
+
+
+@on_cuda
+def test_an_op_on_another_stream_than_its_inputs_is_noticed(device):
+    inputs = problem(device)
+    expected = run(our_call, inputs, Upstream(), schedule="recompute")
+    spoiled = step_on_stream(inputs, "recompute", torch.cuda.Stream(), torch.cuda.default_stream())
+    assert not torch.equal(spoiled["loss"], expected["loss"])
+
+
+# --- autocast
+
+
+@each_device
+@each_schedule
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_over_fp32_parameters(dtype, schedule, device):
+    """Computed in the dtype of autocast, to the bit; gradients arrive in fp32."""
+    inputs = problem(device, torch.float32)
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
+        with torch.autocast(device, dtype):
+            return our_call(hidden, weight, labels, **options)
+
+    options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
+    actual = run(call, inputs, Upstream(), **options)
+    by_hand = run(our_call, inputs.to(dtype), Upstream(), **options)
+    for name, result in actual.items():
+        assert result.dtype == torch.float32
+        assert torch.equal(result, by_hand[name].float()), name
+    assert not torch.equal(actual["loss"], run(our_call, inputs, Upstream(), **options)["loss"])
+
+    truth = textbook_in_chunks(inputs, torch.float64)
+    eager = textbook_in_chunks(inputs, dtype)
+    assert relative_rms(actual["loss"], truth["loss"].sum()) <= torch.finfo(dtype).eps
+    assert_gradients_close(actual, truth, eager, dtype)
+
+
+# --- activation checkpointing
+
+
+def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> dict[str, Tensor]:
+    """Two layers with a head each over one weight; checkpointed unless ``use_reentrant`` is None.
+
+    ``peak`` is that of forward and backward, in bytes.
+    """
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    mixes = [torch.eye(H, dtype=inputs.dtype, device=hidden.device).roll(i, 0) for i in (1, 2)]
+
+    def layer(hidden: Tensor, mix: Tensor) -> Tensor:
+        mixed = torch.nn.functional.gelu(hidden @ mix)
+        return linear_cross_entropy(mixed, weight, inputs.labels, schedule=schedule)
+
+    def run_layer(mix: Tensor) -> Tensor:
+        if use_reentrant is None:
+            return layer(hidden, mix)
+        return checkpoint(layer, hidden, mix, use_reentrant=use_reentrant, preserve_rng_state=False)
+
+    with peak_memory(hidden.device) as peak:
+        loss = run_layer(mixes[0]) + run_layer(mixes[1])
+        loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return {
+        "loss": loss.detach(),
+        "dhidden": hidden.grad,
+        "dweight": weight.grad,
+        "peak": torch.tensor(peak.bytes),
+    }
+
+
+@each_device
+@each_schedule
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant, schedule, device):
+    """The same bits, and what a schedule keeps is kept for one head at a time."""
+    inputs = inputs_on(device, 1024, 8192, H, torch.bfloat16)
+    two_heads(inputs, schedule, None)  # workspaces that stay
+    plain, saving = (two_heads(inputs, schedule, kind) for kind in (None, use_reentrant))
+    plain_peak, peak = (int(x.pop("peak")) for x in (plain, saving))
+    if use_reentrant and schedule == "in_forward":
+        # Its first forward is one without gradients, which sums tokens in another order.
+        assert relative_rms(saving.pop("loss"), plain.pop("loss")) <= 1e-6
+    assert_same(saving, plain)
+    kept = 1024 * 8192 * 2 if schedule == "cached" else 0
+    assert peak <= plain_peak - kept // 2 + (0 if kept else 1 << 20)
+
+
+# --- equal bits
+
+
+@each_device
+@every_schedule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_runs_give_equal_bits(dtype, schedule, device):
+    """At a size that fills the GPU several times over, with other work in between."""
+    size = (2000, 20_000, 256) if device == "cuda" else (T, V, H)
+    inputs = inputs_on(device, *size, dtype, bias=True)
+    options = {**options_of(schedule, inputs), "label_smoothing": 0.1}
+    first, second = (
+        run(linear_cross_entropy_with_metrics, inputs, Upstream(), **options) for _ in range(2)
+    )
+    assert_same(first, second)
+    moved = replace(inputs, hidden=inputs.hidden.roll(1, 0), labels=inputs.labels.roll(1, 0))
+    other = run(linear_cross_entropy_with_metrics, moved, Upstream(), **options)
+    assert not torch.equal(other["dweight"], first["dweight"])  # another order shows
+    assert_same(run(linear_cross_entropy_with_metrics, inputs, Upstream(), **options), first)

@@ -1,0 +1,138 @@
+"""CUDA graphs: forward and backward captured once, replayed on other data, equal to the bit.
+
+A CPU has no graphs: there ``Replayed`` runs the step again, which proves the rest of the test.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_cross_entropy_with_metrics
+from tests.oracle import IGNORE, Inputs
+from tests.test_gpu_oracle import each_device, every_schedule, inputs_on, on_cuda, options_of
+
+T, V, H = 130, 1000, 64
+WARM_UP = 3  # as many as PyTorch's documentation has
+
+Step = Callable[[], list[Tensor]]
+
+
+class Replayed:
+    """``step`` captured with all that it launches; its results stay where capture put them."""
+
+    def __init__(self, step: Step, device: str) -> None:
+        self.graph: Any = None
+        self.step = step
+        if device == "cpu":
+            self.results = step()
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = step()
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        for buffer, result in zip(self.results, self.step(), strict=True):
+            buffer.copy_(result)
+
+
+def batch(seed: int, device: str) -> Inputs:
+    """Other data for each seed; other tokens are ignored, other rows need the rescue."""
+    inputs = inputs_on(device, T, V, H, torch.bfloat16, seed=seed, bias=True, token_weight=True)
+    hopeless = 5 + 20 * seed
+    inputs.labels[hopeless] = seed
+    inputs.hidden[hopeless] = -100 * inputs.weight[seed]
+    inputs.labels[2 * seed] = IGNORE
+    inputs.hidden[2 * seed] = torch.nan
+    return inputs
+
+
+def step_on(inputs: Inputs, **options: Any) -> list[Tensor]:
+    """Loss and gradients, and the metrics if these are asked for by ``metrics=True``."""
+    leaves = [
+        x.requires_grad_() for x in (inputs.hidden, inputs.weight, inputs.bias) if x is not None
+    ]
+    hidden, weight, bias = leaves
+    kwargs = {"bias": bias, "token_weight": inputs.token_weight, **options}
+    if kwargs.pop("metrics", False):
+        out = linear_cross_entropy_with_metrics(hidden, weight, inputs.labels, **kwargs)
+        total = out.loss + (out.entropy + 0.1 * out.lse - out.logprob).sum()
+        return [*(x.detach() for x in out), *torch.autograd.grad(total, leaves)]
+    loss = linear_cross_entropy(hidden, weight, inputs.labels, **kwargs)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def load(static: Inputs, new: Inputs) -> None:
+    with torch.no_grad():
+        for name, buffer in vars(static).items():
+            buffer.copy_(getattr(new, name))
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@each_device
+@every_schedule
+@pytest.mark.parametrize(
+    "options", [{}, {"metrics": True, "label_smoothing": 0.1}], ids=["loss", "metrics"]
+)
+def test_replay_equals_a_plain_call(options, schedule, device):
+    if options and schedule == "in_forward":
+        pytest.skip("in_forward has no gradient of the metrics")
+    static = batch(0, device)
+    options = {**options, **options_of(schedule, static)}
+    expected = [step_on(batch(seed, device), **options) for seed in range(4)]
+    replayed = Replayed(lambda: step_on(static, **options), device)
+    for seed in (1, 2, 3, 0):
+        load(static, batch(seed, device))
+        assert not equal(replayed.results, expected[seed])  # nothing new before the replay
+        replayed.replay()
+        assert all(x.isfinite().all() for x in replayed.results if x.is_floating_point())
+        assert equal(replayed.results, expected[seed]), f"batch {seed}"
+
+
+@each_device
+def test_stale_inputs_are_noticed(device):
+    """A replay that did not read one of its inputs anew would differ, whichever it is."""
+    for name in vars(batch(0, device)):
+        static, new = batch(0, device), batch(1, device)
+        replayed = Replayed(lambda static=static: step_on(static), device)  # type: ignore[misc]
+        load(static, new)
+        getattr(static, name).detach().copy_(getattr(batch(0, device), name))
+        replayed.replay()
+        assert not equal(replayed.results, step_on(new)), name
+
+
+@on_cuda
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+def test_make_graphed_callables_on_the_module(schedule, device):
+    head: Any = LinearCrossEntropy(H, V, schedule=schedule, device=device, dtype=torch.bfloat16)
+
+    def gradients(batches: list[Inputs]) -> list[Tensor]:
+        out: list[Tensor] = []
+        for one in batches:
+            hidden = one.hidden.clone().requires_grad_()
+            head.weight.grad = None
+            loss = 3 * head(hidden, one.labels)
+            loss.backward()
+            out += [loss.detach().clone(), hidden.grad.clone(), head.weight.grad.clone()]  # type: ignore[union-attr]
+        return out
+
+    batches = [batch(seed, device) for seed in range(3)]
+    expected = gradients(batches)
+    sample = (batches[0].hidden.clone().requires_grad_(), batches[0].labels.clone())
+    head = torch.cuda.make_graphed_callables(head, sample)
+    assert equal(gradients(batches), expected)
+    assert not equal(gradients(batches[1:]), expected[:6])
