@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.options import Schedule
+from flce_dist.plan import Plan, plan
 from flce_dist.testing import error_budget, relative_rms
 from tests.oracle import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
 
@@ -43,9 +44,26 @@ def inputs_on(device: str, T: int, V: int, H: int, dtype: torch.dtype, **kwargs:
 
 
 def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
-    """``auto`` gets a budget for half of the columns, so that both its halves are walked."""
-    half = len(inputs.labels) * len(inputs.weight) * max(2, inputs.dtype.itemsize) // 2
-    return {"schedule": schedule, "max_logits_bytes": half if schedule == "auto" else None}
+    """Keywords of a schedule; ``auto`` gets a budget with which it caches some columns, not all.
+
+    Where the problem is too small for that, a budget of half of the columns.
+    """
+    T, V, itemsize = len(inputs.labels), len(inputs.weight), max(2, inputs.dtype.itemsize)
+    if schedule != "auto":
+        return {"schedule": schedule}
+    budgets = [T * itemsize * columns for columns in range(256, V, 256)]
+    for budget in budgets:
+        if 0 < auto_plan(inputs, budget).cached_v < V:
+            return {"schedule": schedule, "max_logits_bytes": budget}
+    return {"schedule": schedule, "max_logits_bytes": T * itemsize * V // 2}
+
+
+def auto_plan(inputs: Inputs, budget: int) -> Plan:
+    """What ``auto`` does with ``budget`` bytes."""
+    return plan(
+        T=len(inputs.labels), V=len(inputs.weight), itemsize=max(2, inputs.dtype.itemsize),
+        schedule="auto", max_logits_bytes=budget, converts=inputs.dtype == torch.float16,
+    )  # fmt: skip
 
 
 def aim(inputs: Inputs, label_logit: float) -> Inputs:
@@ -105,6 +123,13 @@ def assert_loss_close(actual: Tensor, truth: Tensor) -> None:
     assert actual.dtype == torch.float32
     error = relative_rms(actual, truth)
     assert error <= 1e-5, f"loss: error {error:.3g} of fp64 exceeds 1e-5"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_auto_caches_some_columns_and_recomputes_others(dtype):
+    inputs = inputs_on("cpu", 130, 36_000, 16, dtype)
+    budget = options_of("auto", inputs)["max_logits_bytes"]
+    assert 0 < auto_plan(inputs, budget).cached_v < 36_000
 
 
 @each_device

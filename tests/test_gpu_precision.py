@@ -29,7 +29,7 @@ from tests.test_gpu_oracle import (
     textbook_in_chunks,
 )
 
-SIZES = {"cpu": (96, 700, 48), "cuda": (1024, 32000, 1024)}  # T, V, H
+SIZES = {"cpu": (96, 36_000, 48), "cuda": (1024, 40_000, 1024)}  # T, V, H
 
 
 # --- a realistic shape
