@@ -139,7 +139,13 @@ def _bench_shape(
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # seldom: drawing shares the interpreter with the launches timed
+    )
 
 
 def _records_so_far(

@@ -184,8 +184,8 @@ def free_memory(device: torch.device) -> None:
 
 def over_ranks(found: Measured) -> None:
     """Make errors and memory the worst of all ranks."""
-    if found.problem.tp_group is None or found.peak_bytes is None:
-        return
+    if found.problem.tp_group is None or found.failure is not None or found.peak_bytes is None:
+        return  # all ranks do: they agree on failures, and floors have no memory to measure
     everyones: list[Any] = [None] * found.problem.P
     mine = (found.errors, found.peak_bytes, found.gradient_bytes)
     dist.all_gather_object(everyones, mine, group=found.problem.tp_group)

@@ -1,0 +1,148 @@
+"""The benchmark's configuration: grids, the floors they need, errors that name the key."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro")
+
+from flce_dist.launch.bench_config import (
+    BenchConfig,
+    Cross,
+    RunSpec,
+    ShapeSpec,
+    all_shapes,
+    as_json,
+    check_config,
+    floor_of,
+    load_config,
+    runs_of,
+)
+from flce_dist.launch.yaml_config import ConfigError
+
+ROOT = Path(__file__).parents[1]
+GRIDS = sorted((ROOT / "configs" / "bench").glob("*.yaml"))
+
+
+def from_yaml(tmp_path: Path, text: str, *overrides: str, world_size: int = 1) -> BenchConfig:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    return load_config(["--config", str(path), *overrides], world_size=world_size)
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_grids_are_valid(path: Path) -> None:
+    config = load_config(["--config", str(path)], world_size=1)
+    assert config.out.name == path.stem
+    for shape in all_shapes(config):
+        ratios = {floor_of(run) for run in runs_of(config, shape)}
+        assert ratios <= {run.impl for run in runs_of(config, shape)} | {"gemm1", "gemm3"}
+
+
+def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path: Path) -> None:
+    text = """
+    rounds: 3
+    sample_ms: 5
+    shapes:
+      - {T: 8, H: 4, V: 16, dtype: fp32}
+      - {T: 9, H: 4, V: 16, runs: [{impl: eager, mode: forward}]}
+    cross: {T: [1, 2], H: [4], V: [32, 64]}
+    runs:
+      - {impl: eager, schedule: cached, max_logits_bytes: 4096}
+    """
+    overrides = ["--rounds", "7", "--shapes.0.T", "5", "--runs.0.schedule", "auto", "--fresh"]
+    config = from_yaml(tmp_path, text, *overrides)
+    assert config.rounds == 7 and config.sample_ms == 5.0 and config.fresh
+    assert config.shapes[0] == ShapeSpec(5, 4, 16, "fp32")
+    assert config.shapes[1].runs == (RunSpec("eager", mode="forward"),)
+    assert config.runs == (RunSpec("eager", "auto", 4096),)
+    crossed = [(shape.T, shape.V) for shape in all_shapes(config)[2:]]
+    assert crossed == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    assert all(shape.dtype == "bf16" for shape in all_shapes(config)[1:])
+
+
+def test_the_floors_that_ratios_need_are_added_and_come_first() -> None:
+    runs = (RunSpec("eager", "recompute"), RunSpec("canonical", mode="forward"))
+    config = BenchConfig(shapes=(ShapeSpec(),), runs=(*runs, RunSpec("read_weight")))
+    found = runs_of(config, config.shapes[0])
+    assert [run.impl for run in found[:3]] == ["gemm1", "read_weight", "gemm4"]
+    assert found[:2] == [RunSpec("gemm1", mode="forward"), RunSpec("read_weight", mode="forward")]
+    assert tuple(found[3:]) == runs
+
+
+def test_the_floor_of_each_run() -> None:
+    assert floor_of(RunSpec("triton", mode="forward", schedule="recompute")) == "gemm1"
+    assert floor_of(RunSpec("triton", "recompute")) == "gemm4"
+    assert floor_of(RunSpec("triton", "cached")) == "gemm3"
+    assert floor_of(RunSpec("cce")) == "gemm3"
+
+
+def test_where_results_go_does_not_belong_to_what_they_mean() -> None:
+    one, other = BenchConfig(), BenchConfig(out=Path("elsewhere"), fresh=True)
+    assert as_json(one) == as_json(other) != as_json(BenchConfig(rounds=99))
+    assert json.loads(json.dumps(as_json(one)))["cross"] == {
+        "T": [], "H": [], "V": [], "dtype": "bf16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("shapes: 3", r"shapes must be a list, got 3"),
+        ("shapes: [3]", r"shapes\[0\] must hold keys and values, got 3"),
+        ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
+        ("shapes: [{T: many}]", r"shapes\[0\]\.T must be int, got 'many'"),
+        (
+            "shapes: [{dtype: fp8}]",
+            r"shapes\[0\]\.dtype must be one of bf16, fp16, fp32, got 'fp8'",
+        ),
+        ("cross: {T: [1, x]}", r"cross\.T\[1\] must be int, got 'x'"),
+        ("runs: [{mode: backward}]", r"runs\[0\]\.mode must be one of forward, forward_backward"),
+        ("shapes: [{runs: [{impl: 3}]}]", r"shapes\[0\]\.runs\[0\]\.impl must be str, got 3"),
+    ],
+)
+def test_wrong_yaml(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_yaml(tmp_path, text)
+
+
+SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
+
+
+@pytest.mark.parametrize(
+    "config, world_size, message",
+    [
+        (BenchConfig(), 1, "must name at least one shape, got none"),
+        (BenchConfig(shapes=SHAPE), 1, "runs must name at least one run for T=6 .*, got none"),
+        (BenchConfig(cross=Cross(T=(1,)), runs=RUN), 1, "cross must name sizes of T, H and V"),
+        (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
+        (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
+        (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
+        (
+            BenchConfig(shapes=(ShapeSpec(T=0),), runs=RUN),
+            1,
+            "T of a shape must be positive, got 0",
+        ),
+        (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
+        (
+            BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=(RunSpec(sequence_parallel=True),)),
+            2,
+            "T must be divisible by the 2 ranks, got 5",
+        ),
+        (
+            BenchConfig(shapes=SHAPE, runs=(RunSpec(sequence_parallel=True),)),
+            1,
+            "sequence_parallel needs several ranks, got 1",
+        ),
+        (BenchConfig(shapes=SHAPE, runs=RUN, rounds=0), 1, "rounds must be positive, got 0"),
+    ],
+)
+def test_impossible_grids(config: BenchConfig, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, world_size=world_size)
+
+
+def test_config_without_a_file_is_explained() -> None:
+    with pytest.raises(ConfigError, match="--config must be followed by a YAML file"):
+        load_config(["--config"], world_size=1)
