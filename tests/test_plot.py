@@ -100,7 +100,7 @@ def test_latency_is_over_three_products_and_names_what_is_wrong_or_failed() -> N
 
 
 def test_shapes_have_panels_with_one_axis() -> None:
-    figure = drawn(latency(GRADIENTS + [replace(r, T=16) for r in GRADIENTS[:2]]))
+    figure = drawn(latency(GRADIENTS + [replace(r, T=16) for r in GRADIENTS[:3]]))
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "T=8, H=16, V=64, bf16",
         "T=16, H=16, V=64, bf16",
