@@ -1,6 +1,7 @@
 """The functions that people call.  T tokens, V vocabulary rows here, H hidden size, P ranks."""
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -175,12 +176,18 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     prepared = prepare(arguments, any(needs))
     call, *flat = prepared
     checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
-    # The dtypes are settled above; autocast must not reach into the products of the schedules.
-    with torch.autocast(prepared.hidden.device.type, enabled=False):
+    with _without_autocast(prepared.hidden.device.type):
         loss, *metrics = function_of(call).apply(*flat, call)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Dtypes are settled: autocast must not reach into the products of the schedules."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _autocast(arguments: Arguments) -> Arguments:

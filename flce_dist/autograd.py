@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from flce_dist import steps
-from flce_dist.kernels import gemm, merge, row_gradient
+from flce_dist.kernels import gemm, row_gradient
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
-
-FORWARD_ONLY = ("others_max", "sum_z", "sum_ez")
-"""Statistics that backward does not use and that are not saved."""
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -52,7 +49,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden, then
     three all-reduces: SUM of label logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local
-    hidden, weight, bias, labels, about ten [T] vectors, and the cached columns [T, cached_v].
+    hidden, weight, bias, labels, three [T] vectors, and the cached columns [T, cached_v].
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
     sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;
@@ -67,43 +64,39 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         cache, columns = None, call.plan.cached_columns(logits.V)
         if columns:
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
-        stats = steps.shard_stats(call, logits, cache)
-
-        weights = steps.token_weights(logits, token_weight)
-        scale = weights / steps.loss_norm(weights, call.options.reduction)
-        loss = scale * merge.token_loss(stats, **call.loss_terms)
+        stats, loss = steps.token_loss(call, logits, token_weight, cache)
+        norm = None
         if call.options.reduction != "none":
-            loss = loss.sum()
+            loss, norm = call.reduce_loss(loss, labels, token_weight)
         metrics = steps.metrics(stats, logits) if call.options.with_metrics else (None,) * 4
         _, _, entropy, correct = metrics
         if correct is not None:
             ctx.mark_non_differentiable(correct)
-        unused: dict[str, Any] = dict.fromkeys(FORWARD_ONLY)
-        stats = stats._replace(**unused)
-        ctx.save_for_backward(hidden, weight, bias, labels, scale, cache, entropy, *stats)
+        ctx.save_for_backward(
+            hidden, weight, bias, labels, token_weight, norm, cache, entropy, *stats[:3]
+        )
         return loss, *metrics
 
     @staticmethod
     @first_order
     def backward(ctx, dloss, dlse, dlogprob, dentropy, _dcorrect):
         call: Call = ctx.call
-        hidden, weight, bias, labels, scale, cache, entropy, *stats = ctx.saved_tensors
+        hidden, weight, bias, labels, token_weight, norm, cache, entropy, *stats = ctx.saved_tensors
         stats, metrics = TokenStats(*stats), MetricGradients(dlse, dlogprob, dentropy)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
 
-        counted = labels != call.options.ignore_index
-        dloss = torch.zeros_like(scale) if dloss is None else dloss * scale
-        dloss = dloss.where(counted, 0.0)
+        if dloss is None:
+            dloss = torch.zeros_like(stats.others)
+        of_loss = (labels, token_weight, norm, dloss, call.loss_terms)
         if metrics.any() or call.options.smoothing_needs_logits:
             cache = None  # exponentials alone do not express this gradient: recompute every column
+            token_dloss = row_gradient.token_dloss(stats.others, *of_loss)
             rows = row_gradient.row_gradient_with_metrics(
-                dloss, metrics, stats, entropy, call.options.softcap, **call.loss_terms
+                stats, token_dloss, metrics, entropy, call.loss_terms
             )
         else:
-            reference = steps.backward_reference(stats, hidden.dtype)
-            rows = row_gradient.row_gradient(
-                dloss, stats, reference, call.options.softcap, **call.loss_terms
-            )
+            from_lse = steps.from_lse(hidden.dtype)
+            rows = call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse)
 
         # Decided from facts that all ranks share, not from which upstream gradients this rank got:
         # every rank gathers or none does.
@@ -116,34 +109,40 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             assert gather is not None
             return call.logits(gather.wait(), weight, bias, labels)
 
-        @functools.cache
-        def dweight_operands() -> tuple[Tensor, Tensor | None]:
-            return (
-                steps.scaled_hidden(call, logits(), rows),
-                steps.dweight_row(call, logits(), rows),
-            )
-
-        dhidden = dweight = dbias = None
-        acc = scale.new_empty(len(labels), weight.shape[1]) if need_hidden else None
+        acc = share = dhidden = dweight = dbias = None
+        T, H = len(labels), weight.shape[1]
+        if need_hidden:
+            acc = stats.others.new_empty(T, H)
+            share = weight.new_empty(T, H)
         if need_weight:
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             dweight[call.shard.V :] = 0.0
         if need_bias:
             dbias = torch.zeros_like(bias)
 
+        @functools.cache
+        def scaled_hidden() -> tuple[Tensor, Tensor | None]:
+            # Until dhidden is written, at the end, its memory is free.
+            lent = None if call.reduces_dhidden else share
+            out = torch.empty_like(logits().hidden) if lent is None else lent
+            return steps.scaled_hidden(call, logits(), rows, out)
+
         dlogits = Dlogits(call, labels, stats, rows, cache, hidden.dtype)
         for start, end in dlogits.pieces():
             d = dlogits.piece(start, end, logits)
             if acc is not None:
                 gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
-                if end == call.shard.V:
-                    share = steps.finish_dhidden(call, acc, weight, counted, rows)
+                if call.reduces_dhidden and end == call.shard.V:
+                    steps.finish_dhidden(call, acc, weight, labels, rows, share)
                     dhidden = call.start_reduce_dhidden(share)
             if dweight is not None:
-                scaled, row = dweight_operands()
+                scaled, row = scaled_hidden()
                 gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
             if dbias is not None:
-                dbias[start:end] = steps.dbias_piece(d, rows)
+                dbias[start:end] = steps.dbias_piece(call, d, rows)
+        if acc is not None and not call.reduces_dhidden:
+            steps.finish_dhidden(call, acc, weight, labels, rows, share)
+            return share, dweight, dbias, None, None, None
         return dhidden and dhidden.wait(), dweight, dbias, None, None, None
 
 
@@ -164,43 +163,41 @@ class InForwardFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
-        scale = steps.token_weights(logits, token_weight)
-        norm = steps.loss_norm(scale, call.options.reduction)
         chunks, V = call.plan.chunks(), call.shard.V
 
         dhidden = dweight = dbias = None
         if need_hidden:
             dhidden = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
         if need_weight:
-            dweight = torch.empty_like(
-                weight, dtype=scale.dtype, memory_format=torch.contiguous_format
-            )
+            dtype = steps.in_forward_dtype(call, weight.dtype)
+            dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
             dweight[V:] = 0.0
         if need_bias:
-            dbias = scale.new_zeros(weight.shape[0])
+            dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
         buffer = steps.new_window(call.plan.chunk_t, V, logits.cache_dtype, hidden.device)
-        loss, metrics = scale.new_zeros(()), []
+        losses, metrics = [], []
 
         for first, last in chunks:
-            chunk = logits.tokens(first, last)
+            chunk, weights = logits.tokens(first, last), token_weight
+            if token_weight is not None:
+                weights = token_weight[first:last]
             cache = buffer[: last - first]
-            stats = steps.shard_stats(call, chunk, cache)
-            loss += (scale[first:last] * merge.token_loss(stats, **call.loss_terms)).sum()
+            stats, loss = steps.token_loss(call, chunk, weights, cache)
+            losses.append(loss)
             if call.options.with_metrics:
                 metrics.append(steps.metrics(stats, chunk))
-
-            reference = steps.backward_reference(stats, hidden.dtype)
-            rows = row_gradient.row_gradient(
-                scale[first:last], stats, reference, call.options.softcap, **call.loss_terms
-            )
+            rows = call.kernels.row_gradient(
+                stats, chunk.labels, weights, None, None, call.loss_terms,
+                from_lse=steps.from_lse(hidden.dtype),
+            )  # fmt: skip
             dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
             _add_chunk(call, chunk, rows, dlogits, dweight, dbias, dhidden, slice(first, last))
 
+        loss, norm = call.reduce_loss(torch.cat(losses), labels, token_weight)
         if dhidden is not None:
             dhidden = call.start_reduce_dhidden(dhidden).wait()
         ctx.save_for_backward(norm, dhidden, dweight, dbias)
         ctx.call, ctx.dtype = call, weight.dtype
-        loss = loss / norm
         if not call.options.with_metrics:
             return loss, None, None, None, None
         merged = [torch.cat(parts) for parts in zip(*metrics, strict=True)]
@@ -217,7 +214,10 @@ class InForwardFunction(torch.autograd.Function):
             )
         norm, *gradients = ctx.saved_tensors
         factor = dloss / norm
-        scaled = (None if g is None else _scaled(g, factor, ctx.dtype) for g in gradients)
+        scaled = [None if g is None else torch.empty_like(g, dtype=ctx.dtype) for g in gradients]
+        for gradient, out in zip(gradients, scaled, strict=True):
+            if out is not None:
+                ctx.call.kernels.scale(gradient, factor, out=out)
         return *scaled, None, None, None
 
 
@@ -225,12 +225,6 @@ def function_of(call: Call) -> type[torch.autograd.Function]:
     """Return the Function of a call's schedule."""
     in_forward = call.plan.schedule == "in_forward"
     return InForwardFunction if in_forward else LinearCrossEntropyFunction
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply and round in one pass: an fp32 product of dweight would be the largest tensor."""
-    out = torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
 
 
 def _add_chunk(
@@ -245,18 +239,25 @@ def _add_chunk(
 ) -> None:
     """Add one token chunk to dweight [V, H] and dbias [V], and write its rows of dhidden."""
     V, weight = call.shard.V, chunk.weight
-    acc = None if dhidden is None else rows.scale.new_empty(chunk.T, chunk.H)
-    scaled = None if dweight is None else steps.scaled_hidden(call, chunk, rows)
+    accumulates = dweight is not None and dweight.dtype == gemm.acc_dtype(weight.dtype)
+    share = None if dhidden is None else dhidden[tokens]
+    acc = None if share is None else rows.scale.new_empty(share.shape)
+    scaled = row = None
+    if dweight is not None:
+        out = torch.empty_like(chunk.hidden) if share is None else share  # free until the end
+        scaled, row = steps.scaled_hidden(call, chunk, rows, out)
     for start, end in dlogits.pieces():
         d = dlogits.piece(start, end, lambda: chunk)
         if acc is not None:
             gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
         if dweight is not None and scaled is not None:
-            gemm.add_matmul(dweight[start:end], d.T, scaled, first=tokens.start == 0)
+            if accumulates:
+                gemm.add_matmul(dweight[start:end], d.T, scaled, first=tokens.start == 0)
+            else:
+                gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
         if dbias is not None:
-            dbias[start:end] += steps.dbias_piece(d, rows)
-    if dhidden is not None and acc is not None:
-        dhidden[tokens] = steps.finish_dhidden(call, acc, weight, chunk.counted, rows)
-    row = None if dweight is None else steps.dweight_row(call, chunk, rows)
-    if dweight is not None and row is not None:
+            dbias[start:end] += steps.dbias_piece(call, d, rows)
+    if acc is not None and share is not None:
+        steps.finish_dhidden(call, acc, weight, chunk.labels, rows, share)
+    if dweight is not None and row is not None and accumulates:
         dweight[:V] += row

@@ -192,16 +192,18 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Check that each of the [T] labels is a token of the vocabulary or ignored.
 
-    On a CPU a ValueError. On a GPU the host must not wait, so it is a device-side assertion, as
-    in PyTorch's own cross entropy: the error arrives with the next synchronisation.
+    Of labels on a GPU nothing is read, since the host must not wait: there the kernels assert it,
+    see ``kernels.label_logit``.
     """
-    bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
-    message = f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}"
     if labels.is_cuda:
-        torch._assert_async(~bad.any(), message)
-    elif bad.any():
+        return
+    bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+    if bad.any():
         where = int(bad.to(torch.uint8).argmax())
-        raise ValueError(f"{message}, got {int(labels[where])} at token {where}")
+        raise ValueError(
+            f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
+            f"got {int(labels[where])} at token {where}"
+        )
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import checks, collectives, steps
-from flce_dist.autograd import FORWARD_ONLY, function_of
-from flce_dist.kernels.merge import TokenStats
+from flce_dist.autograd import function_of
 from flce_dist.options import LossOptions
 from flce_dist.prepare import Arguments, Prepared, prepare
 
@@ -111,7 +110,7 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
     shape = labels.shape
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
     outputs += [x if x is None else x.reshape(shape) for x in metrics]
-    saved = ctx.saved_tensors if call.plan.schedule == "in_forward" else ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors if call.plan.schedule == "in_forward" else ctx.saved_tensors[5:]
     if not any(spec[-1]):
         saved = ()
     kept = _present(saved, loss)
@@ -141,13 +140,14 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
     if call.plan.schedule == "in_forward":
         dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
         outputs += [new(), dhidden if need_hidden else new(0)]
-        outputs += [new(V, flat.shape[1]) if need_weight else new(0)]
+        dtype = steps.in_forward_dtype(call, weight.dtype)
+        outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
     columns = call.plan.cached_columns(call.shard.V)
     cache = steps.new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
-    stats = [new(0) if name in FORWARD_ONLY else new(T) for name in TokenStats._fields]
-    return [*outputs, new(T), cache, entropy, *stats]
+    norm = new(0) if call.options.reduction == "none" else new()
+    return [*outputs, norm, cache, entropy, new(T), new(T), new(T)]
 
 
 @torch.library.custom_op(
@@ -166,7 +166,7 @@ def _backward(
     call = prepared.call
     kept = tuple(x if x.numel() else None for x in saved)
     if call.plan.schedule != "in_forward":
-        kept = (prepared.hidden, weight, bias, prepared.labels, *kept)
+        kept = (*prepared[1:], *kept)
     ctx: Any = _Context(spec[-1], kept)
     ctx.call, ctx.dtype = call, weight.dtype
     upstream = [

@@ -88,6 +88,6 @@ def prepare(arguments: Arguments, needs_grad: bool) -> Prepared:
         hidden.reshape(-1, H),
         weight,
         bias,
-        labels.reshape(-1).long(),
-        None if token_weight is None else token_weight.reshape(-1),
+        labels.reshape(-1).long().contiguous(),
+        None if token_weight is None else token_weight.reshape(-1).contiguous(),
     )

@@ -6,26 +6,19 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import collectives
-from flce_dist.kernels import gemm, merge, row_gradient
-from flce_dist.kernels.merge import TokenStats
+from flce_dist.kernels import gemm
+from flce_dist.kernels.merge import LossTerms, TokenStats, token_entropy
 from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.plan import Plan
 from flce_dist.vocab import VocabShard
-
-
-class LossTerms(TypedDict):
-    label_smoothing: float
-    z_loss_weight: float
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -40,11 +33,15 @@ class Call:
 
     @property
     def loss_terms(self) -> LossTerms:
-        return {
-            "label_smoothing": self.options.label_smoothing,
-            "z_loss_weight": self.options.z_loss_weight,
-            "vocab_size": self.shard.vocab_size,
-        }
+        options = self.options
+        return LossTerms(
+            label_smoothing=options.label_smoothing,
+            z_loss_weight=options.z_loss_weight,
+            vocab_size=self.shard.vocab_size,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            ignore_index=options.ignore_index,
+        )
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
@@ -55,12 +52,27 @@ class Call:
             hidden=hidden,
             weight=weight[:V],
             bias=None if bias is None else bias[:V].contiguous(),
-            labels=labels.contiguous(),
+            labels=labels,
             vocab_start_index=self.shard.start,
             ignore_index=self.options.ignore_index,
             logit_scale=self.options.logit_scale,
             softcap=self.options.softcap,
         )
+
+    def reduce_loss(
+        self, loss: Tensor, labels: Tensor, token_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the reduced loss and what its sum was divided by, scalars on the device."""
+        options = self.options
+        return self.kernels.reduce_loss(
+            loss, labels, token_weight, options.ignore_index, mean=options.reduction == "mean"
+        )
+
+    @property
+    def reduces_dhidden(self) -> bool:
+        """Whether dhidden is summed over ranks here."""
+        options = self.options
+        return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
 
     def start_gather(self, hidden: Tensor) -> collectives.Pending:
         """Begin to gather the tokens of all ranks, or hand over the ones that are all here."""
@@ -71,7 +83,7 @@ class Call:
         """Begin to sum this shard's share of dhidden over ranks."""
         if self.options.sequence_parallel:
             return collectives.start_scatter_tokens(dhidden, self.tp_group)
-        group = self.tp_group if self.options.reduce_dhidden else None
+        group = self.tp_group if self.reduces_dhidden else None
         return collectives.start_all_reduce(dhidden, group)
 
 
@@ -92,77 +104,58 @@ def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]
 
 
-def shard_stats(call: Call, logits: ShardLogits, cache: Tensor | None) -> TokenStats:
-    """Compute this shard's statistics and merge them over the tensor-parallel group.
+def token_loss(
+    call: Call, logits: ShardLogits, token_weight: Tensor | None, cache: Tensor | None
+) -> tuple[TokenStats, Tensor]:
+    """Return the statistics of the whole vocabulary and the weighted loss [T] of each token.
 
     Three all-reduces: SUM of the label's logit [T], MAX of the others [T], SUM of the sums
     [1 to 3, T]. They are issued whether or not any row needs the rescue, so that ranks never
-    disagree. ``cache`` [T, cached_v] receives D of its columns (see ``row_gradient``).
+    disagree. ``cache`` [T, cached_v] receives D of its columns (see ``row_gradient``); its label's
+    column now, not in backward: a saved tensor must not change between two backward passes.
     """
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
-    label_logit = collectives.all_reduce_sum(kernels.label_logit(logits), group)
-    others_max, partial_sums = kernels.linear_stats(
+    label_logit = kernels.label_logit(logits, vocab_size=call.shard.vocab_size)
+    label_logit = collectives.all_reduce_sum(label_logit, group)
+    others_max, sums = kernels.linear_stats(
         logits, label_logit, cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy
     )
     others_max = collectives.all_reduce_max(others_max, group)
-    reference = merge.pick_reference(label_logit, others_max)
-    sums = kernels.rescue(
-        logits, label_logit, reference, partial_sums, cache=cache, with_entropy=with_entropy
-    )
+    kernels.rescue(logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy)
     sums = collectives.all_reduce_sum(sums, group)
 
-    stats = merge.token_stats(
-        label_logit,
-        reference,
-        others_max,
-        others=sums[0],
-        sum_ez=sums[1] if with_entropy else None,
-        sum_z=sums[-1] if with_sum_z else None,
-    )
-    if cache is not None and cache.dtype == logits.hidden.dtype:
-        # Now, not in backward: a saved tensor must not change between two backward passes.
-        value = row_gradient.label_value(
-            stats,
-            reference,
-            options.softcap,
-            label_smoothing=options.label_smoothing,
-            z_loss_weight=options.z_loss_weight,
-        )
-        merge.write_label(cache, logits.labels, value, vocab_start_index=logits.vocab_start_index)
-    return stats
-
-
-def token_weights(logits: ShardLogits, token_weight: Tensor | None) -> Tensor:
-    """Return [T]: the weight of each token's loss, 0 where ignored."""
-    counted = logits.counted
-    if token_weight is None:
-        return counted.to(logits.stats_dtype)
-    return token_weight.to(logits.stats_dtype).where(counted, 0.0)
-
-
-def loss_norm(weights: Tensor, reduction: str) -> Tensor:
-    """Return what the weighted losses are divided by, a scalar on the device.
-
-    Under "mean" the sum of weights, or 1 where that is 0: the loss of no counted token is 0.
-    """
-    if reduction != "mean":
-        return weights.new_ones(())
-    norm = weights.sum()
-    return norm.where(norm != 0, 1.0)
+    others, sum_z = sums[0], sums[-1] if with_sum_z else None
+    converts = cache is not None and cache.dtype != logits.hidden.dtype
+    reference, loss = kernels.token_loss(
+        logits, token_weight, label_logit, others_max, others, sum_z, call.loss_terms,
+        cache=None if converts else cache,
+    )  # fmt: skip
+    sum_ez = sums[1] if with_entropy else None
+    return TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez), loss
 
 
 def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(lse, logprob, entropy, correct)``, each [T]."""
     assert stats.others_max is not None
     correct = (stats.others_max <= stats.label_logit) & logits.counted
-    return stats.lse.clone(), stats.logprob.clone(), merge.token_entropy(stats), correct
+    return stats.lse, stats.logprob, token_entropy(stats), correct
 
 
-def backward_reference(stats: TokenStats, dtype: torch.dtype) -> Tensor:
-    """Return the reference of D for operands of ``dtype``: in fp16 it must not pass 65,504."""
-    return stats.lse if dtype == torch.float16 else stats.reference
+def in_forward_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which in_forward keeps dweight until backward.
+
+    Several chunks accumulate in fp32. One chunk alone is rounded at once, except in fp16: the
+    gradient of the sum of losses may leave its range.
+    """
+    one_chunk = call.plan.chunk_t >= call.plan.T
+    return dtype if one_chunk and dtype != torch.float16 else gemm.acc_dtype(dtype)
+
+
+def from_lse(dtype: torch.dtype) -> bool:
+    """Whether D of operands of ``dtype`` is relative to lse: fp16 must not pass 65,504."""
+    return dtype == torch.float16
 
 
 @dataclass
@@ -215,11 +208,16 @@ class Dlogits:
     def _converted(self, cached: Tensor, vocab_start_index: int) -> Tensor:
         """Bring bf16 exponentials into fp16 by changing their reference."""
         out = self._reused_window(cached.shape[1])
-        counted = self.labels != self.call.options.ignore_index
         change = (self.stats.reference - self.rows.reference).exp()
-        self.call.kernels.scale_rows(cached, change, counted, out=out)
-        merge.write_label(
-            out, self.labels, self.rows.label_value, vocab_start_index=vocab_start_index
+        ignore_index = self.call.options.ignore_index
+        kernels = self.call.kernels
+        kernels.scale_rows(cached, change, self.labels, ignore_index=ignore_index, out=out)
+        kernels.write_label_value(
+            out,
+            self.labels,
+            self.rows.label_value,
+            vocab_start_index=vocab_start_index,
+            ignore_index=ignore_index,
         )
         return out
 
@@ -229,39 +227,38 @@ class Dlogits:
         return self._window[:, :columns]
 
 
-def scaled_hidden(call: Call, logits: ShardLogits, rows: RowGradient) -> Tensor:
-    """Return [T, H]: hidden times each token's scale, the right factor of dweight."""
-    out = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
-    scale = rows.scale * call.options.logit_scale
-    call.kernels.scale_rows(logits.hidden, scale, logits.counted, out=out)
-    return out
+def scaled_hidden(
+    call: Call, logits: ShardLogits, rows: RowGradient, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return hidden times each token's scale, [T, H], the right factor of dweight, in ``out``.
 
-
-def dweight_row(call: Call, logits: ShardLogits, rows: RowGradient) -> Tensor | None:
-    """Return [H]: what label smoothing adds to every row of dweight."""
-    if rows.uniform is None:
-        return None
-    clean = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
-    call.kernels.scale_rows(logits.hidden, torch.ones_like(rows.uniform), logits.counted, out=clean)
-    return gemm.weighted_row_sum(rows.uniform * call.options.logit_scale, clean)
+    The second result, [H], is what label smoothing adds to every row of dweight.
+    """
+    kernels, ignore_index = call.kernels, call.options.ignore_index
+    row = None
+    if rows.uniform is not None:
+        ones = torch.ones_like(rows.uniform)
+        kernels.scale_rows(logits.hidden, ones, logits.labels, ignore_index=ignore_index, out=out)
+        row = gemm.weighted_row_sum(rows.uniform, out)
+    kernels.scale_rows(logits.hidden, rows.scale, logits.labels, ignore_index=ignore_index, out=out)
+    return out, row
 
 
 def finish_dhidden(
-    call: Call, acc: Tensor, weight: Tensor, counted: Tensor, rows: RowGradient
-) -> Tensor:
-    """Return this shard's share of dhidden, [T, H] in weight's dtype, from ``acc = D @ weight``."""
-    out = torch.empty_like(acc, dtype=weight.dtype)
+    call: Call, acc: Tensor, weight: Tensor, labels: Tensor, rows: RowGradient, out: Tensor
+) -> None:
+    """Write this shard's share of dhidden, [T, H], from ``acc = D @ weight``."""
     plus = None
     if rows.uniform is not None:
         ones = rows.uniform.new_ones(call.shard.V)
-        column_sum = gemm.weighted_row_sum(ones, weight[: call.shard.V])
-        plus = (rows.uniform * call.options.logit_scale, column_sum)
-    scale = rows.scale * call.options.logit_scale
-    call.kernels.scale_rows(acc, scale, counted, plus=plus, out=out)
-    return out
+        plus = rows.uniform, gemm.weighted_row_sum(ones, weight[: call.shard.V])
+    ignore_index = call.options.ignore_index
+    call.kernels.scale_rows(acc, rows.scale, labels, ignore_index=ignore_index, plus=plus, out=out)
 
 
-def dbias_piece(d: Tensor, rows: RowGradient) -> Tensor:
+def dbias_piece(call: Call, d: Tensor, rows: RowGradient) -> Tensor:
     """Return [W]: the bias gradient of the columns of ``d`` [T, W]."""
     dbias = gemm.weighted_row_sum(rows.scale, d)
-    return dbias if rows.uniform is None else dbias + rows.uniform.sum()
+    if rows.uniform is not None:
+        dbias = dbias + rows.uniform.sum()
+    return dbias / call.options.logit_scale

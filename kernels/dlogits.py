@@ -10,22 +10,23 @@ from torch import Tensor
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
     exp,
-    label_columns,
     logits_tile,
+    softcap_slope,
     store_tile,
     tile_coordinates,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient import write_label_value
 
 
 @triton.jit
 def _dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
-    reference_ptr, label_value_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each
+    reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each
     out,  # out: [T, V]
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_out_t,
-    vocab_start_index, ignore_index, logit_scale, softcap,
+    ignore_index, logit_scale, softcap,
     AFFINE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
@@ -34,19 +35,18 @@ def _dlogits_kernel(
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        offs_t = start_t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < T
+        # Before the product, which hides how long they take.
+        counted = tl.load(labels_ptr + offs_t, mask=mask_t, other=ignore_index) != ignore_index
+        reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
             logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
-        offs_t = start_t + tl.arange(0, BLOCK_T)
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_t = offs_t < T
-        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-        reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
-        label_value = tl.load(label_value_ptr + offs_t, mask=mask_t, other=0.0)
-        x = z - reference[:, None]
+        x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
         d = exp(x)
         if AFFINE:
             a = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
@@ -55,9 +55,9 @@ def _dlogits_kernel(
             # A column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN.
             d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
         if HAS_SOFTCAP:
-            d *= 1 - (z / softcap) * (z / softcap)
-        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
-        d = tl.where(counted[:, None], d, 0.0)
+            d *= softcap_slope(z, softcap)
+        if AFFINE or HAS_SOFTCAP:
+            d = tl.where(counted[:, None], d, 0.0)  # these factors may be NaN
         store_tile(out, d, start_t, start_v, T, V, stride_out_t, BLOCK_T, BLOCK_V, TMA)
 
 
@@ -79,14 +79,21 @@ def dlogits(
     if T == 0 or V == 0:
         return
     launch = tile_launch(logits, out)
-    config = launch.config
     _dlogits_kernel[launch.grid](
         *launch.operands(), logits.labels,
-        reference, label_value, *(affine or (None, None, None)),
-        launch.matrix(out, config.BLOCK_T, config.BLOCK_V),
+        reference, *(affine or (None, None, None)),
+        launch.output(out),
         T, V, logits.H,
         *launch.strides(), out.stride(0),
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
+        *launch.scalars(),
         AFFINE=affine is not None,
         **launch.constexprs(),
     )  # fmt: skip
+    # Afterwards: a select per element would cost more than [T] cells.
+    write_label_value(
+        out,
+        logits.labels,
+        label_value,
+        vocab_start_index=logits.vocab_start_index,
+        ignore_index=logits.ignore_index,
+    )

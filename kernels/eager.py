@@ -11,15 +11,38 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.row_gradient import softcap_grad
+from flce_dist.kernels.merge import LossTerms, TokenStats, loss_of, pick_reference
+from flce_dist.kernels.row_gradient import label_value, row_gradient, softcap_grad
 from flce_dist.kernels.shard_logits import ShardLogits
+
+__all__ = [
+    "dlogits",
+    "label_logit",
+    "linear_stats",
+    "reduce_loss",
+    "rescue",
+    "row_gradient",
+    "scale",
+    "scale_rows",
+    "token_loss",
+    "write_label_value",
+]
 
 _SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 _FAR = -1e30  # a column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN
 
 
-def label_logit(logits: ShardLogits) -> Tensor:
-    """Return [T]: the logit of each token's label, 0 where it is not owned or ignored."""
+def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
+    """Return [T]: the logit of each token's label, 0 where it is not owned or ignored.
+
+    On a GPU a label that is neither in the vocabulary of ``vocab_size`` nor ignored is a
+    device-side assertion: the error arrives with the next synchronisation.
+    """
+    if logits.labels.is_cuda:
+        known = (logits.labels >= 0) & (logits.labels < vocab_size)
+        torch._assert_async(
+            (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
+        )
     out = torch.zeros(logits.T, dtype=logits.stats_dtype, device=logits.hidden.device)
     if logits.V == 0:
         return out
@@ -71,21 +94,22 @@ def linear_stats(
 def rescue(
     logits: ShardLogits,
     label_logit: Tensor,
-    reference: Tensor,
+    others_max: Tensor,
     sums: Tensor,
     *,
     cache: Tensor | None,
     with_entropy: bool,
-) -> Tensor:
-    """Return the sums [k, T] of ``linear_stats``, relative to ``reference``.
+) -> None:
+    """Replace the sums [k, T] of ``linear_stats`` where they overflow, see ``pick_reference``.
 
-    Rows whose reference is not their label's logit are computed again, and their row of the cache
-    with them; the sum of ``z - label_logit`` does not depend on the reference and stays. Reads on
-    the host which rows these are, so on a GPU this implementation waits once per forward.
+    ``others_max`` is the maximum over all ranks. The rescued rows of sums and of the cache are
+    relative to it; the sum of ``z - label_logit`` does not depend on the reference and stays.
+    Reads on the host which rows these are, so on a GPU this implementation waits once per forward.
     """
+    reference = pick_reference(label_logit, others_max)
     rows = (reference != label_logit).nonzero().squeeze(1)
     if rows.numel() == 0:
-        return sums
+        return
     sums[: 1 + with_entropy, rows] = 0.0
     few = replace(logits, hidden=logits.hidden[rows], labels=logits.labels[rows])
     for start, z, other in _windows(few):
@@ -96,7 +120,54 @@ def rescue(
             sums[1, rows] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
         if cache is not None:
             _store(cache, rows, start, e, z, other, logits.softcap)
-    return sums
+
+
+def token_loss(
+    logits: ShardLogits,
+    token_weight: Tensor | None,
+    label_logit: Tensor,
+    others_max: Tensor,
+    others: Tensor,
+    sum_z: Tensor | None,
+    terms: LossTerms,
+    *,
+    cache: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(reference, loss)``, each [T]; loss is weighted, and 0 where ignored.
+
+    The statistics are those of the whole vocabulary, [T]. ``cache`` [T, cached_v] holds D of this
+    shard's leading columns and receives ``label_value`` at the labels it has.
+    """
+    reference = pick_reference(label_logit, others_max)
+    stats = TokenStats(label_logit, reference, others, others_max, sum_z)
+    loss = loss_of(stats, terms)
+    if token_weight is not None:
+        loss = loss * token_weight
+    if cache is not None:
+        write_label_value(
+            cache,
+            logits.labels,
+            label_value(stats, reference, terms),
+            vocab_start_index=logits.vocab_start_index,
+            ignore_index=logits.ignore_index,
+        )
+    return reference, loss.where(logits.counted, 0.0)
+
+
+def reduce_loss(
+    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int, *, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``(sum of loss / norm, norm)``, scalars.
+
+    norm is 1, or for the mean the sum of the weights of counted tokens, and 1 where that is 0.
+    """
+    norm = loss.new_ones(())
+    if mean:
+        counted = labels != ignore_index
+        weights = torch.ones_like(loss) if token_weight is None else token_weight.to(loss.dtype)
+        norm = weights.where(counted, 0.0).sum()
+        norm = norm.where(norm != 0, 1.0)
+    return loss.sum() / norm, norm
 
 
 def dlogits(
@@ -123,25 +194,51 @@ def dlogits(
         out[:, start : start + z.shape[1]] = d
 
 
+def write_label_value(
+    out: Tensor, labels: Tensor, value: Tensor, *, vocab_start_index: int, ignore_index: int
+) -> None:
+    """Write ``out[t, labels[t] - vocab_start_index] = value[t]`` where that column exists.
+
+    out is [T, V], value [T]; rows of ignored tokens stay. A gather
+    and a scatter of one column per row: no index lists, so that the host need not wait.
+    """
+    if out.shape[1] == 0:
+        return
+    column = labels - vocab_start_index
+    owned = (column >= 0) & (column < out.shape[1]) & (labels != ignore_index)
+    column = column.where(owned, 0)[:, None]
+    value = value.to(out.dtype)[:, None]
+    if out.element_size() == 2:
+        # As bits: torch's CPU scatter of half floats makes an fp32 copy of its whole destination.
+        out, value = out.view(torch.int16), value.view(torch.int16)
+    out.scatter_(1, column, value.where(owned[:, None], out.gather(1, column)))
+
+
+def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
+    """Write ``out = x * factor``; factor is a scalar."""
+    torch.mul(x, factor, out=out)
+
+
 def scale_rows(
     x: Tensor,
     scale: Tensor,
-    counted: Tensor,
+    labels: Tensor,
     *,
+    ignore_index: int,
     plus: tuple[Tensor, Tensor] | None = None,
     out: Tensor,
 ) -> None:
-    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where not counted.
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
 
-    x and out are [T, N], scale and counted [T]; ``plus`` holds u [T] and row [N]. Rows that are not
-    counted are selected away, not multiplied by 0: they may hold NaN.
+    x and out are [T, N], scale [T]; ``plus`` holds u [T] and row [N]. Rows of ignored tokens are
+    selected away, not multiplied by 0: they may hold NaN.
     """
     for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
         rows = x[t].to(scale.dtype) * scale[t, None]
         if plus is not None:
             u, row = plus
             rows += u[t, None] * row
-        out[t] = rows.where(counted[t, None], 0.0)
+        out[t] = rows.where((labels[t] != ignore_index)[:, None], 0.0)
 
 
 def _windows(logits: ShardLogits) -> Iterator[tuple[int, Tensor, Tensor]]:

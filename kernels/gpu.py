@@ -2,7 +2,22 @@
 
 from flce_dist.kernels.dlogits import dlogits
 from flce_dist.kernels.label_logit import label_logit
-from flce_dist.kernels.linear_stats import linear_stats, rescue
+from flce_dist.kernels.linear_stats import linear_stats
+from flce_dist.kernels.rescue import rescue
+from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import scale_rows
+from flce_dist.kernels.token_gradient import row_gradient, write_label_value
+from flce_dist.kernels.token_loss import reduce_loss, token_loss
 
-__all__ = ["dlogits", "label_logit", "linear_stats", "rescue", "scale_rows"]
+__all__ = [
+    "dlogits",
+    "label_logit",
+    "linear_stats",
+    "reduce_loss",
+    "rescue",
+    "row_gradient",
+    "scale",
+    "scale_rows",
+    "token_loss",
+    "write_label_value",
+]

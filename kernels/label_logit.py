@@ -9,16 +9,21 @@ from flce_dist.kernels.primitives import label_columns, softcap_tanh
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
-@triton.jit
+@triton.jit(debug=True)  # for the assertion
 def _label_logit_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64
     label_logit_ptr,  # out: [T] fp32
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    vocab_start_index, ignore_index, logit_scale, softcap,
+    vocab_start_index, ignore_index, logit_scale, softcap, vocab_size,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + t)
+    tl.device_assert(
+        ((label >= 0) & (label < vocab_size)) | (label == ignore_index),
+        "labels must be within [0, vocab_size) or ignore_index",
+    )
     column, _ = label_columns(labels_ptr, t, T, V, vocab_start_index, ignore_index)
     owned = column >= 0
     hidden_ptr += t * stride_hidden_t
@@ -38,15 +43,16 @@ def _label_logit_kernel(
     tl.store(label_logit_ptr + t, tl.where(owned, z, 0.0))
 
 
-def label_logit(logits: ShardLogits) -> Tensor:
+def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
     """Return [T] fp32: the logit of each token's label, 0 where it is not owned or ignored.
 
     One gathered dot product per token reads at most 2 T H elements; summed over ranks, the result
-    is the label's logit everywhere.
+    is the label's logit everywhere. A label that is neither in the vocabulary of ``vocab_size`` nor
+    ignored is a device-side assertion: the error arrives with the next synchronisation.
     """
     T, V, H = logits.T, logits.V, logits.H
-    out = torch.zeros(T, dtype=torch.float32, device=logits.hidden.device)
-    if T == 0 or V == 0:
+    out = torch.empty(T, dtype=torch.float32, device=logits.hidden.device)
+    if T == 0:
         return out
     _label_logit_kernel[(T,)](
         logits.hidden, logits.weight, logits.bias, logits.labels,
@@ -54,6 +60,7 @@ def label_logit(logits: ShardLogits) -> Tensor:
         T, V, H,
         *logits.hidden.stride(), *logits.weight.stride(),
         logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
+        vocab_size,
         HAS_BIAS=logits.bias is not None,
         HAS_SOFTCAP=logits.softcap is not None,
         BLOCK_H=min(1024, triton.next_power_of_2(H)),

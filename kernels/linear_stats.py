@@ -1,159 +1,139 @@
-"""Statistics of one vocabulary shard, and the rescue of rows that overflow.
+"""Statistics of one vocabulary shard.
 
 T = tokens, V = vocabulary rows here, H = hidden size.
 
 One product ``hidden @ weight.T`` in a persistent grid; its epilogue turns each tile of logits into
-exponentials relative to the token's reference, sums them over the columns other than the label,
-and stores them where a cache wants them. Each tile writes its own row of partial statistics
-[num_v, T], so there are no atomics and equal runs are bitwise equal.
+exponentials relative to the token's label, takes their sum and maximum over the other columns, and
+stores them where a cache wants them. Each tile writes its own row of partial statistics, so there
+are no atomics and equal runs are bitwise equal. Long vocabularies are walked in segments of whole
+waves, whose partial statistics stay within a few MiB however large T and V are.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.launching import stats_buffer, tile_launch
+from flce_dist.kernels.launching import dependent, segment_columns, tile_launch
 from flce_dist.kernels.primitives import (
-    cast,
     exp,
     label_columns,
     logits_tile,
+    softcap_slope,
     store_tile,
     tile_coordinates,
+    wait_for_previous,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
 @triton.jit
-def _other_exponentials(
-    z, reference, column, counted, offs_v, V, softcap,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """``(z_other, x, e, de)`` [BLOCK_T, BLOCK_V]: logits but -inf at the label and beyond V,
-    z_other - reference, exp(x) and its derivative by the uncapped logit. In ignored rows z_other
-    and x hold anything, e and de are 0.
+def other_columns(x, column, offs_v, V, EVEN_V: tl.constexpr):
+    """x [BLOCK_T, BLOCK_V], but -inf at labels and beyond V.
 
-    Every operation here costs 0.4 % of a tile at H = 4096: the exclusions are one select and one
-    addition per element, and -inf does the rest.
+    A comparison, a select and (where V is not whole tiles) an addition per element: each operation
+    of the epilogue costs about 0.4 % of a tile at H = 4096.
     """
-    z_other = tl.where(offs_v[None, :] == column[:, None], -float("inf"), z)
-    z_other += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-    x = z_other - reference[:, None]
-    e = tl.where(counted[:, None], exp(x), 0.0)
-    de = e
-    if HAS_SOFTCAP:
-        capped = z / softcap
-        de = tl.where(counted[:, None], e * (1 - capped * capped), 0.0)
-    return z_other, x, e, de
+    x = tl.where(offs_v[None, :] == column[:, None], -float("inf"), x)
+    if not EVEN_V:
+        x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
+    return x
 
 
 @triton.jit
-def _row_sum_ex(e, x, counted):
-    """Row sums of ``e * x``, 0 where e is: at excluded columns x is -inf, and 0 * -inf NaN."""
-    return tl.sum(tl.where((x == -float("inf")) | ~counted[:, None], 0.0, e * x), axis=1)
-
-
-@triton.jit
-def _row_sum_x(x, column, counted, offs_v, V):
-    """Row sums of x without the excluded columns. A bias of -inf makes them -inf."""
-    other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :] & counted[:, None]
-    return tl.sum(tl.where(other, x, 0.0), axis=1)
+def row_sum_ex(e, x):
+    """Row sums of ``e * x``, without the excluded columns: there x is -inf, and 0 * -inf NaN."""
+    return tl.sum(tl.where(x == -float("inf"), 0.0, e * x), axis=1)
 
 
 @triton.jit
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr,  # in:  [T] fp32
-    max_ptr, sums_ptr,  # out: [num_v, T], [WITH_ENTROPY + WITH_SUM_Z + 1, num_v, T] fp32
+    part_ptr,  # out: [2 + WITH_ENTROPY + WITH_SUM_Z, num_v, T] fp32: max, then sums
     cache,  # out: [T, cached_v]
     T, V, H, cached_v,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
     vocab_start_index, ignore_index, logit_scale, softcap,
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, HAS_CACHE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = num_v.to(tl.int64) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        offs_t = start_t + tl.arange(0, BLOCK_T)
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask_t = offs_t < T
+        # Before the product, which hides how long they take.
+        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+        label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
             logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
-        offs_t = start_t + tl.arange(0, BLOCK_T)
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_t = offs_t < T
-        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-        reference = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
-        z_other, x, e, de = _other_exponentials(
-            z, reference, column, counted, offs_v, V, softcap, HAS_SOFTCAP
-        )
-        row = pid_v.to(tl.int64) * T + offs_t
-        row_max = tl.where(counted, tl.max(z_other, axis=1), -float("inf"))
-        tl.store(max_ptr + row, row_max, mask=mask_t)
-        tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=mask_t)
-        if WITH_ENTROPY:
-            tl.store(sums_ptr + plane + row, _row_sum_ex(e, x, counted), mask=mask_t)
-        if WITH_SUM_Z:
-            sum_x = _row_sum_x(x, column, counted, offs_v, V)
-            tl.store(sums_ptr + (1 + WITH_ENTROPY) * plane + row, sum_x, mask=mask_t)
+        z_above = z - label_logit[:, None]
+        x = other_columns(z_above, column, offs_v, V, EVEN_V)
         if HAS_CACHE:
+            x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
+        e = exp(x)
+        row = part_ptr + pid_v.to(tl.int64) * T + offs_t
+        row_max = tl.where(counted, tl.max(x, axis=1) + label_logit, -float("inf"))
+        tl.store(row, row_max, mask=mask_t)
+        tl.store(row + plane, tl.where(counted, tl.sum(e, axis=1), 0.0), mask=mask_t)
+        if WITH_ENTROPY:
+            sum_ex = tl.where(counted, row_sum_ex(e, x), 0.0)
+            tl.store(row + 2 * plane, sum_ex, mask=mask_t)
+        if WITH_SUM_Z:
+            # Not of x: a bias of -inf makes this sum -inf, an excluded column does not.
+            other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :]
+            sum_z = tl.where(counted, tl.sum(tl.where(other, z_above, 0.0), axis=1), 0.0)
+            tl.store(row + (2 + WITH_ENTROPY) * plane, sum_z, mask=mask_t)
+        if HAS_CACHE:
+            if HAS_SOFTCAP:
+                e = tl.where(counted[:, None], e * softcap_slope(z, softcap), 0.0)
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
             store_tile(
-                cache, de, start_t, start_v, T, cached_v, stride_cache_t, BLOCK_T, BLOCK_V, TMA
+                cache, e, start_t, start_v, T, cached_v, stride_cache_t, BLOCK_T, BLOCK_V, TMA
             )
 
 
 @triton.jit
-def _rescue_kernel(
-    hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
-    label_logit_ptr, reference_ptr, flagged_ptr,  # in:  [T] fp32, [T] fp32, [1] bool
-    sums_ptr,  # out: [WITH_ENTROPY + 1, num_v, T] fp32, only rows with another reference
-    cache_ptr,  # out: [T, cached_v], the same rows
-    T, V, H, cached_v,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
-    vocab_start_index, ignore_index, logit_scale, softcap,
-    WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
+def _merge_kernel(
+    part_ptr,  # in:  [1 + K, num_v, T] fp32: max, then sums
+    max_ptr, sums_ptr,  # in, out: [T], [K, T] fp32
+    num_v, T,
+    K: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
-    num_tiles = num_t * num_v * tl.load(flagged_ptr).to(tl.int32)  # 0: nothing to do, at once
-    plane = num_v.to(tl.int64) * T
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
-        offs_t = start_t + tl.arange(0, BLOCK_T)
-        reference = tl.load(reference_ptr + offs_t, mask=offs_t < T, other=0.0)
-        label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
-        flagged = reference > label_logit
-        if tl.max(flagged.to(tl.int32), axis=0) > 0:
-            z = logits_tile(
-                hidden, weight, bias_ptr, start_t, start_v, T, V, H,
-                stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-                logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
-            )  # fmt: skip
-            offs_v = start_v + tl.arange(0, BLOCK_V)
-            column, counted = label_columns(
-                labels_ptr, offs_t, T, V, vocab_start_index, ignore_index
-            )
-            _, x, e, de = _other_exponentials(
-                z, reference, column, counted, offs_v, V, softcap, HAS_SOFTCAP
-            )
-            row = pid_v.to(tl.int64) * T + offs_t
-            tl.store(sums_ptr + row, tl.sum(e, axis=1), mask=flagged)
-            if WITH_ENTROPY:
-                sum_ex = _row_sum_ex(e, x, counted)
-                tl.store(sums_ptr + plane + row, sum_ex, mask=flagged)
-            if HAS_CACHE:
-                # T * V passes 2**31 at 16k x 128k
-                cells = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
-                mask = flagged[:, None] & (offs_v < cached_v)[None, :]
-                tl.store(cache_ptr + cells, cast(de, cache_ptr.dtype.element_ty), mask=mask)
+    wait_for_previous(PDL)
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < T
+    row_max = tl.full((BLOCK_T,), -float("inf"), tl.float32)
+    if not FIRST:
+        row_max = tl.load(max_ptr + offs_t, mask=mask_t, other=0.0)
+    for start in range(0, num_v, BLOCK_N):
+        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        mask = (n < num_v) & mask_t[None, :]
+        part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=-float("inf"))
+        row_max = tl.maximum(row_max, tl.max(part, axis=0))
+    tl.store(max_ptr + offs_t, row_max, mask=mask_t)
+    for k in tl.static_range(K):
+        row_sum = tl.zeros((BLOCK_T,), tl.float32)
+        if not FIRST:
+            row_sum = tl.load(sums_ptr + k * T + offs_t, mask=mask_t, other=0.0)
+        for start in range(0, num_v, BLOCK_N):
+            n = (start + tl.arange(0, BLOCK_N) + (k + 1) * num_v).to(tl.int64)[:, None]
+            mask = (n < (k + 2) * num_v) & mask_t[None, :]
+            part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
+            row_sum += tl.sum(part, axis=0)
+        tl.store(sums_ptr + k * T + offs_t, row_sum, mask=mask_t)
 
 
 def linear_stats(
@@ -164,7 +144,7 @@ def linear_stats(
     with_sum_z: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return this shard's ``(others_max [T], partial sums [k, num_v, T])``, fp32.
+    """Return this shard's ``(others_max [T], sums [k, T])``, fp32.
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
@@ -174,58 +154,38 @@ def linear_stats(
     T, V = logits.T, logits.V
     k = 1 + with_entropy + with_sum_z
     if T == 0 or V == 0:
-        return label_logit.new_full((T,), -float("inf")), label_logit.new_zeros(k, 1, T)
-    launch = tile_launch(logits, cache)
-    others_max = stats_buffer(logits, 1, launch.num_v)
-    sums = stats_buffer(logits, k, launch.num_v)
-    config = launch.config
-    _linear_stats_kernel[launch.grid](
-        *launch.operands(), logits.labels,
-        label_logit,
-        others_max, sums,
-        None if cache is None else launch.matrix(cache, config.BLOCK_T, config.BLOCK_V),
-        T, V, logits.H, 0 if cache is None else cache.shape[1],
-        *launch.strides(), 0 if cache is None else cache.stride(0),
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
-        WITH_ENTROPY=with_entropy,
-        WITH_SUM_Z=with_sum_z,
-        HAS_CACHE=cache is not None,
-        **launch.constexprs(),
-    )  # fmt: skip
-    return others_max[0].amax(0), sums
-
-
-def rescue(
-    logits: ShardLogits,
-    label_logit: Tensor,
-    reference: Tensor,
-    partial_sums: Tensor,
-    *,
-    cache: Tensor | None,
-    with_entropy: bool,
-) -> Tensor:
-    """Return the sums [k, T] of ``linear_stats``, relative to ``reference``.
-
-    Rows whose reference is not their label's logit are computed again, and their row of the cache
-    with them; the sum of ``z - label_logit`` does not depend on the reference and stays. The
-    launch is unconditional and every program exits at once where there is no such row, so the host
-    need not know.
-    """
-    T, V = logits.T, logits.V
-    if T == 0 or V == 0:
-        return partial_sums.sum(1)
-    launch = tile_launch(logits)
-    flagged = (reference != label_logit).any()
-    _rescue_kernel[launch.grid](
-        *launch.operands(), logits.labels,
-        label_logit, reference, flagged,
-        partial_sums,
-        cache,
-        T, V, logits.H, 0 if cache is None else cache.shape[1],
-        *launch.strides(), 0 if cache is None else cache.stride(0),
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
-        WITH_ENTROPY=with_entropy,
-        HAS_CACHE=cache is not None,
-        **launch.constexprs(),
-    )  # fmt: skip
-    return partial_sums.sum(1)
+        return label_logit.new_full((T,), -float("inf")), label_logit.new_zeros(k, T)
+    others_max, sums = torch.empty_like(label_logit), label_logit.new_empty(k, T)
+    device = label_logit.device
+    segment = segment_columns(logits, 1 + k)
+    block_t = min(32, triton.next_power_of_2(T))  # 32: 128 bytes of a row of partial statistics
+    part = label_logit.new_empty((1 + k) * T * segment.num_v)
+    for start in range(0, V, segment.columns):
+        end = min(start + segment.columns, V)
+        window = None
+        if cache is not None and start < cache.shape[1]:
+            window = cache[:, start:end]
+        launch = tile_launch(logits.columns(start, end), window)
+        _linear_stats_kernel[launch.grid](
+            *launch.operands(), logits.labels,
+            label_logit,
+            part,
+            None if window is None else launch.output(window),
+            T, end - start, logits.H, 0 if window is None else window.shape[1],
+            *launch.strides(), 0 if window is None else window.stride(0),
+            logits.vocab_start_index + start, *launch.scalars(),
+            WITH_ENTROPY=with_entropy,
+            WITH_SUM_Z=with_sum_z,
+            HAS_CACHE=window is not None,
+            EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
+            **launch.constexprs(),
+            **dependent(device),
+        )  # fmt: skip
+        _merge_kernel[(-(-T // block_t),)](
+            part,
+            others_max, sums,
+            launch.num_v, T,
+            K=k, FIRST=start == 0, BLOCK_N=4096 // block_t, BLOCK_T=block_t,
+            **dependent(device),
+        )  # fmt: skip
+    return others_max, sums

@@ -28,6 +28,13 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the previous kernel of the stream has ended and its writes can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 
@@ -46,6 +53,13 @@ def softcap_tanh(z, softcap):
     quotient = (1 - t) / (1 + t)
     quotient = tl.where(x < 0, -quotient, quotient)
     return softcap * tl.where(tl.abs(x) < 0.25, series, quotient)
+
+
+@triton.jit
+def softcap_slope(z, softcap):
+    """Derivative of the softcap, from its value z."""
+    capped = z / softcap
+    return 1 - capped * capped
 
 
 @triton.jit
@@ -121,6 +135,17 @@ def logits_tile(
     if HAS_SOFTCAP:
         z = softcap_tanh(z, softcap)
     return z
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` for x >= 0 with the relative accuracy of x, which log(1 + x) loses near 0."""
+    # 2 atanh(s) with s = x / (2 + x) <= 1 / 3; the next term is below 2e-9 of the sum.
+    s = x / (2 + x)
+    q = s * s
+    series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
+    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
+    return tl.where(x < 1, series, tl.log(1 + x))
 
 
 @triton.jit

@@ -18,11 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.merge import TokenStats
+from flce_dist.kernels.merge import LossTerms, TokenStats
 
 
 class RowGradient(NamedTuple):
-    """``dz = scale * D + uniform``, D as ``dlogits`` writes it from the other three."""
+    """``dz = scale * D + uniform``, D as ``dlogits`` writes it from the other three.
+
+    scale and uniform include ``logit_scale``, as the gradient by ``hidden @ weight.T`` does; the
+    gradient by the bias takes it out again.
+    """
 
     scale: Tensor
     reference: Tensor
@@ -42,66 +46,77 @@ class MetricGradients(NamedTuple):
         return any(g is not None for g in self)
 
 
-def label_value(
-    stats: TokenStats,
-    reference: Tensor,
-    softcap: float | None,
-    *,
-    label_smoothing: float,
-    z_loss_weight: float,
-) -> Tensor:
+def label_value(stats: TokenStats, reference: Tensor, terms: LossTerms) -> Tensor:
     """Return D at the label's column, relative to ``reference``; free of the upstream gradient."""
     change = stats.reference - reference
     value = -stats.others * change.exp()
-    if z_loss_weight or label_smoothing:
-        excess = 2 * z_loss_weight * stats.lse + label_smoothing
-        w = _z_loss_factor(stats.lse, z_loss_weight)
+    if terms.has_excess:
+        excess = 2 * terms.z_loss_weight * stats.lse + terms.label_smoothing
+        w = _z_loss_factor(stats.lse, terms.z_loss_weight)
         value = value + excess * (stats.log_total + change).exp() / w
-    return value * softcap_grad(stats.label_logit, softcap)
+    return value * softcap_grad(stats.label_logit, terms.softcap)
+
+
+def token_dloss(
+    like: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    norm: Tensor | None,
+    dloss: Tensor | None,
+    terms: LossTerms,
+) -> Tensor:
+    """Return [T]: the gradient that reaches each token's unweighted loss, 0 where ignored."""
+    total = torch.ones_like(like)
+    if dloss is not None:
+        total = total * dloss
+    if token_weight is not None:
+        total = total * token_weight
+    if norm is not None:
+        total = total / norm
+    return total.where(labels != terms.ignore_index, 0.0)
 
 
 def row_gradient(
-    dloss: Tensor,
     stats: TokenStats,
-    reference: Tensor,
-    softcap: float | None,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    norm: Tensor | None,
+    dloss: Tensor | None,
+    terms: LossTerms,
     *,
-    label_smoothing: float,
-    z_loss_weight: float,
-    vocab_size: int,
+    from_lse: bool,
 ) -> RowGradient:
-    """Split the gradient of ``dloss[t] * loss[t]``. Not for softcap with smoothing."""
-    w = _z_loss_factor(stats.lse, z_loss_weight)
+    """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
+
+    token_weight and dloss are [T] (dloss also a scalar for all), norm a scalar; None is 1. D is
+    relative to the reference of stats, or to lse where ``from_lse``. Not for softcap with
+    smoothing.
+    """
+    dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
+    reference = stats.lse if from_lse else stats.reference
+    change = reference - stats.reference
+    w = _z_loss_factor(stats.lse, terms.z_loss_weight)
+    smoothing = terms.label_smoothing
     return RowGradient(
-        scale=dloss * w * (reference - stats.reference - stats.log_total).exp(),
+        scale=dloss * w * (change - stats.log_total).exp(),
         reference=reference,
-        label_value=label_value(
-            stats,
-            reference,
-            softcap,
-            label_smoothing=label_smoothing,
-            z_loss_weight=z_loss_weight,
-        ),
+        label_value=label_value(stats, reference, terms),
         affine=None,
-        uniform=-label_smoothing / vocab_size * dloss if label_smoothing else None,
+        uniform=-smoothing / terms.vocab_size * dloss if smoothing else None,
     )
 
 
 def row_gradient_with_metrics(
+    stats: TokenStats,
     dloss: Tensor,
     metrics: MetricGradients,
-    stats: TokenStats,
     entropy: Tensor | None,
-    softcap: float | None,
-    *,
-    label_smoothing: float,
-    z_loss_weight: float,
-    vocab_size: int,
+    terms: LossTerms,
 ) -> RowGradient:
     """Split the gradient of loss and metrics, where no one factor is common to a row.
 
-    With ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` has the upstream
-    gradients inside and ``scale`` is 1::
+    ``dloss`` comes from ``token_dloss``. With ``x_v = z_v - reference``,
+    ``D_v = exp(x_v) * (a + b * x_v) + u`` has the upstream gradients inside::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
     """
@@ -109,23 +124,23 @@ def row_gradient_with_metrics(
     dlse = zero if metrics.lse is None else metrics.lse
     dlogprob = zero if metrics.logprob is None else metrics.logprob
     dentropy = zero if metrics.entropy is None else metrics.entropy
-    centre = zero if entropy is None else entropy - stats.log_total
+    log_total, lse = stats.log_total, stats.lse
+    centre = zero if entropy is None else entropy - log_total
 
-    w = 1 + 2 * z_loss_weight * stats.lse
-    p_scale = (-stats.log_total).exp()
+    w = 1 + 2 * terms.z_loss_weight * lse
+    p_scale = (-log_total).exp()
     others = stats.others * p_scale  # 1 - p_label
-    label_above = stats.label_logit - stats.reference
-    uniform = -label_smoothing / vocab_size * dloss
+    uniform = -terms.label_smoothing / terms.vocab_size * dloss
     value = (
         -others * (dloss * w - dlogprob)
-        + dloss * (2 * z_loss_weight * stats.lse + label_smoothing)
-        + stats.logprob.exp() * (dlse - dentropy * (label_above + centre))
+        + dloss * (2 * terms.z_loss_weight * lse + terms.label_smoothing)
+        + stats.logprob.exp() * (dlse - dentropy * (stats.label_above + centre))
         + uniform
     )
     return RowGradient(
-        scale=torch.ones_like(dloss),
+        scale=torch.full_like(dloss, terms.logit_scale),
         reference=stats.reference,
-        label_value=value * softcap_grad(stats.label_logit, softcap),
+        label_value=value * softcap_grad(stats.label_logit, terms.softcap),
         affine=(
             (dloss * w + dlse - dlogprob - dentropy * centre) * p_scale,
             -dentropy * p_scale,

@@ -16,7 +16,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from flce_dist.kernels import dlogits, label_logit, linear_stats, tuning
+from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, tuning
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -45,8 +45,8 @@ class AbsentGpu:
         return torch.device("cpu")
 
 
-def compile_all(arch: str, itemsize: int, config: TileConfig) -> dict[str, Any]:
-    """Compile the kernels around a logits tile as their launchers would."""
+def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> dict[str, Any]:
+    """Compile the kernels around a logits tile as their launchers would with this tile."""
     dtype = DTYPES[itemsize]
     # Few rows: descriptors and constexprs know none but the strides.
     logits = ShardLogits(
@@ -60,39 +60,43 @@ def compile_all(arch: str, itemsize: int, config: TileConfig) -> dict[str, Any]:
         softcap=None,
     )
     launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
-    cells = launch.matrix(torch.empty(256, V, dtype=dtype), config.BLOCK_T, config.BLOCK_V)
+    cells = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
     fp32, labels = torch.empty(16), logits.labels
-    flagged = torch.empty(1, dtype=torch.bool)
     operands = (*launch.operands(), labels)
     strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
     common = {**launch.constexprs(), "grid": (132,)}
+    pdl = {"PDL": tuning.has_dependent_launch(arch)}
     stats = linear_stats._linear_stats_kernel.warmup
-    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False}
-    tail = (*strides, V, *scalars)
+    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False, **pdl}
+    if stores:
+        return {
+            "linear_stats cached": stats(
+                *operands, fp32, fp32, cells, T, V, H, V, *strides, V, *scalars,
+                HAS_CACHE=True, **plain, **common,
+            ),
+            "dlogits": dlogits._dlogits_kernel.warmup(
+                *operands, fp32, None, None, None, cells, T, V, H, *strides, V, *scalars[1:],
+                AFFINE=False, **common,
+            ),
+            "dlogits affine": dlogits._dlogits_kernel.warmup(
+                *operands, fp32, fp32, fp32, fp32, cells, T, V, H, *strides, V, *scalars[1:],
+                AFFINE=True, **common,
+            ),
+        }  # fmt: skip
+    pointers = TileLaunch(logits, config, programs=132, tma=False)
     return {
         "linear_stats": stats(
-            *operands, fp32, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
+            *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
             HAS_CACHE=False, **plain, **common,
         ),
-        "linear_stats cached": stats(
-            *operands, fp32, fp32, fp32, cells, T, V, H, V, *tail,
-            HAS_CACHE=True, **plain, **common,
-        ),
-        "rescue": linear_stats._rescue_kernel.warmup(
-            *operands, fp32, fp32, flagged, fp32, pointer, T, V, H, V, *tail,
-            HAS_CACHE=True, WITH_ENTROPY=False, **common,
-        ),
-        "dlogits": dlogits._dlogits_kernel.warmup(
-            *operands, fp32, fp32, None, None, None, cells, T, V, H, *tail,
-            AFFINE=False, **common,
-        ),
-        "dlogits affine": dlogits._dlogits_kernel.warmup(
-            *operands, fp32, fp32, fp32, fp32, fp32, cells, T, V, H, *tail,
-            AFFINE=True, **common,
+        "rescue": rescue._rescue_kernel.warmup(
+            *pointers.operands(), labels, fp32, fp32, fp32, pointer, T, V, H, V,
+            *strides, V, *scalars, ABOVE=50.0, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
+            BLOCK_SCAN=2048, **pointers.constexprs(), **pdl, grid=(132,),
         ),
         "label_logit": label_logit._label_logit_kernel.warmup(
-            pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars,
+            pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
             HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
         ),
     }  # fmt: skip
@@ -110,10 +114,10 @@ def spilled_bytes(ptx: str, capability: int) -> int:
 
 
 def main() -> None:
-    for arch, itemsize, config in tuning.all_configs():
+    for arch, itemsize, stores, config in tuning.all_configs():
         capability = int(arch.removeprefix("sm_"))
         triton.runtime.driver.set_active(AbsentGpu(capability))
-        for name, kernel in compile_all(arch, itemsize, config).items():
+        for name, kernel in compile_all(arch, itemsize, stores, config).items():
             ptx = kernel.asm["ptx"]
             facts = {
                 "arch": arch,

@@ -1,0 +1,183 @@
+"""From the merged statistics of a token to its loss, in one pass over [T]; and their sum.
+
+The formulas are those of ``merge.py``, where they are explained. T = tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.launching import dependent
+from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms
+from flce_dist.kernels.primitives import cast, exp, label_columns, log1p, wait_for_previous
+from flce_dist.kernels.shard_logits import ShardLogits
+
+
+@triton.jit
+def log_total_of(others, label_above):
+    """``lse - reference``: log of the sum of all exponentials, the label's own included."""
+    # label_above is exactly 0 or below -50: then the reference is the maximum, and others >= 1.
+    return log1p(tl.where(label_above == 0.0, others, others - 1 + exp(label_above)))
+
+
+@triton.jit
+def label_value_of(
+    others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
+    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """D at the label's column, see ``row_gradient.label_value``."""
+    value = -others
+    if HAS_EXCESS:
+        excess = 2 * z_loss_weight * lse + label_smoothing
+        value += excess * exp(log_total) / z_loss_factor(lse, z_loss_weight)
+    if HAS_SOFTCAP:
+        capped = label_logit / softcap
+        value *= 1 - capped * capped
+    return value
+
+
+@triton.jit
+def z_loss_factor(lse, z_loss_weight):
+    """``1 + 2 * z_loss_weight * lse``, kept off 0 because it divides."""
+    w = 1 + 2 * z_loss_weight * lse
+    return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
+
+
+@triton.jit
+def write_label(
+    cells_ptr, value, column, offs_t, mask, width, stride_t,
+):  # fmt: skip
+    """Write ``cells[t, column[t]] = value[t]`` where that column exists (-1 if it does not)."""
+    cell = offs_t.to(tl.int64) * stride_t + column  # T * V passes 2**31 at 16k x 128k
+    value = cast(value, cells_ptr.dtype.element_ty)
+    tl.store(cells_ptr + cell, value, mask=mask & (column >= 0) & (column < width))
+
+
+@triton.jit
+def _token_loss_kernel(
+    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
+    label_logit_ptr, max_ptr, others_ptr, sum_z_ptr,  # in:  [T] fp32 each
+    reference_ptr, loss_ptr,  # out: [T] fp32 each
+    cache_ptr,  # out: [T, cached_v], only the labels' cells
+    T, V, cached_v, stride_cache_t,
+    vocab_start_index, ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
+    ABOVE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CACHE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = offs_t < T
+    column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+    label_logit = tl.load(label_logit_ptr + offs_t, mask=mask, other=0.0)
+    others_max = tl.load(max_ptr + offs_t, mask=mask, other=0.0)
+    others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
+
+    reference = tl.where(others_max - label_logit > ABOVE, others_max, label_logit)
+    label_above = label_logit - reference
+    log_total = log_total_of(others, label_above)
+    lse = reference + log_total
+    loss = log_total - label_above
+    if HAS_SMOOTHING:
+        loss -= smoothing_share * tl.load(sum_z_ptr + offs_t, mask=mask, other=0.0)
+    loss += z_loss_weight * lse * lse
+    if HAS_WEIGHT:
+        loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+    tl.store(reference_ptr + offs_t, reference, mask=mask)
+    tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
+    if HAS_CACHE:
+        value = label_value_of(
+            others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
+            HAS_EXCESS, HAS_SOFTCAP,
+        )  # fmt: skip
+        write_label(cache_ptr, value, column, offs_t, mask, cached_v, stride_cache_t)
+
+
+@triton.jit
+def _reduce_loss_kernel(
+    loss_ptr, labels_ptr, token_weight_ptr,  # in:  [T] fp32, [T] int64, [T]
+    total_ptr, norm_ptr,  # out: [] fp32 each
+    T, ignore_index,
+    MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    weights = tl.zeros((BLOCK_T,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        offs_t = start + tl.arange(0, BLOCK_T)
+        mask = offs_t < T
+        total += tl.load(loss_ptr + offs_t, mask=mask, other=0.0)
+        if MEAN:
+            label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
+            weight = tl.full((BLOCK_T,), 1.0, tl.float32)
+            if HAS_WEIGHT:
+                weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+            weights += tl.where(label != ignore_index, weight, 0.0)
+    norm = 1.0
+    if MEAN:
+        norm = tl.sum(weights, axis=0)
+        norm = tl.where(norm == 0.0, 1.0, norm)
+    tl.store(norm_ptr, norm)
+    tl.store(total_ptr, tl.sum(total, axis=0) / norm)
+
+
+def token_loss(
+    logits: ShardLogits,
+    token_weight: Tensor | None,
+    label_logit: Tensor,
+    others_max: Tensor,
+    others: Tensor,
+    sum_z: Tensor | None,
+    terms: LossTerms,
+    *,
+    cache: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(reference, loss)``, each [T] fp32; loss is weighted, and 0 where ignored.
+
+    The statistics are those of the whole vocabulary, [T] fp32. ``cache`` [T, cached_v] holds D of
+    this shard's leading columns and receives ``label_value`` at the labels it has.
+    """
+    T = logits.T
+    reference, loss = torch.empty_like(label_logit), torch.empty_like(label_logit)
+    if T == 0:
+        return reference, loss
+    _token_loss_kernel[(-(-T // 128),)](
+        logits.labels, token_weight,
+        label_logit, others_max, others, sum_z,
+        reference, loss,
+        cache,
+        T, logits.V, 0 if cache is None else cache.shape[1],
+        0 if cache is None else cache.stride(0),
+        logits.vocab_start_index, logits.ignore_index, logits.softcap or 1.0,
+        terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
+        ABOVE=RESCUE_ABOVE,
+        HAS_WEIGHT=token_weight is not None,
+        HAS_SMOOTHING=sum_z is not None,
+        HAS_EXCESS=terms.has_excess,
+        HAS_SOFTCAP=logits.softcap is not None,
+        HAS_CACHE=cache is not None,
+        BLOCK_T=128,
+        **dependent(logits.labels.device),
+    )  # fmt: skip
+    return reference, loss
+
+
+def reduce_loss(
+    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int, *, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``(sum of loss / norm, norm)``, scalars.
+
+    norm is 1, or for the mean the sum of the weights of counted tokens, and 1 where that is 0.
+    """
+    total, norm = loss.new_empty(()), loss.new_empty(())
+    _reduce_loss_kernel[(1,)](
+        loss, labels, token_weight,
+        total, norm,
+        len(labels), ignore_index,
+        MEAN=mean, HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
+        **dependent(loss.device),
+    )  # fmt: skip
+    return total, norm
