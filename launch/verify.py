@@ -26,21 +26,24 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flce_dist.launch.about import about
-from flce_dist.launch.verify_cases import Shape, cases, make_data, variants
+from flce_dist.launch.verify_cases import (
+    Shape,
+    cases,
+    default_shapes,
+    make_data,
+    part_cached_budget,
+    variants,
+)
 from flce_dist.launch.verify_checks import make_truth, run_case
 from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
 from flce_dist.options import Impl, Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT_SHAPES = {
-    "cuda": (Shape(1024, 1024, 32000), Shape(129, 123, 5003)),
-    "cpu": (Shape(64, 256, 1000), Shape(33, 123, 507)),
-}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check. By default everything, at a plain and at an odd shape."""
+    """What to check. By default everything, at a plain, an odd and a wide shape."""
 
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     shapes: tuple[tuple[int, int, int], ...] = ()
@@ -97,17 +100,19 @@ def _run(
     """Run every case, each rank its share of it."""
     P = 1 if tp_group is None else tp_group.size()
     shapes = []
-    for shape in [Shape(*sizes) for sizes in settings.shapes] or DEFAULT_SHAPES[device.type]:
+    asked = [Shape(*sizes) for sizes in settings.shapes]
+    for shape in asked or default_shapes(device.type, P):
         if _fits(shape, device, tp_group):
             shapes.append(shape)
         else:
             console.print(f"skipped {shape}: its fp64 logits do not fit into memory")
-    todo = [
-        (dtype, shape, variant, list(cases(variant, settings.schedules, P)))
-        for dtype in settings.dtypes
-        for shape in shapes
-        for variant in variants()
-    ]
+    todo = []
+    for dtype in settings.dtypes:
+        for shape in shapes:
+            budget = part_cached_budget(shape, P, DTYPES[dtype])
+            for variant in variants():
+                group = list(cases(variant, settings.schedules, P, budget))
+                todo.append((dtype, shape, variant, group))
     records = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, group in todo))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.options import Reduction, Schedule
+from flce_dist.plan import plan
 from flce_dist.vocab import vocab_range
 
 METRICS = ("lse", "logprob", "entropy")
@@ -45,12 +46,12 @@ class Case:
     variant: Variant
     schedule: Schedule
     sequence_parallel: bool
-    partly_cached: bool = False
+    max_logits_bytes: int | None = None  # if given, a budget that a part of the columns fits into
 
     @property
     def name(self) -> str:
-        partly = ", half cached" if self.partly_cached else ""
-        return f"{self.schedule}{partly}{', SP' if self.sequence_parallel else ''}"
+        part = "" if self.max_logits_bytes is None else ", part cached"
+        return f"{self.schedule}{part}{', SP' if self.sequence_parallel else ''}"
 
     @property
     def metric_gradients(self) -> bool:
@@ -89,8 +90,46 @@ def variants() -> list[Variant]:
     ]
 
 
-def cases(variant: Variant, schedules: tuple[Schedule, ...], P: int) -> Iterator[Case]:
-    """Yield every supported way to compute ``variant`` on P ranks."""
+def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
+    """Return a plain shape, an odd one, and one of so many columns that a budget can divide them.
+
+    The plan never makes the window of recomputed columns narrower to cache a part of few columns.
+    """
+    wide = Shape(16, 64, 36864 * P)
+    if device_type == "cuda":
+        return Shape(1024, 1024, 32000), Shape(129, 123, 5003), wide
+    return Shape(64, 256, 1000), Shape(33, 123, 507), wide
+
+
+def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
+    """Return a ``max_logits_bytes`` with which ``auto`` caches some columns and recomputes others.
+
+    It is the middle one of those that do, and None if none does.
+    """
+    T, V = _round_up(shape.T, P), _round_up(shape.V_all, P) // P
+    column_bytes = T * dtype.itemsize
+    budgets = []
+    for columns in range(256, 2 * V, 256):
+        chosen = plan(
+            T=T,
+            V=V,
+            itemsize=dtype.itemsize,
+            schedule="auto",
+            max_logits_bytes=columns * column_bytes,
+            converts=dtype == torch.float16,
+        )
+        if 0 < chosen.cached_v < V:
+            budgets.append(chosen.logits_bytes)
+    return budgets[len(budgets) // 2] if budgets else None
+
+
+def cases(
+    variant: Variant, schedules: tuple[Schedule, ...], P: int, part_cached: int | None
+) -> Iterator[Case]:
+    """Yield every supported way to compute ``variant`` on P ranks.
+
+    ``part_cached`` comes from ``part_cached_budget``.
+    """
     needs_logits = {"softcap", "label_smoothing"} <= dict(variant.options).keys()
     for schedule in schedules:
         if needs_logits and schedule in ("cached", "in_forward"):
@@ -99,8 +138,8 @@ def cases(variant: Variant, schedules: tuple[Schedule, ...], P: int) -> Iterator
             continue
         for sequence_parallel in (False, True) if P > 1 else (False,):
             yield Case(variant, schedule, sequence_parallel)
-            if schedule == "auto" and variant.name == "plain":
-                yield Case(variant, schedule, sequence_parallel, partly_cached=True)
+            if schedule == "auto" and variant.name == "plain" and part_cached is not None:
+                yield Case(variant, schedule, sequence_parallel, part_cached)
 
 
 @dataclass(frozen=True)

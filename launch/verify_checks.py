@@ -52,7 +52,6 @@ def run_case(
 
     hidden, weight = data.hidden[tokens].clone(), data.weight[own].clone()
     bias = None if data.bias is None else data.bias[own].clone()
-    half = weight.element_size() * T * (own.stop - own.start) // 2
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     out = call(
@@ -67,7 +66,7 @@ def run_case(
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule,
-        max_logits_bytes=half if case.partly_cached else None,
+        max_logits_bytes=case.max_logits_bytes,
         impl=impl,
         **dict(case.variant.options),
     )
