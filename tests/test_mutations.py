@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist import autograd, linear_cross_entropy, plan, steps
-from flce_dist.kernels import eager, gemm, merge, row_gradient
+from flce_dist.kernels import eager, gemm, row_gradient
+from flce_dist.kernels import rescue as rescue_file
+from flce_dist.kernels import token_loss as token_loss_file
+from flce_dist.kernels.merge import LossTerms, TokenStats
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.testing import relative_rms
 from flce_dist.vocab import VocabShard
@@ -28,6 +31,7 @@ from tests.oracle import (
     run_op,
     run_reference,
 )
+from tests.problems import both, each_schedule, with_logits
 
 T, V, H = 40, 600, 24
 RESULTS = ["loss", "dhidden", "dweight", "dbias"]
@@ -48,6 +52,14 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Patch:
 
 def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
     return make_inputs(T, V, H, dtype, bias=True, token_weight=True)
+
+
+def label_below(nats: float) -> Inputs:
+    """Tokens whose label lies ``nats`` below another column; the rescue begins at 50."""
+    z = torch.randn(8, 70, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(8)
+    z[F.one_hot((labels + 1) % 70, 70).bool()] = nats
+    return with_logits(z, labels)
 
 
 # --- results that are off: named, one by one
@@ -101,7 +113,7 @@ def break_shard(original: Any, *args: Any, **kwargs: Any) -> ShardLogits:
     return replace(logits, vocab_start_index=logits.vocab_start_index + 1)
 
 
-@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+@each_schedule
 def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
     check(inputs(), schedule=schedule)
     mutate(steps.Call, "logits", break_shard)
@@ -109,11 +121,16 @@ def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
         check(inputs(), schedule=schedule)
 
 
-def test_labels_owned_by_every_rank(mutate: Patch) -> None:
+@both
+def test_labels_owned_by_every_rank(mutate: Patch, impl: str) -> None:
     """As if two ranks added the label's logit."""
-    mutate(eager, "label_logit", lambda original, logits: 2 * original(logits))
+    mutate(
+        steps.kernels_of(impl),
+        "label_logit",
+        lambda original, *args, **kw: 2 * original(*args, **kw),
+    )
     with pytest.raises(AssertionError, match="loss: "):
-        check(inputs())
+        check(inputs(), impl=impl)
 
 
 def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,53 +142,119 @@ def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         check(problem, vocab_size=V - 1)
 
 
-def test_smoothing_averaged_over_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(inputs(), label_smoothing=0.1)
+@both
+def test_smoothing_averaged_over_a_shard(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    check(inputs(), impl=impl, label_smoothing=0.1)
     terms = steps.Call.loss_terms.fget  # type: ignore[attr-defined]
 
-    def of_shard(call: steps.Call) -> dict[str, Any]:
-        return {**terms(call), "vocab_size": V // 2}
+    def of_shard(call: steps.Call) -> LossTerms:
+        return terms(call)._replace(vocab_size=V // 2)
 
     monkeypatch.setattr(steps.Call, "loss_terms", property(of_shard))
     with pytest.raises(AssertionError, match="loss: "):
-        check(inputs(), label_smoothing=0.1)
+        check(inputs(), impl=impl, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
-def test_rescue_switched_off(mutate: Patch, schedule: str) -> None:
-    z = torch.randn(8, 70)
-    labels = torch.arange(8)
-    z[F.one_hot((labels + 1) % 70, 70).bool()] = 200.0
-    problem = Inputs(torch.eye(8), z.T.contiguous(), labels)
-    check(problem, schedule=schedule)
-    mutate(merge, "pick_reference", lambda original, label_logit, others_max: label_logit)
+@both
+@each_schedule
+def test_rescue_switched_off(
+    mutate: Patch, monkeypatch: pytest.MonkeyPatch, schedule: str, impl: str
+) -> None:
+    problem = label_below(200.0)
+    check(problem, impl=impl, schedule=schedule)
+    mutate(eager, "pick_reference", lambda original, label_logit, others_max: label_logit)
+    for owner in (rescue_file, token_loss_file):
+        monkeypatch.setattr(owner, "RESCUE_ABOVE", 1e9)
     with pytest.raises(AssertionError, match="loss: "):
-        check(problem, schedule=schedule)
+        check(problem, impl=impl, schedule=schedule)
 
 
-def test_rescue_forgets_the_cache(mutate: Patch) -> None:
+@both
+@pytest.mark.parametrize("nats", [60.0, 200.0])
+def test_rescue_forgets_the_sums(mutate: Patch, nats: float, impl: str) -> None:
+    def forget(
+        original: Any, logits: Any, label_logit: Tensor, others_max: Tensor, sums: Tensor, **kw: Any
+    ) -> None:
+        original(logits, label_logit, others_max, sums.clone(), **kw)
+
+    mutate(steps.kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="loss: "):
+        check(label_below(nats), impl=impl)
+
+
+@both
+def test_rescue_forgets_the_entropy(mutate: Patch, impl: str) -> None:
+    def forget(original: Any, *args: Any, **kw: Any) -> None:
+        original(*args, **{**kw, "with_entropy": False})
+
+    check(label_below(60.0), impl=impl, with_metrics=True)
+    mutate(steps.kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="entropy: "):
+        check(label_below(60.0), impl=impl, with_metrics=True)
+
+
+@both
+def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
     """The loss is right then, and only the gradients tell."""
-    z = torch.randn(8, 70)
-    labels = torch.arange(8)
-    z[F.one_hot((labels + 1) % 70, 70).bool()] = 60.0
-    problem = Inputs(torch.eye(8), z.T.contiguous(), labels)
-    mutate(eager, "rescue", lambda original, *args, **kw: original(*args, **{**kw, "cache": None}))
+
+    def forget(original: Any, *args: Any, **kw: Any) -> None:
+        original(*args, **{**kw, "cache": None})
+
+    mutate(steps.kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
-        check(problem, schedule="cached")
+        check(label_below(60.0), impl=impl, schedule="cached")
 
 
+def without(name: str) -> Callable[..., Any]:
+    """A ``row_gradient`` that is not told about one of what scales the gradient."""
+
+    def wrong(
+        original: Any, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
+        norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, **kw: Any,
+    ) -> Any:  # fmt: skip
+        given = {"token_weight": token_weight, "norm": norm, "dloss": dloss}
+        assert given[name] is not None
+        given[name] = None
+        return original(stats, labels, *given.values(), terms, **kw)
+
+    return wrong
+
+
+@both
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_upstream_gradient_ignored(mutate: Patch, reduction: str, schedule: str) -> None:
-    def ignore(original: Any, dloss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(torch.ones_like(dloss), *args, **kwargs)
-
+def test_upstream_gradient_ignored(mutate: Patch, reduction: str, schedule: str, impl: str) -> None:
     g = per_token_upstream(T) if reduction == "none" else 3.0
     problem = make_inputs(T, V, H, ignored=0.0)
-    check(problem, Upstream(g), reduction=reduction, schedule=schedule)
-    mutate(row_gradient, "row_gradient", ignore)
+    options: dict[str, Any] = {"impl": impl, "reduction": reduction, "schedule": schedule}
+    check(problem, Upstream(g), **options)
+    mutate(steps.kernels_of(impl), "row_gradient", without("dloss"))
     with pytest.raises(AssertionError, match="dhidden: "):
-        check(problem, Upstream(g), reduction=reduction, schedule=schedule)
+        check(problem, Upstream(g), **options)
+
+
+@both
+@pytest.mark.parametrize("name", ["norm", "token_weight"])
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_norm_or_weights_ignored_by_backward(
+    mutate: Patch, schedule: str, name: str, impl: str
+) -> None:
+    check(inputs(), impl=impl, schedule=schedule)
+    mutate(steps.kernels_of(impl), "row_gradient", without(name))
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule=schedule)
+
+
+@both
+@each_schedule
+def test_norm_not_kept_for_backward(mutate: Patch, schedule: str, impl: str) -> None:
+    def forget(original: Any, *args: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        loss, norm = original(*args, **kw)
+        return loss, torch.ones_like(norm)
+
+    mutate(steps.kernels_of(impl), "reduce_loss", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule=schedule)
 
 
 def test_upstream_gradient_ignored_by_in_forward(mutate: Patch) -> None:
@@ -184,16 +267,39 @@ def test_upstream_gradient_ignored_by_in_forward(mutate: Patch) -> None:
         check(inputs(), Upstream(3.0), schedule="in_forward")
 
 
-def test_token_weights_ignored(mutate: Patch) -> None:
-    mutate(steps, "token_weights", lambda original, logits, token_weight: original(logits, None))
+@both
+@each_schedule
+def test_token_weights_ignored(mutate: Patch, schedule: str, impl: str) -> None:
+    def ignore(
+        original: Any, logits: ShardLogits, token_weight: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        return original(logits, None, *args, **kw)
+
+    mutate(steps.kernels_of(impl), "token_loss", ignore)
     with pytest.raises(AssertionError, match="loss: "):
-        check(inputs())
+        check(inputs(), impl=impl, schedule=schedule)
 
 
-def test_mean_over_ignored_tokens_too(mutate: Patch) -> None:
-    mutate(steps, "loss_norm", lambda original, weights, reduction: torch.tensor(float(T)))
+@both
+@pytest.mark.parametrize("forgotten", ["ignored tokens", "weights"])
+def test_a_mean_over_the_wrong_weights(mutate: Patch, forgotten: str, impl: str) -> None:
+    def wrong(
+        original: Any,
+        loss: Tensor,
+        labels: Tensor,
+        weight: Tensor,
+        ignore_index: int,
+        *,
+        mean: bool,
+    ) -> Any:
+        if forgotten == "weights":
+            return original(loss, labels, None, ignore_index, mean=mean)
+        return original(loss, labels, weight, -1, mean=mean)
+
+    check(inputs(), impl=impl, reduction="mean")
+    mutate(steps.kernels_of(impl), "reduce_loss", wrong)
     with pytest.raises(AssertionError, match="loss: "):
-        check(inputs(), reduction="mean")
+        check(inputs(), impl=impl, reduction="mean")
 
 
 def test_softcap_without_its_derivative(mutate: Patch) -> None:
@@ -203,23 +309,51 @@ def test_softcap_without_its_derivative(mutate: Patch) -> None:
         check(inputs(), softcap=3.0, schedule="recompute")
 
 
+@both
 @pytest.mark.parametrize("option", ["label_smoothing", "z_loss_weight"])
-def test_an_option_that_backward_forgets(mutate: Patch, option: str) -> None:
-    options: dict[str, Any] = {option: 0.05}
+def test_an_option_that_backward_forgets(mutate: Patch, option: str, impl: str) -> None:
+    options: dict[str, Any] = {option: 0.05, "impl": impl, "schedule": "recompute"}
 
     def forget(original: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, option: 0.0})
+        *others, terms = args
+        return original(*others, terms._replace(**{option: 0.0}), **kwargs)
 
-    mutate(row_gradient, "row_gradient", forget)
+    check(inputs(), **options)
+    mutate(steps.kernels_of(impl), "row_gradient", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
-        check(inputs(), schedule="recompute", **options)
+        check(inputs(), **options)
 
 
-def test_the_labels_column_left_out(mutate: Patch) -> None:
-    mutate(row_gradient, "label_value", lambda original, *args, **kw: 0 * original(*args, **kw))
-    for schedule in ("recompute", "cached", "in_forward"):
-        with pytest.raises(AssertionError, match="dhidden: "):
-            check(inputs(), schedule=schedule)
+@both
+def test_the_labels_column_left_out(mutate: Patch, impl: str) -> None:
+    def forget(original: Any, *args: Any, **kw: Any) -> Any:
+        rows = original(*args, **kw)
+        return rows._replace(label_value=torch.zeros_like(rows.label_value))
+
+    mutate(steps.kernels_of(impl), "row_gradient", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule="recompute")
+
+
+@both
+@pytest.mark.parametrize("schedule", ["cached", "in_forward"])
+def test_the_labels_column_not_written_into_the_cache(
+    mutate: Patch, schedule: str, impl: str
+) -> None:
+    def forget(original: Any, *args: Any, cache: Tensor) -> Any:
+        return original(*args, cache=None)
+
+    mutate(steps.kernels_of(impl), "token_loss", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule=schedule)
+
+
+@both
+def test_the_labels_column_not_written_into_a_converted_cache(mutate: Patch, impl: str) -> None:
+    """fp16 caches in bf16, and takes the label's column when it comes back."""
+    mutate(steps.kernels_of(impl), "write_label_value", lambda original, *args, **kw: None)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(torch.float16), impl=impl, schedule="cached")
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])
@@ -279,8 +413,8 @@ def test_accumulation_in_half_precision(mutate: Patch, monkeypatch: pytest.Monke
 
 
 def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
-    def unscaled(original: Any, d: Tensor, rows: Any) -> Tensor:
-        return original(d, rows._replace(scale=torch.ones_like(rows.scale)))
+    def unscaled(original: Any, call: steps.Call, d: Tensor, rows: Any) -> Tensor:
+        return original(call, d, rows._replace(scale=torch.ones_like(rows.scale)))
 
     mutate(steps, "dbias_piece", unscaled)
     with pytest.raises(AssertionError, match="dbias: "):
@@ -289,8 +423,8 @@ def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
 
 @pytest.mark.parametrize("name", ["lse", "logprob", "entropy"])
 def test_a_metrics_gradient_that_is_dropped(mutate: Patch, name: str) -> None:
-    def drop(original: Any, dloss: Tensor, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(dloss, metrics._replace(**{name: None}), *args, **kwargs)
+    def drop(original: Any, stats: TokenStats, dloss: Tensor, metrics: Any, *args: Any) -> Any:
+        return original(stats, dloss, metrics._replace(**{name: None}), *args)
 
     upstream = Upstream(0.1, metric_upstream(T, "lse", "logprob", "entropy"))
     check(inputs(), upstream)
@@ -308,21 +442,22 @@ def test_exponentials_of_rounded_logits(mutate: Patch) -> None:
         check(problem, schedule="cached")
 
 
-def test_a_phantom_column(mutate: Patch) -> None:
+@both
+def test_a_phantom_column(mutate: Patch, impl: str) -> None:
     """One exp(0) more in the sum, where every logit is near -20."""
     problem = inputs()
     assert problem.bias is not None
     problem = replace(problem, bias=problem.bias - 20.0)
-    check(problem)
+    check(problem, impl=impl)
 
     def one_more(original: Any, logits: ShardLogits, label_logit: Tensor, **kwargs: Any) -> Any:
         others_max, sums = original(logits, label_logit, **kwargs)
         sums[0] += (-label_logit).exp()
         return others_max, sums
 
-    mutate(eager, "linear_stats", one_more)
+    mutate(steps.kernels_of(impl), "linear_stats", one_more)
     with pytest.raises(AssertionError, match="loss: "):
-        check(problem)
+        check(problem, impl=impl)
 
 
 def test_a_cache_that_backward_changes(mutate: Patch) -> None:
