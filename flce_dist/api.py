@@ -173,7 +173,7 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return library.apply(arguments, needs)
 
-    prepared = prepare(arguments, any(needs))
+    prepared = prepare(arguments, needs)
     call, *flat = prepared
     checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
     with _without_autocast(prepared.hidden.device.type):

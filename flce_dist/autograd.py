@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flce_dist import steps
 from flce_dist.kernels import gemm, row_gradient
+from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -64,7 +65,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         cache, columns = None, call.plan.cached_columns(logits.V)
         if columns:
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
-        stats, loss = steps.token_loss(call, logits, token_weight, cache)
+        windows = () if cache is None else (cache,)
+        stats, loss = steps.token_loss(call, logits, token_weight, ColumnCache(windows))
         norm = None
         if call.options.reduction != "none":
             loss, norm = call.reduce_loss(loss, labels, token_weight)
@@ -127,9 +129,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             out = torch.empty_like(logits().hidden) if lent is None else lent
             return steps.scaled_hidden(call, logits(), rows, out)
 
-        dlogits = Dlogits(call, labels, stats, rows, cache, hidden.dtype)
-        for start, end in dlogits.pieces():
-            d = dlogits.piece(start, end, logits)
+        windows = ColumnCache(() if cache is None else (cache,))
+        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
+        for start, end, cached in dlogits.pieces():
+            d = dlogits.piece(start, end, cached, logits)
             if acc is not None:
                 gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
                 if call.reduces_dhidden and end == call.shard.V:
@@ -150,7 +153,8 @@ class InForwardFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedule in_forward.
 
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
-    exponentials at hand; dweight accumulates in fp32. Under sequence parallelism an all-gather of
+    exponentials at hand, part of them in dweight's own memory if there is but one chunk; several
+    chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of
     hidden before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
     [1 to 3, chunk_t] per chunk. Saved: both gradients of the sum of losses; those of the mean
     would leave fp16's range before the upstream gradient, a loss scale, brings them back.
@@ -174,14 +178,14 @@ class InForwardFunction(torch.autograd.Function):
             dweight[V:] = 0.0
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-        buffer = steps.new_window(call.plan.chunk_t, V, logits.cache_dtype, hidden.device)
+        cache = steps.lent_cache(call, logits.tokens(*chunks[0]), dweight)
         losses, metrics = [], []
 
         for first, last in chunks:
             chunk, weights = logits.tokens(first, last), token_weight
             if token_weight is not None:
                 weights = token_weight[first:last]
-            cache = buffer[: last - first]
+            cache = cache.tokens(last - first)
             stats, loss = steps.token_loss(call, chunk, weights, cache)
             losses.append(loss)
             if call.options.with_metrics:
@@ -246,8 +250,8 @@ def _add_chunk(
     if dweight is not None:
         out = torch.empty_like(chunk.hidden) if share is None else share  # free until the end
         scaled, row = steps.scaled_hidden(call, chunk, rows, out)
-    for start, end in dlogits.pieces():
-        d = dlogits.piece(start, end, lambda: chunk)
+    for start, end, cached in dlogits.pieces():
+        d = dlogits.piece(start, end, cached, lambda: chunk)
         if acc is not None:
             gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
         if dweight is not None and scaled is not None:

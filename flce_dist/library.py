@@ -82,7 +82,7 @@ def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
         hidden, weight, labels, bias, token_weight,
         LossOptions(*options), vocab_size, bounds, group, impl,
     )  # fmt: skip
-    return prepare(arguments, any(needs))
+    return prepare(arguments, needs)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:

@@ -17,6 +17,29 @@ _MIN_WINDOW, _MAX_WINDOW = 4096, 32768
 _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
 
 
+_LENT_WINDOW = 8448  # 33 tiles: whole waves of 132 multiprocessors from 512 tokens on
+_MOST_RECOMPUTED = 1 / 10  # of the columns: beyond, accumulating chunks in fp32 is faster
+
+
+@dataclass(frozen=True)
+class Lending:
+    """How the leading columns' exponentials lie in the memory of dweight, which is written last.
+
+    Window i, columns ``[i, i + 1) * window_v``, lies at rows ``window_v + i * window_rows`` and on.
+    Its gradient goes to rows ``[i, i + 1) * window_v``, and since ``window_rows >= window_v`` these
+    lie below window i and all later ones: nothing is overwritten before it was used.
+    """
+
+    window_v: int
+    window_rows: int
+    windows: int
+
+    def rows(self, V: int) -> list[int]:
+        """First row of each window in a dweight of V rows."""
+        firsts = (self.window_v + i * self.window_rows for i in range(self.windows))
+        return [row for row in firsts if row + self.window_rows <= V]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The schedule and its sizes.
@@ -24,7 +47,7 @@ class Plan:
     ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
     others are recomputed in backward, ``window_v`` columns at a time. ``chunk_t`` tokens are
     walked at a time (all of them but for in_forward). ``logits_bytes`` is the most that cache and
-    window take together.
+    window take together, beside what ``lending`` places in dweight.
     """
 
     schedule: Literal["recompute", "cached", "in_forward"]
@@ -34,6 +57,7 @@ class Plan:
     window_v: int
     chunk_t: int
     logits_bytes: int
+    lending: Lending | None = None
 
     def cached_columns(self, V: int) -> int:
         """Columns cached by a rank that holds ``V`` rows; a plan that caches all caches all."""
@@ -53,6 +77,7 @@ def plan(
     max_logits_bytes: int | None,
     expressible: bool = True,
     converts: bool = False,
+    dweight_row_bytes: int = 0,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -62,15 +87,20 @@ def plan(
         itemsize: bytes of one cached exponential.
         schedule: ``auto`` caches what fits into the budget (1 GiB unless given) and recomputes the
             rest; ``cached`` does the same but caches everything unless a budget is given;
-            ``recompute`` caches nothing; ``in_forward`` walks token chunks that fit.
+            ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
+            what dweight's own memory can hold, else token chunks that fit.
         max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
             tokens, is used even where it exceeds the bound.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
         converts: whether cached columns pass through a window of the operands' dtype (fp16).
+        dweight_row_bytes: bytes of one row of dweight as in_forward makes it; 0 if it does not.
     """
     column_bytes = max(1, T * itemsize)
     if schedule == "in_forward":
         chunk_bytes = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
+        whole = _lend(T, V, itemsize, chunk_bytes // column_bytes, dweight_row_bytes)
+        if whole is not None and not converts:
+            return whole
         chunk = max(_TILE, _round_down(chunk_bytes // max(1, V * itemsize)))
         chunk = min(T, _round_up(-(-T // max(1, -(-T // chunk)))))
         window = max(1, min(_MIN_WINDOW, V))
@@ -95,6 +125,29 @@ def plan(
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
     return Plan(name, T, V, cached, window, max(1, T), held * column_bytes if T else 0)
+
+
+def _lend(T: int, V: int, itemsize: int, columns: int, row_bytes: int) -> Plan | None:
+    """Plan one chunk of more than ``columns``, by dweight's memory and a little recomputing.
+
+    None if it fits without, or does not fit even so.
+    """
+    if columns >= V or not row_bytes or V < 2 * _LENT_WINDOW:
+        return None
+    window_bytes = T * _LENT_WINDOW * itemsize
+    rows = max(_LENT_WINDOW, -(-window_bytes // (16 * row_bytes)) * 16)
+    windows = min((V - _LENT_WINDOW) // rows, -(-(V - columns) // _LENT_WINDOW))
+    lent = windows * _LENT_WINDOW
+    window = min(_MIN_WINDOW, V)
+    cached = V
+    if V - lent > columns:
+        window = min(window, _round_down(columns // 8))
+        cached = _round_down(lent + columns - window)
+    if windows < 1 or window < _TILE or V - cached > V * _MOST_RECOMPUTED:
+        return None
+    held = cached - lent + (window if cached < V else 0)
+    lending = Lending(_LENT_WINDOW, rows, windows)
+    return Plan("in_forward", T, V, cached, window, T, held * T * itemsize, lending)
 
 
 def _round_down(n: int) -> int:

@@ -39,10 +39,11 @@ class Prepared(NamedTuple):
     token_weight: Tensor | None  # [T]
 
 
-def prepare(arguments: Arguments, needs_grad: bool) -> Prepared:
+def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 
-    Whether labels are in range is not checked here: that reads data.
+    ``needs`` says whether hidden, weight and bias need a gradient. Whether labels are in range is
+    not checked here: that reads data.
     """
     (
         hidden, weight, labels, bias, token_weight,
@@ -75,10 +76,11 @@ def prepare(arguments: Arguments, needs_grad: bool) -> Prepared:
             T=labels.numel(),
             V=min(V, vocab_size) if vocab_range is None else -(-vocab_size // P),
             itemsize=max(2, hidden.element_size()),
-            schedule=options.schedule if needs_grad else "recompute",
+            schedule=options.schedule if any(needs) else "recompute",
             max_logits_bytes=options.max_logits_bytes,
             expressible=not options.smoothing_needs_logits,
             converts=hidden.dtype == torch.float16,
+            dweight_row_bytes=H * weight.element_size() if needs[1] else 0,
         ),
         kernels=kernels_of(impl),
         tp_group=tp_group,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flce_dist import collectives
 from flce_dist.kernels import gemm
+from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import LossTerms, TokenStats, token_entropy
 from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -104,15 +105,37 @@ def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]
 
 
+def lent_cache(call: Call, logits: ShardLogits, dweight: Tensor | None) -> ColumnCache:
+    """Return windows for the exponentials of a chunk, the leading ones in dweight's own memory.
+
+    A window lies in rows of dweight that are written only after its own gradient is done, as long
+    as pieces are taken in ascending order (see ``plan.Lending``).
+    """
+    T, V, dtype = logits.T, logits.V, logits.cache_dtype
+    windows, width = [], 0
+    if dweight is not None and call.plan.lending is not None:
+        flat, lending = dweight.view(-1), call.plan.lending
+        cells = T * lending.window_v * dtype.itemsize // flat.element_size()
+        for row in lending.rows(V):
+            first = row * logits.H
+            window = flat[first : first + cells].view(dtype).view(T, lending.window_v)
+            windows.append(window)
+            width += lending.window_v
+    rest = call.plan.cached_columns(V) - width
+    if rest > 0:
+        windows.append(new_window(T, rest, dtype, logits.hidden.device))
+    return ColumnCache(tuple(windows))
+
+
 def token_loss(
-    call: Call, logits: ShardLogits, token_weight: Tensor | None, cache: Tensor | None
+    call: Call, logits: ShardLogits, token_weight: Tensor | None, cache: ColumnCache
 ) -> tuple[TokenStats, Tensor]:
     """Return the statistics of the whole vocabulary and the weighted loss [T] of each token.
 
     Three all-reduces: SUM of the label's logit [T], MAX of the others [T], SUM of the sums
     [1 to 3, T]. They are issued whether or not any row needs the rescue, so that ranks never
-    disagree. ``cache`` [T, cached_v] receives D of its columns (see ``row_gradient``); its label's
-    column now, not in backward: a saved tensor must not change between two backward passes.
+    disagree. ``cache`` receives D of its columns (see ``row_gradient``); its labels' columns now,
+    not in backward: a saved tensor must not change between two backward passes.
     """
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
@@ -127,11 +150,18 @@ def token_loss(
     sums = collectives.all_reduce_sum(sums, group)
 
     others, sum_z = sums[0], sums[-1] if with_sum_z else None
-    converts = cache is not None and cache.dtype != logits.hidden.dtype
-    reference, loss = kernels.token_loss(
-        logits, token_weight, label_logit, others_max, others, sum_z, call.loss_terms,
-        cache=None if converts else cache,
-    )  # fmt: skip
+    reference, loss, label_value = kernels.token_loss(
+        logits.labels, token_weight, label_logit, others_max, others, sum_z, call.loss_terms
+    )
+    if cache.dtype == logits.hidden.dtype:  # else it is written where it is converted
+        for start, window in cache.pieces():
+            kernels.write_label_value(
+                window,
+                logits.labels,
+                label_value,
+                vocab_start_index=logits.vocab_start_index + start,
+                ignore_index=options.ignore_index,
+            )
     sum_ez = sums[1] if with_entropy else None
     return TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez), loss
 
@@ -166,30 +196,26 @@ class Dlogits:
     labels: Tensor
     stats: TokenStats
     rows: RowGradient
-    cache: Tensor | None
+    cache: ColumnCache
     dtype: torch.dtype
     _window: Tensor | None = None
 
-    @property
-    def cached_v(self) -> int:
-        return 0 if self.cache is None else self.cache.shape[1]
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Columns ``(start, end)``: cached ones first, at least one piece."""
+    def pieces(self) -> list[tuple[int, int, Tensor | None]]:
+        """Columns ``(start, end, cached)`` in ascending order, at least one piece."""
         V, step = self.call.shard.V, max(1, self.call.plan.window_v)
-        whole = self.cache is not None and self.cache.dtype == self.dtype
-        cached_step = max(1, self.cached_v) if whole else step
-        starts = [*range(0, self.cached_v, cached_step), *range(self.cached_v, V, step)]
-        return list(zip(starts, [*starts[1:], V], strict=True)) if starts else [(0, 0)]
+        cached_step = max(1, V) if self.cache.dtype == self.dtype else step
+        return list(self.cache.walk(V, step, cached_step)) or [(0, 0, None)]
 
-    def piece(self, start: int, end: int, logits: Callable[[], ShardLogits]) -> Tensor:
+    def piece(
+        self, start: int, end: int, cached: Tensor | None, logits: Callable[[], ShardLogits]
+    ) -> Tensor:
         """Return D of these columns, [T, end - start]; valid until the next call.
 
         ``logits`` is called only if the columns must be recomputed.
         """
         if start == end:  # a shard without rows
             return self._reused_window(0)
-        if end > self.cached_v:
+        if cached is None:
             out = self._reused_window(end - start)
             self.call.kernels.dlogits(
                 logits().columns(start, end),
@@ -199,8 +225,6 @@ class Dlogits:
                 out=out,
             )
             return out
-        assert self.cache is not None
-        cached = self.cache[:, start:end]
         if cached.dtype == self.dtype:
             return cached
         return self._converted(cached, self.call.shard.start + start)

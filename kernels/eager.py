@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
+from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import LossTerms, TokenStats, loss_of, pick_reference
 from flce_dist.kernels.row_gradient import label_value, row_gradient, softcap_grad
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -64,7 +65,7 @@ def linear_stats(
     logits: ShardLogits,
     label_logit: Tensor,
     *,
-    cache: Tensor | None,
+    cache: ColumnCache,
     with_sum_z: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -72,8 +73,8 @@ def linear_stats(
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
-    overflow to inf: ``rescue`` comes after. The leading ``cache.shape[1]`` columns store
-    ``exp(x) * softcap'(z)`` in cache, 0 at labels and in ignored rows.
+    overflow to inf: ``rescue`` comes after. The columns that cache has store
+    ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
     others_max = label_logit.new_full((logits.T,), -torch.inf)
     sums = label_logit.new_zeros(1 + with_entropy + with_sum_z, logits.T)
@@ -86,8 +87,7 @@ def linear_stats(
             sums[1] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
         if with_sum_z:
             sums[-1] += z_above.masked_fill(~other, 0.0).sum(1)
-        if cache is not None:
-            _store(cache, slice(None), start, e, z, other, logits.softcap)
+        _store(cache, slice(None), start, e, z, other, logits.softcap)
     return others_max, sums
 
 
@@ -97,7 +97,7 @@ def rescue(
     others_max: Tensor,
     sums: Tensor,
     *,
-    cache: Tensor | None,
+    cache: ColumnCache,
     with_entropy: bool,
 ) -> None:
     """Replace the sums [k, T] of ``linear_stats`` where they overflow, see ``pick_reference``.
@@ -118,40 +118,30 @@ def rescue(
         sums[0, rows] += e.sum(1)
         if with_entropy:
             sums[1, rows] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
-        if cache is not None:
-            _store(cache, rows, start, e, z, other, logits.softcap)
+        _store(cache, rows, start, e, z, other, logits.softcap)
 
 
 def token_loss(
-    logits: ShardLogits,
+    labels: Tensor,
     token_weight: Tensor | None,
     label_logit: Tensor,
     others_max: Tensor,
     others: Tensor,
     sum_z: Tensor | None,
     terms: LossTerms,
-    *,
-    cache: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``(reference, loss)``, each [T]; loss is weighted, and 0 where ignored.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(reference, loss, label_value)``, each [T].
 
-    The statistics are those of the whole vocabulary, [T]. ``cache`` [T, cached_v] holds D of this
-    shard's leading columns and receives ``label_value`` at the labels it has.
+    The statistics are those of the whole vocabulary, [T]. loss is weighted, and 0 where ignored;
+    label_value is D at the label's column, relative to reference (see ``row_gradient``).
     """
     reference = pick_reference(label_logit, others_max)
     stats = TokenStats(label_logit, reference, others, others_max, sum_z)
     loss = loss_of(stats, terms)
     if token_weight is not None:
         loss = loss * token_weight
-    if cache is not None:
-        write_label_value(
-            cache,
-            logits.labels,
-            label_value(stats, reference, terms),
-            vocab_start_index=logits.vocab_start_index,
-            ignore_index=logits.ignore_index,
-        )
-    return reference, loss.where(logits.counted, 0.0)
+    loss = loss.where(labels != terms.ignore_index, 0.0)
+    return reference, loss, label_value(stats, reference, terms)
 
 
 def reduce_loss(
@@ -261,7 +251,7 @@ def _softcap(z: Tensor, softcap: float | None) -> Tensor:
 
 
 def _store(
-    cache: Tensor,
+    cache: ColumnCache,
     rows: Tensor | slice,
     start: int,
     e: Tensor,
@@ -270,7 +260,11 @@ def _store(
     softcap: float | None,
 ) -> None:
     """Store the derivative of ``e`` by the uncapped logit in the columns that the cache has."""
-    width = min(z.shape[1], cache.shape[1] - start)
-    if width > 0:
-        de = (e * softcap_grad(z, softcap)).masked_fill_(~other, 0.0)
-        cache[rows, start : start + width] = de[:, :width].to(cache.dtype)
+    end = start + z.shape[1]
+    for first, window in cache.pieces():
+        a, b = max(start, first), min(end, first + window.shape[1])
+        if a < b:
+            part = slice(a - start, b - start)
+            de = e[:, part] * softcap_grad(z[:, part], softcap)
+            de = de.masked_fill_(~other[:, part], 0.0)
+            window[rows, a - first : b - first] = de.to(window.dtype)

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -94,17 +93,6 @@ def _fits_descriptor(x: Tensor) -> bool:
     """Whether TMA can address ``x``: unit last stride, rows and base on 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
-
-
-def dependent(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that may start before the previous one of the stream has ended.
-
-    Programmatic dependent launch hides how long a launch takes; the kernel must call
-    ``wait_for_previous`` before it touches what earlier ones read or wrote.
-    """
-    if tuning.has_dependent_launch(tuning.device_arch(device)[0]):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
 
 
 class Segment(NamedTuple):

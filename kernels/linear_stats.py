@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.launching import dependent, segment_columns, tile_launch
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.primitives import (
     exp,
     label_columns,
@@ -22,7 +23,6 @@ from flce_dist.kernels.primitives import (
     softcap_slope,
     store_tile,
     tile_coordinates,
-    wait_for_previous,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 
@@ -57,10 +57,8 @@ def _linear_stats_kernel(
     vocab_start_index, ignore_index, logit_scale, softcap,
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = num_v.to(tl.int64) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
@@ -109,10 +107,9 @@ def _merge_kernel(
     part_ptr,  # in:  [1 + K, num_v, T] fp32: max, then sums
     max_ptr, sums_ptr,  # in, out: [T], [K, T] fp32
     num_v, T,
-    K: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < T
     row_max = tl.full((BLOCK_T,), -float("inf"), tl.float32)
@@ -140,7 +137,7 @@ def linear_stats(
     logits: ShardLogits,
     label_logit: Tensor,
     *,
-    cache: Tensor | None,
+    cache: ColumnCache,
     with_sum_z: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -148,23 +145,18 @@ def linear_stats(
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
-    overflow to inf: ``rescue`` comes after. The leading ``cache.shape[1]`` columns store
-    ``exp(x) * softcap'(z)`` in cache, 0 at labels and in ignored rows.
+    overflow to inf: ``rescue`` comes after. The columns that cache has store
+    ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
     T, V = logits.T, logits.V
     k = 1 + with_entropy + with_sum_z
     if T == 0 or V == 0:
         return label_logit.new_full((T,), -float("inf")), label_logit.new_zeros(k, T)
     others_max, sums = torch.empty_like(label_logit), label_logit.new_empty(k, T)
-    device = label_logit.device
     segment = segment_columns(logits, 1 + k)
     block_t = min(32, triton.next_power_of_2(T))  # 32: 128 bytes of a row of partial statistics
     part = label_logit.new_empty((1 + k) * T * segment.num_v)
-    for start in range(0, V, segment.columns):
-        end = min(start + segment.columns, V)
-        window = None
-        if cache is not None and start < cache.shape[1]:
-            window = cache[:, start:end]
+    for start, end, window in cache.walk(V, segment.columns, segment.columns):
         launch = tile_launch(logits.columns(start, end), window)
         _linear_stats_kernel[launch.grid](
             *launch.operands(), logits.labels,
@@ -179,13 +171,11 @@ def linear_stats(
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             **launch.constexprs(),
-            **dependent(device),
         )  # fmt: skip
         _merge_kernel[(-(-T // block_t),)](
             part,
             others_max, sums,
             launch.num_v, T,
             K=k, FIRST=start == 0, BLOCK_N=4096 // block_t, BLOCK_T=block_t,
-            **dependent(device),
         )  # fmt: skip
     return others_max, sums

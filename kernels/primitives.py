@@ -28,13 +28,6 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the previous kernel of the stream has ended and its writes can be read."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 

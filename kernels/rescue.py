@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.launching import MAX_PART_BYTES, dependent, tile_launch
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.launching import MAX_PART_BYTES, tile_launch
 from flce_dist.kernels.linear_stats import other_columns, row_sum_ex
 from flce_dist.kernels.merge import RESCUE_ABOVE
 from flce_dist.kernels.primitives import (
@@ -20,7 +21,6 @@ from flce_dist.kernels.primitives import (
     label_columns,
     logits_tile,
     softcap_slope,
-    wait_for_previous,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 
@@ -38,17 +38,15 @@ def _rescue_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
     part_ptr,  # out: [1 + WITH_ENTROPY, programs, T] fp32, only flagged rows
-    cache_ptr,  # out: [T, cached_v], the same rows
-    T, V, H, cached_v,
+    cache_ptr,  # out: [T, V], the same rows
+    T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
     vocab_start_index, ignore_index, logit_scale, softcap,
     ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     BLOCK_SCAN: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
     for start in range(0, T, BLOCK_SCAN):
         offs = start + tl.arange(0, BLOCK_SCAN)
@@ -83,7 +81,7 @@ def _rescue_kernel(
                         e *= softcap_slope(z, softcap)
                     # T * V passes 2**31 at 16k x 128k
                     cells = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
-                    mask = flagged[:, None] & (offs_v < cached_v)[None, :]
+                    mask = flagged[:, None] & (offs_v < V)[None, :]
                     tl.store(cache_ptr + cells, cast(e, cache_ptr.dtype.element_ty), mask=mask)
             tl.store(part_ptr + offs_t, others, mask=flagged)
             if WITH_ENTROPY:
@@ -92,23 +90,22 @@ def _rescue_kernel(
 
 @triton.jit
 def _replace_sums_kernel(
-    part_ptr, label_logit_ptr, max_ptr,  # in:  [K, N, T], [T], [T] fp32
+    part_ptr, label_logit_ptr, max_ptr,  # in:  [pieces, K, N, T], [T], [T] fp32
     sums_ptr,  # out: [K, T] fp32, only flagged rows
-    N, T,
+    pieces, N, T,
     ABOVE: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         for k in tl.static_range(K):
             row_sum = tl.zeros((BLOCK_T,), tl.float32)
-            for start in range(0, N, BLOCK_N):
-                n = (start + tl.arange(0, BLOCK_N) + k * N).to(tl.int64)[:, None]
-                mask = (n < (k + 1) * N) & flagged[None, :]
-                part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
-                row_sum += tl.sum(part, axis=0)
+            for start in range(0, pieces * N, BLOCK_N):
+                n = start + tl.arange(0, BLOCK_N)
+                row = (n // N * K + k) * N + n % N
+                cells = row.to(tl.int64)[:, None] * T + offs_t[None, :]
+                mask = (n < pieces * N)[:, None] & flagged[None, :]
+                row_sum += tl.sum(tl.load(part_ptr + cells, mask=mask, other=0.0), axis=0)
             tl.store(sums_ptr + k * T + offs_t, row_sum, mask=flagged)
 
 
@@ -118,7 +115,7 @@ def rescue(
     others_max: Tensor,
     sums: Tensor,
     *,
-    cache: Tensor | None,
+    cache: ColumnCache,
     with_entropy: bool,
 ) -> None:
     """Replace the sums [k, T] of ``linear_stats`` where they overflow, see ``pick_reference``.
@@ -130,29 +127,32 @@ def rescue(
     if T == 0 or V == 0:
         return
     k = 1 + with_entropy
-    launch = tile_launch(logits, pointers=True)  # descriptors cost the host more than this saves
-    programs = max(1, min(launch.programs, launch.num_v, MAX_PART_BYTES // (4 * k * T)))
-    part = sums.new_empty(k, programs, T)
-    _rescue_kernel[(programs,)](
-        *launch.operands(), logits.labels,
-        label_logit, others_max,
-        part,
-        cache,
-        T, V, logits.H, 0 if cache is None else cache.shape[1],
-        *launch.strides(), 0 if cache is None else cache.stride(0),
-        logits.vocab_start_index, *launch.scalars(),
-        ABOVE=RESCUE_ABOVE,
-        WITH_ENTROPY=with_entropy,
-        HAS_CACHE=cache is not None,
-        EVEN_V=V % launch.config.BLOCK_V == 0,
-        BLOCK_SCAN=2048,
-        **launch.constexprs(),
-        **dependent(logits.labels.device),
-    )  # fmt: skip
+    pieces = list(cache.walk(V, V, V))
+    most = MAX_PART_BYTES // (4 * k * T * len(pieces))
+    # By pointers: descriptors would cost the host more, call by call, than they save here.
+    launches = [tile_launch(logits.columns(*piece[:2]), pointers=True) for piece in pieces]
+    programs = max(1, min(launches[0].programs, most, *(launch.num_v for launch in launches)))
+    part = sums.new_empty(len(pieces), k, programs, T)
+    for i, (start, end, window) in enumerate(pieces):
+        launch = launches[i]
+        _rescue_kernel[(programs,)](
+            *launch.operands(), logits.labels,
+            label_logit, others_max,
+            part[i],
+            window,
+            T, end - start, logits.H,
+            *launch.strides(), 0 if window is None else window.stride(0),
+            logits.vocab_start_index + start, *launch.scalars(),
+            ABOVE=RESCUE_ABOVE,
+            WITH_ENTROPY=with_entropy,
+            HAS_CACHE=window is not None,
+            EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
+            BLOCK_SCAN=2048,
+            **launch.constexprs(),
+        )  # fmt: skip
     _replace_sums_kernel[(-(-T // 128),)](
         part, label_logit, others_max,
         sums,
-        programs, T,
+        len(pieces), programs, T,
         ABOVE=RESCUE_ABOVE, K=k, BLOCK_N=32, BLOCK_T=128,
-        **dependent(logits.labels.device),
     )  # fmt: skip

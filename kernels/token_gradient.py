@@ -5,14 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.launching import dependent
 from flce_dist.kernels.merge import LossTerms, TokenStats
-from flce_dist.kernels.primitives import exp, label_columns, wait_for_previous
+from flce_dist.kernels.primitives import cast, exp, label_columns
 from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.token_loss import (
     label_value_of,
     log_total_of,
-    write_label,
     z_loss_factor,
 )
 
@@ -27,9 +25,7 @@ def _row_gradient_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_DLOSS: tl.constexpr,
     HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_UNIFORM: tl.constexpr,
     FROM_LSE: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
@@ -73,7 +69,9 @@ def _write_label_kernel(
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
     value = tl.load(value_ptr + offs_t, mask=offs_t < T, other=0.0)
-    write_label(cells_ptr, value, column, offs_t, offs_t < T, V, stride_t)
+    cell = offs_t.to(tl.int64) * stride_t + column  # T * V passes 2**31 at 16k x 128k
+    value = cast(value, cells_ptr.dtype.element_ty)
+    tl.store(cells_ptr + cell, value, mask=(offs_t < T) & (column >= 0))
 
 
 def row_gradient(
@@ -114,7 +112,6 @@ def row_gradient(
         HAS_UNIFORM=uniform is not None,
         FROM_LSE=from_lse,
         BLOCK_T=128,
-        **dependent(labels.device),
     )  # fmt: skip
     return rows
 

@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.launching import dependent
 from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms
-from flce_dist.kernels.primitives import cast, exp, label_columns, log1p, wait_for_previous
-from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.primitives import exp, log1p
 
 
 @triton.jit
@@ -45,32 +43,18 @@ def z_loss_factor(lse, z_loss_weight):
 
 
 @triton.jit
-def write_label(
-    cells_ptr, value, column, offs_t, mask, width, stride_t,
-):  # fmt: skip
-    """Write ``cells[t, column[t]] = value[t]`` where that column exists (-1 if it does not)."""
-    cell = offs_t.to(tl.int64) * stride_t + column  # T * V passes 2**31 at 16k x 128k
-    value = cast(value, cells_ptr.dtype.element_ty)
-    tl.store(cells_ptr + cell, value, mask=mask & (column >= 0) & (column < width))
-
-
-@triton.jit
 def _token_loss_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
     label_logit_ptr, max_ptr, others_ptr, sum_z_ptr,  # in:  [T] fp32 each
-    reference_ptr, loss_ptr,  # out: [T] fp32 each
-    cache_ptr,  # out: [T, cached_v], only the labels' cells
-    T, V, cached_v, stride_cache_t,
-    vocab_start_index, ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
+    reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
+    T,
+    ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
     ABOVE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_CACHE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
-    column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+    counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
     label_logit = tl.load(label_logit_ptr + offs_t, mask=mask, other=0.0)
     others_max = tl.load(max_ptr + offs_t, mask=mask, other=0.0)
     others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
@@ -87,12 +71,11 @@ def _token_loss_kernel(
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
-    if HAS_CACHE:
-        value = label_value_of(
-            others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
-            HAS_EXCESS, HAS_SOFTCAP,
-        )  # fmt: skip
-        write_label(cache_ptr, value, column, offs_t, mask, cached_v, stride_cache_t)
+    value = label_value_of(
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
+        HAS_EXCESS, HAS_SOFTCAP,
+    )  # fmt: skip
+    tl.store(label_value_ptr + offs_t, value, mask=mask)
 
 
 @triton.jit
@@ -101,9 +84,7 @@ def _reduce_loss_kernel(
     total_ptr, norm_ptr,  # out: [] fp32 each
     T, ignore_index,
     MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     total = tl.zeros((BLOCK_T,), tl.float32)
     weights = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, T, BLOCK_T):
@@ -125,44 +106,38 @@ def _reduce_loss_kernel(
 
 
 def token_loss(
-    logits: ShardLogits,
+    labels: Tensor,
     token_weight: Tensor | None,
     label_logit: Tensor,
     others_max: Tensor,
     others: Tensor,
     sum_z: Tensor | None,
     terms: LossTerms,
-    *,
-    cache: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``(reference, loss)``, each [T] fp32; loss is weighted, and 0 where ignored.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(reference, loss, label_value)``, each [T] fp32.
 
-    The statistics are those of the whole vocabulary, [T] fp32. ``cache`` [T, cached_v] holds D of
-    this shard's leading columns and receives ``label_value`` at the labels it has.
+    The statistics are those of the whole vocabulary, [T] fp32. loss is weighted, and 0 where
+    ignored; label_value is D at the label's column, relative to reference (see ``row_gradient``).
     """
-    T = logits.T
-    reference, loss = torch.empty_like(label_logit), torch.empty_like(label_logit)
+    T = len(labels)
+    reference, loss, label_value = (torch.empty_like(label_logit) for _ in range(3))
     if T == 0:
-        return reference, loss
+        return reference, loss, label_value
     _token_loss_kernel[(-(-T // 128),)](
-        logits.labels, token_weight,
+        labels, token_weight,
         label_logit, others_max, others, sum_z,
-        reference, loss,
-        cache,
-        T, logits.V, 0 if cache is None else cache.shape[1],
-        0 if cache is None else cache.stride(0),
-        logits.vocab_start_index, logits.ignore_index, logits.softcap or 1.0,
+        reference, loss, label_value,
+        T,
+        terms.ignore_index, terms.softcap or 1.0,
         terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
         ABOVE=RESCUE_ABOVE,
         HAS_WEIGHT=token_weight is not None,
         HAS_SMOOTHING=sum_z is not None,
         HAS_EXCESS=terms.has_excess,
-        HAS_SOFTCAP=logits.softcap is not None,
-        HAS_CACHE=cache is not None,
+        HAS_SOFTCAP=terms.softcap is not None,
         BLOCK_T=128,
-        **dependent(logits.labels.device),
     )  # fmt: skip
-    return reference, loss
+    return reference, loss, label_value
 
 
 def reduce_loss(
@@ -178,6 +153,5 @@ def reduce_loss(
         total, norm,
         len(labels), ignore_index,
         MEAN=mean, HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
-        **dependent(loss.device),
     )  # fmt: skip
     return total, norm

@@ -79,11 +79,6 @@ def has_tma(arch: str) -> bool:
     return arch != "sm_80"
 
 
-def has_dependent_launch(arch: str) -> bool:
-    """Whether a kernel may be launched before the previous one has ended."""
-    return arch not in ("sm_80", INTERPRETED)
-
-
 @functools.lru_cache
 def device_arch(device: torch.device) -> tuple[str, int]:
     """Return ``(arch, programs of a persistent grid)``; newer chips use the nearest older tile."""

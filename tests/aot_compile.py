@@ -66,9 +66,8 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
     operands = (*launch.operands(), labels)
     strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
     common = {**launch.constexprs(), "grid": (132,)}
-    pdl = {"PDL": tuning.has_dependent_launch(arch)}
     stats = linear_stats._linear_stats_kernel.warmup
-    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False, **pdl}
+    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
     if stores:
         return {
             "linear_stats cached": stats(
@@ -91,9 +90,10 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
             HAS_CACHE=False, **plain, **common,
         ),
         "rescue": rescue._rescue_kernel.warmup(
-            *pointers.operands(), labels, fp32, fp32, fp32, pointer, T, V, H, V,
+            *pointers.operands(), labels, fp32, fp32, fp32, pointer, T, V, H,
             *strides, V, *scalars, ABOVE=50.0, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            BLOCK_SCAN=2048, **pointers.constexprs(), **pdl, grid=(132,),
+            BLOCK_SCAN=2048, **pointers.constexprs(),
+            grid=(132,),
         ),
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,

@@ -122,6 +122,7 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """Ranks that planned from their own free memory or row count would issue other collectives."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
+        "dweight_row_bytes",
     }  # fmt: skip
 
 

@@ -1,0 +1,46 @@
+"""Where exponentials of the leading columns are kept from statistics to gradient."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ColumnCache:
+    """Windows side by side, each [T, columns] with a unit last stride, in whatever memory."""
+
+    windows: tuple[Tensor, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return sum(window.shape[1] for window in self.windows)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.windows[0].dtype if self.windows else None
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield ``(first column, window)``."""
+        start = 0
+        for window in self.windows:
+            yield start, window
+            start += window.shape[1]
+
+    def tokens(self, T: int) -> "ColumnCache":
+        """The windows of the leading T tokens."""
+        return ColumnCache(tuple(window[:T] for window in self.windows))
+
+    def walk(self, V: int, step: int, cached_step: int) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Cut V columns into pieces ``(start, end, cached)`` of at most ``step`` columns.
+
+        cached is the piece's part of the cache, at most ``cached_step`` columns, or None where the
+        cache has ended.
+        """
+        for first, window in self.pieces():
+            for start in range(0, window.shape[1], cached_step):
+                part = window[:, start : start + cached_step]
+                yield first + start, first + start + part.shape[1], part
+        for start in range(self.width, V, step):
+            yield start, min(start + step, V), None
