@@ -16,6 +16,7 @@ from flce_dist import autograd, linear_cross_entropy, plan, steps
 from flce_dist.kernels import eager, gemm, row_gradient
 from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
+from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import LossTerms, TokenStats
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.testing import relative_rms
@@ -198,7 +199,7 @@ def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
     """The loss is right then, and only the gradients tell."""
 
     def forget(original: Any, *args: Any, **kw: Any) -> None:
-        original(*args, **{**kw, "cache": None})
+        original(*args, **{**kw, "cache": ColumnCache()})
 
     mutate(steps.kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
@@ -270,10 +271,8 @@ def test_upstream_gradient_ignored_by_in_forward(mutate: Patch) -> None:
 @both
 @each_schedule
 def test_token_weights_ignored(mutate: Patch, schedule: str, impl: str) -> None:
-    def ignore(
-        original: Any, logits: ShardLogits, token_weight: Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        return original(logits, None, *args, **kw)
+    def ignore(original: Any, labels: Tensor, token_weight: Tensor, *args: Any) -> Any:
+        return original(labels, None, *args)
 
     mutate(steps.kernels_of(impl), "token_loss", ignore)
     with pytest.raises(AssertionError, match="loss: "):
@@ -336,24 +335,15 @@ def test_the_labels_column_left_out(mutate: Patch, impl: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("schedule", ["cached", "in_forward"])
 def test_the_labels_column_not_written_into_the_cache(
-    mutate: Patch, schedule: str, impl: str
+    mutate: Patch, schedule: str, dtype: torch.dtype, impl: str
 ) -> None:
-    def forget(original: Any, *args: Any, cache: Tensor) -> Any:
-        return original(*args, cache=None)
-
-    mutate(steps.kernels_of(impl), "token_loss", forget)
-    with pytest.raises(AssertionError, match="dhidden: "):
-        check(inputs(), impl=impl, schedule=schedule)
-
-
-@both
-def test_the_labels_column_not_written_into_a_converted_cache(mutate: Patch, impl: str) -> None:
-    """fp16 caches in bf16, and takes the label's column when it comes back."""
+    """fp16 caches in bf16, and writes the label's column when it converts."""
     mutate(steps.kernels_of(impl), "write_label_value", lambda original, *args, **kw: None)
     with pytest.raises(AssertionError, match="dhidden: "):
-        check(inputs(torch.float16), impl=impl, schedule="cached")
+        check(inputs(dtype), impl=impl, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])

@@ -5,6 +5,7 @@ T tokens, V vocabulary rows, H hidden size; a tile of the interpreter is 32 toke
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist.kernels import launching, linear_stats, tuning
+from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.launching import Segment, segment_columns
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import Schedule
+from flce_dist.steps import kernels_of
 from flce_dist.testing import relative_rms
 from tests.oracle import (
     METRICS,
@@ -128,9 +131,18 @@ def test_segments_on_a_gpu(
 
 
 @interpreted
-@pytest.mark.parametrize("columns", [256, 512], ids=["whole segments", "within a segment"])
+@pytest.mark.parametrize(
+    ("columns", "tiles", "uncut", "segments"),
+    [(512, 4, [8, 2], [4, 4, 2]), (512, 6, [8, 2], [6, 2, 2])],
+    ids=["whole segments", "within a segment"],
+)
 def test_a_cache_that_ends_before_the_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, walked: list[int], columns: int
+    monkeypatch: pytest.MonkeyPatch,
+    walked: list[int],
+    columns: int,
+    tiles: int,
+    uncut: list[int],
+    segments: list[int],
 ) -> None:
     """The window of backward takes 64 columns' budget, the cache what is left of it."""
     inputs = problem()
@@ -140,19 +152,49 @@ def test_a_cache_that_ends_before_the_vocabulary(
     caches: list[int] = []
     original = linear_stats.linear_stats
 
-    def spy(*args: Any, cache: torch.Tensor, **kwargs: Any) -> Any:
-        caches.append(cache.shape[1])
+    def spy(*args: Any, cache: ColumnCache, **kwargs: Any) -> Any:
+        caches.append(cache.width)
         return original(*args, cache=cache, **kwargs)
 
     monkeypatch.setattr("flce_dist.kernels.gpu.linear_stats", spy)
     whole = op(inputs, **SOME, **options)
-    cut(monkeypatch, tiles=4, rows=4)
+    cut(monkeypatch, tiles=tiles, rows=4)
     with poisoned_memory():
         cut_up = op(inputs, **SOME, **options)
     assert caches == [columns] * 2
-    assert walked == [10, 4, 4, 2]
+    assert walked == [*uncut, *segments]
     assert_close(cut_up, whole, torch.float32)
     compare(cut_up, inputs, Upstream(0.7), **SOME)
+
+
+@interpreted
+@pytest.mark.parametrize("impl", ["triton", "eager"])
+def test_a_cache_of_several_windows(
+    monkeypatch: pytest.MonkeyPatch, walked: list[int], impl: str
+) -> None:
+    """Statistics and rescue fill windows of any widths as they fill one, up to rounding."""
+    kernels = kernels_of(impl)
+    z = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
+    z[::3, 130], z[1::3, 400] = 60.0, 200.0
+    inputs = with_logits(z, torch.arange(T) + 10)
+    logits = replace(shape(T, V), hidden=inputs.hidden, weight=inputs.weight, labels=inputs.labels)
+    cut(monkeypatch, tiles=2, rows=3)
+
+    def fill(*widths: int) -> list[torch.Tensor]:
+        cache = ColumnCache(tuple(torch.full((T, width), torch.nan) for width in widths))
+        label_logit = kernels.label_logit(logits, vocab_size=V)
+        others_max, sums = kernels.linear_stats(
+            logits, label_logit, cache=cache, with_sum_z=False, with_entropy=True
+        )
+        kernels.rescue(logits, label_logit, others_max, sums, cache=cache, with_entropy=True)
+        return [others_max, sums, torch.cat(cache.windows, dim=1)]
+
+    whole, windows = fill(500), fill(100, 200, 200)
+    if impl == "triton":
+        assert walked == [2] * 11
+    assert all(x.isfinite().all() for x in windows)
+    for one, other in zip(windows, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0.0)
 
 
 @interpreted
