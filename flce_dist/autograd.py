@@ -67,9 +67,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
         windows = () if cache is None else (cache,)
         stats, loss = steps.token_loss(call, logits, token_weight, ColumnCache(windows))
-        norm = None
+        norm = call.loss_norm(labels, token_weight)
         if call.options.reduction != "none":
-            loss, norm = call.reduce_loss(loss, labels, token_weight)
+            loss = call.kernels.reduce_loss(loss, norm)
         metrics = steps.metrics(stats, logits) if call.options.with_metrics else (None,) * 4
         _, _, entropy, correct = metrics
         if correct is not None:
@@ -135,7 +135,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             d = dlogits.piece(start, end, cached, logits)
             if acc is not None:
                 gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
-                if call.reduces_dhidden and end == call.shard.V:
+                if share is not None and call.reduces_dhidden and end == call.shard.V:
                     steps.finish_dhidden(call, acc, weight, labels, rows, share)
                     dhidden = call.start_reduce_dhidden(share)
             if dweight is not None:
@@ -143,7 +143,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
             if dbias is not None:
                 dbias[start:end] = steps.dbias_piece(call, d, rows)
-        if acc is not None and not call.reduces_dhidden:
+        if acc is not None and share is not None and not call.reduces_dhidden:
             steps.finish_dhidden(call, acc, weight, labels, rows, share)
             return share, dweight, dbias, None, None, None
         return dhidden and dhidden.wait(), dweight, dbias, None, None, None
@@ -156,10 +156,9 @@ class InForwardFunction(torch.autograd.Function):
     exponentials at hand, part of them in dweight's own memory if there is but one chunk; several
     chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of
     hidden before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
-    [1 to 3, chunk_t] per chunk. Saved: both gradients of the sum of losses; those of the mean
-    would leave fp16's range before the upstream gradient, a loss scale, brings them back.
+    [1 to 3, chunk_t] per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
 
-    Backward: those times the scalar upstream gradient over the norm. No collective.
+    Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
     """
 
     @staticmethod
@@ -168,6 +167,9 @@ class InForwardFunction(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
         chunks, V = call.plan.chunks(), call.shard.V
+        norm = call.loss_norm(labels, token_weight)
+        # The gradient of a mean may be too small for fp16 before a loss scale arrives.
+        late_norm = norm if hidden.dtype == torch.float16 else None
 
         dhidden = dweight = dbias = None
         if need_hidden:
@@ -191,17 +193,18 @@ class InForwardFunction(torch.autograd.Function):
             if call.options.with_metrics:
                 metrics.append(steps.metrics(stats, chunk))
             rows = call.kernels.row_gradient(
-                stats, chunk.labels, weights, None, None, call.loss_terms,
+                stats, chunk.labels, weights, None if late_norm is not None else norm, None,
+                call.loss_terms,
                 from_lse=steps.from_lse(hidden.dtype),
             )  # fmt: skip
             dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
             _add_chunk(call, chunk, rows, dlogits, dweight, dbias, dhidden, slice(first, last))
 
-        loss, norm = call.reduce_loss(torch.cat(losses), labels, token_weight)
+        loss = call.kernels.reduce_loss(torch.cat(losses), norm)
         if dhidden is not None:
             dhidden = call.start_reduce_dhidden(dhidden).wait()
-        ctx.save_for_backward(norm, dhidden, dweight, dbias)
-        ctx.call, ctx.dtype = call, weight.dtype
+        ctx.save_for_backward(late_norm, dhidden, dweight, dbias)
+        ctx.call, ctx.dtype, ctx.reuses_saved = call, weight.dtype, True
         if not call.options.with_metrics:
             return loss, None, None, None, None
         merged = [torch.cat(parts) for parts in zip(*metrics, strict=True)]
@@ -217,12 +220,24 @@ class InForwardFunction(torch.autograd.Function):
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
         norm, *gradients = ctx.saved_tensors
-        factor = dloss / norm
-        scaled = [None if g is None else torch.empty_like(g, dtype=ctx.dtype) for g in gradients]
-        for gradient, out in zip(gradients, scaled, strict=True):
-            if out is not None:
-                ctx.call.kernels.scale(gradient, factor, out=out)
-        return *scaled, None, None, None
+        factor = dloss if norm is None else dloss / norm
+        once = ctx.reuses_saved and not _keeps_graph()
+        results: list[Tensor | None] = []
+        for gradient in gradients:
+            if gradient is None:
+                results.append(None)
+                continue
+            # If backward cannot come again, the saved gradient itself becomes the result.
+            own = once and gradient.dtype == ctx.dtype
+            result = gradient if own else torch.empty_like(gradient, dtype=ctx.dtype)
+            ctx.call.kernels.scale(gradient, factor, out=result)
+            results.append(result)
+        return *results, None, None, None
+
+
+def _keeps_graph() -> bool:
+    """Whether this backward was asked to retain the graph. PyTorch has no public name for it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def function_of(call: Call) -> type[torch.autograd.Function]:

@@ -28,6 +28,8 @@ _METRICS = 4  # lse, logprob, entropy, correct
 class _Context:
     """As much of autograd's ctx as the Functions use."""
 
+    reuses_saved = False  # an operator returns no memory that it was given
+
     def __init__(self, needs: list[bool], saved: tuple[Tensor | None, ...] = ()) -> None:
         self.needs_input_grad = needs
         self.saved_tensors = saved
@@ -139,14 +141,15 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         return outputs
     if call.plan.schedule == "in_forward":
         dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        outputs += [new(), dhidden if need_hidden else new(0)]
+        late_norm = call.options.reduction == "mean" and hidden.dtype == torch.float16
+        outputs += [new() if late_norm else new(0), dhidden if need_hidden else new(0)]
         dtype = steps.in_forward_dtype(call, weight.dtype)
         outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
     columns = call.plan.cached_columns(call.shard.V)
     cache = steps.new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
-    norm = new(0) if call.options.reduction == "none" else new()
+    norm = new() if call.options.reduction == "mean" else new(0)
     return [*outputs, norm, cache, entropy, new(T), new(T), new(T)]
 
 

@@ -12,12 +12,12 @@ from flce_dist.options import Schedule
 DEFAULT_LOGITS_BYTES = 1 << 30
 """Budget of ``auto`` and ``in_forward`` where the caller names none."""
 
-_WINDOW_BYTES = 256 << 20
-_MIN_WINDOW, _MAX_WINDOW = 4096, 32768
+_WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
+_MIN_WINDOW, _MAX_WINDOW = 4096, 33792
+_WAVE = 8448  # columns, 64 * 132: products over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
 
 
-_LENT_WINDOW = 8448  # 33 tiles: whole waves of 132 multiprocessors from 512 tokens on
 _MOST_RECOMPUTED = 1 / 10  # of the columns: beyond, accumulating chunks in fp32 is faster
 
 
@@ -107,15 +107,18 @@ def plan(
         held = V + (window if converts else 0)
         return Plan(schedule, T, V, V, window, max(1, chunk), chunk * held * itemsize)
 
+    caching = schedule == "cached" or (schedule == "auto" and expressible)
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
     budget = max_logits_bytes
     if budget is None and schedule == "auto":
         budget = DEFAULT_LOGITS_BYTES
     if budget is not None:
-        window = min(window, max(_TILE, _round_down(budget // column_bytes)))
+        most = 0.3 * budget if caching else budget  # what is cached gets the larger part
+        window = min(window, max(_TILE, _round_down(int(most) // column_bytes)))
+    if window > _WAVE:
+        window -= window % _WAVE
     window = max(1, min(window, V))
 
-    caching = schedule == "cached" or (schedule == "auto" and expressible)
     if not caching:
         cached = 0
     elif budget is None or (V + (window if converts else 0)) * column_bytes <= budget:
@@ -132,12 +135,12 @@ def _lend(T: int, V: int, itemsize: int, columns: int, row_bytes: int) -> Plan |
 
     None if it fits without, or does not fit even so.
     """
-    if columns >= V or not row_bytes or V < 2 * _LENT_WINDOW:
+    if columns >= V or not row_bytes or V < 2 * _WAVE:
         return None
-    window_bytes = T * _LENT_WINDOW * itemsize
-    rows = max(_LENT_WINDOW, -(-window_bytes // (16 * row_bytes)) * 16)
-    windows = min((V - _LENT_WINDOW) // rows, -(-(V - columns) // _LENT_WINDOW))
-    lent = windows * _LENT_WINDOW
+    window_bytes = T * _WAVE * itemsize
+    rows = max(_WAVE, -(-window_bytes // (16 * row_bytes)) * 16)
+    windows = min((V - _WAVE) // rows, -(-(V - columns) // _WAVE))
+    lent = windows * _WAVE
     window = min(_MIN_WINDOW, V)
     cached = V
     if V - lent > columns:
@@ -146,7 +149,7 @@ def _lend(T: int, V: int, itemsize: int, columns: int, row_bytes: int) -> Plan |
     if windows < 1 or window < _TILE or V - cached > V * _MOST_RECOMPUTED:
         return None
     held = cached - lent + (window if cached < V else 0)
-    lending = Lending(_LENT_WINDOW, rows, windows)
+    lending = Lending(_WAVE, rows, windows)
     return Plan("in_forward", T, V, cached, window, T, held * T * itemsize, lending)
 
 

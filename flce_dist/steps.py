@@ -60,14 +60,11 @@ class Call:
             softcap=self.options.softcap,
         )
 
-    def reduce_loss(
-        self, loss: Tensor, labels: Tensor, token_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the reduced loss and what its sum was divided by, scalars on the device."""
-        options = self.options
-        return self.kernels.reduce_loss(
-            loss, labels, token_weight, options.ignore_index, mean=options.reduction == "mean"
-        )
+    def loss_norm(self, labels: Tensor, token_weight: Tensor | None) -> Tensor | None:
+        """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
+        if self.options.reduction != "mean":
+            return None
+        return self.kernels.loss_norm(labels, token_weight, self.options.ignore_index)
 
     @property
     def reduces_dhidden(self) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "dlogits",
     "label_logit",
     "linear_stats",
+    "loss_norm",
     "reduce_loss",
     "rescue",
     "row_gradient",
@@ -144,20 +145,16 @@ def token_loss(
     return reference, loss, label_value(stats, reference, terms)
 
 
-def reduce_loss(
-    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int, *, mean: bool
-) -> tuple[Tensor, Tensor]:
-    """Return ``(sum of loss / norm, norm)``, scalars.
+def loss_norm(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
+    counted = labels != ignore_index
+    norm = counted.sum() if token_weight is None else token_weight.where(counted, 0.0).sum()
+    return norm.where(norm != 0, 1).to(torch.promote_types(norm.dtype, torch.float32))
 
-    norm is 1, or for the mean the sum of the weights of counted tokens, and 1 where that is 0.
-    """
-    norm = loss.new_ones(())
-    if mean:
-        counted = labels != ignore_index
-        weights = torch.ones_like(loss) if token_weight is None else token_weight.to(loss.dtype)
-        norm = weights.where(counted, 0.0).sum()
-        norm = norm.where(norm != 0, 1.0)
-    return loss.sum() / norm, norm
+
+def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
+    """Return ``loss.sum() / norm``, a scalar; None is 1."""
+    return loss.sum() if norm is None else loss.sum() / norm
 
 
 def dlogits(

@@ -7,12 +7,13 @@ from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import scale_rows
 from flce_dist.kernels.token_gradient import row_gradient, write_label_value
-from flce_dist.kernels.token_loss import reduce_loss, token_loss
+from flce_dist.kernels.token_loss import loss_norm, reduce_loss, token_loss
 
 __all__ = [
     "dlogits",
     "label_logit",
     "linear_stats",
+    "loss_norm",
     "reduce_loss",
     "rescue",
     "row_gradient",

@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels import tuning
 from flce_dist.kernels.primitives import cast
-
-_BLOCK = 4096
 
 
 @triton.jit
@@ -14,16 +13,30 @@ def _scale_kernel(
     x_ptr, factor_ptr,  # in:  [N], []
     out_ptr,  # out: [N]
     N,
-    BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # V * H passes 2**31
     factor = tl.load(factor_ptr).to(tl.float32)
-    x = tl.load(x_ptr + offs, mask=offs < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offs, cast(x * factor, out_ptr.dtype.element_ty), mask=offs < N)
+    blocks = tl.cdiv(N, BLOCK)
+    if IN_PLACE:
+        blocks = tl.where(factor == 1.0, 0, blocks)  # nothing to do, which the host cannot know
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        block = tl.zeros((BLOCK,), tl.int64) + block  # V * H passes 2**31 at 524k x 4k
+        offs = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offs, mask=offs < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offs, cast(x * factor, out_ptr.dtype.element_ty), mask=offs < N)
 
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
-    """Write ``out = x * factor``; x and out are contiguous and of one shape, factor is a scalar."""
-    N = x.numel()
+    """Write ``out = x * factor``; x and out are contiguous and of one shape, factor is a scalar.
+
+    out may be x itself, which a factor of 1 leaves as it is, at no cost.
+    """
+    N, block = x.numel(), 8192
     if N:
-        _scale_kernel[(-(-N // _BLOCK),)](x, factor, out, N, BLOCK=_BLOCK, num_warps=8)
+        _, programs = tuning.device_arch(x.device)
+        _scale_kernel[(min(8 * programs, -(-N // block)),)](
+            x, factor,
+            out,
+            N,
+            IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
+        )  # fmt: skip

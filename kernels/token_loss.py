@@ -79,30 +79,40 @@ def _token_loss_kernel(
 
 
 @triton.jit
-def _reduce_loss_kernel(
-    loss_ptr, labels_ptr, token_weight_ptr,  # in:  [T] fp32, [T] int64, [T]
-    total_ptr, norm_ptr,  # out: [] fp32 each
+def _loss_norm_kernel(
+    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
+    norm_ptr,  # out: [] fp32
     T, ignore_index,
-    MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    total = tl.zeros((BLOCK_T,), tl.float32)
     weights = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, T, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
         mask = offs_t < T
-        total += tl.load(loss_ptr + offs_t, mask=mask, other=0.0)
-        if MEAN:
-            label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
-            weight = tl.full((BLOCK_T,), 1.0, tl.float32)
-            if HAS_WEIGHT:
-                weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
-            weights += tl.where(label != ignore_index, weight, 0.0)
-    norm = 1.0
-    if MEAN:
-        norm = tl.sum(weights, axis=0)
-        norm = tl.where(norm == 0.0, 1.0, norm)
-    tl.store(norm_ptr, norm)
-    tl.store(total_ptr, tl.sum(total, axis=0) / norm)
+        label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
+        weight = tl.full((BLOCK_T,), 1.0, tl.float32)
+        if HAS_WEIGHT:
+            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+        weights += tl.where(label != ignore_index, weight, 0.0)
+    norm = tl.sum(weights, axis=0)
+    tl.store(norm_ptr, tl.where(norm == 0.0, 1.0, norm))
+
+
+@triton.jit
+def _reduce_loss_kernel(
+    loss_ptr, norm_ptr,  # in:  [T], [] fp32
+    total_ptr,  # out: [] fp32
+    T,
+    HAS_NORM: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    losses = tl.zeros((BLOCK_T,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        offs_t = start + tl.arange(0, BLOCK_T)
+        losses += tl.load(loss_ptr + offs_t, mask=offs_t < T, other=0.0)
+    total = tl.sum(losses, axis=0)
+    if HAS_NORM:
+        total /= tl.load(norm_ptr)
+    tl.store(total_ptr, total)
 
 
 def token_loss(
@@ -140,18 +150,25 @@ def token_loss(
     return reference, loss, label_value
 
 
-def reduce_loss(
-    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int, *, mean: bool
-) -> tuple[Tensor, Tensor]:
-    """Return ``(sum of loss / norm, norm)``, scalars.
-
-    norm is 1, or for the mean the sum of the weights of counted tokens, and 1 where that is 0.
-    """
-    total, norm = loss.new_empty(()), loss.new_empty(())
-    _reduce_loss_kernel[(1,)](
-        loss, labels, token_weight,
-        total, norm,
+def loss_norm(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
+    norm = torch.empty((), dtype=torch.float32, device=labels.device)
+    _loss_norm_kernel[(1,)](
+        labels, token_weight,
+        norm,
         len(labels), ignore_index,
-        MEAN=mean, HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
+        HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
     )  # fmt: skip
-    return total, norm
+    return norm
+
+
+def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
+    """Return ``loss.sum() / norm``, a scalar; None is 1."""
+    total = loss.new_empty(())
+    _reduce_loss_kernel[(1,)](
+        loss, norm,
+        total,
+        len(loss),
+        HAS_NORM=norm is not None, BLOCK_T=2048, num_warps=8,
+    )  # fmt: skip
+    return total

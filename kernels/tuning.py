@@ -54,11 +54,11 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
 
     ``stores`` says whether tiles are written, which takes shared memory from the stages.
     """
-    if T <= 64 and (arch, itemsize) in _ONE_BLOCK:
-        return _ONE_BLOCK[arch, itemsize]
     config = _TILES[arch, itemsize]
+    if T <= 64:
+        config = _ONE_BLOCK.get((arch, itemsize), config)
     if arch == "sm_90" and itemsize == 2 and T <= config.BLOCK_T and not stores:
-        return replace(config, num_stages=4)
+        config = replace(config, num_stages=config.num_stages + 1)
     return config
 
 

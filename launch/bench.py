@@ -109,7 +109,7 @@ def _bench_shape(
 ) -> list[Record]:
     """Measure every run at one shape; collective."""
     problem = make_problem(shape, device, config.seed, tp_group)
-    found = [Measured(run, problem) for run in runs_of(config, shape)]
+    found = [Measured(run, problem, config) for run in runs_of(config, shape)]
     with _progress(console) as progress:
         bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
         truth: Truth | None = None
@@ -118,7 +118,7 @@ def _bench_shape(
             truth = make_truth(problem, gradients=backward and config.check == "gradients")
         for measured in found:
             progress.update(bar, description=f"{shape.name}: preparing {measured.run.name}")
-            measured.prepare(truth, config.warmup, config.sample_ms)
+            measured.prepare(truth)
             over_ranks(measured)
             progress.advance(bar)
         del truth

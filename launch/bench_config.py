@@ -99,6 +99,11 @@ class BenchConfig:
     """Samples of each run; the runs of one shape take turns."""
     sample_ms: float = 20.0
     """A sample is as many calls back to back as take this long, and at least one."""
+    settle_ms: float = 60.0
+    """Untimed calls before each sample: the clock of a card that is limited by power follows its
+    load with some delay."""
+    cuda_graph: bool = False
+    """Time replays of CUDA graphs, floors included: what remains if the host is not in the way."""
     shapes: tuple[ShapeSpec, ...] = ()
     cross: Cross = field(default_factory=Cross)
     """Shapes behind those of ``shapes``."""
@@ -130,6 +135,10 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
 
 def check_config(config: BenchConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for what cannot run on ``world_size`` ranks."""
+    _require(config.settle_ms >= 0, f"settle_ms must not be negative, got {config.settle_ms}")
+    _require(
+        not (config.cuda_graph and config.device == "cpu"), "cuda_graph needs a GPU, got device=cpu"
+    )
     for key in ("warmup", "rounds", "sample_ms"):
         value = getattr(config, key)
         _require(value > 0, f"{key} must be positive, got {value}")

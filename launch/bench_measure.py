@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.launch.bench_config import RunSpec
+from flce_dist.launch.bench_config import BenchConfig, RunSpec
 from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_peers import LossFunction, load_peer
 from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
@@ -24,8 +24,6 @@ from flce_dist.memory import peak_memory
 from flce_dist.options import Impl
 
 MOST_CALLS = 1000
-LONG_MS = 100.0
-"""A call as long as this fills the queue by itself and needs no untimed one before it."""
 
 
 class Measured:
@@ -38,8 +36,8 @@ class Measured:
         failure: message of the first rank that failed, or None.
     """
 
-    def __init__(self, run: RunSpec, problem: Problem):
-        self.run, self.problem = run, problem
+    def __init__(self, run: RunSpec, problem: Problem, config: BenchConfig):
+        self.run, self.problem, self.config = run, problem, config
         self.errors = Errors()
         self.peak_bytes: int | None = None
         self.gradient_bytes = 0
@@ -49,16 +47,17 @@ class Measured:
         self.loss_eps = 0.0
         self.failure: str | None = None
         self._loss_of: LossFunction | None = None
+        self._replay: Callable[[], Any] | None = None
 
-    def prepare(self, truth: Truth | None, warmup: int, sample_ms: float) -> None:
+    def prepare(self, truth: Truth | None) -> None:
         """Load, warm up, compare with ``truth``, measure memory, choose the calls of a sample."""
         if self.run.impl not in FLOORS:
             self._guarded(self._load)
-        self._guarded(partial(self._first_calls, truth, warmup))
+        self._guarded(partial(self._first_calls, truth, self.config.warmup))
         if self.failure is not None:
             return
         self.call_ms = _largest(self._guarded(partial(self._time, calls=1)) or 0.0, self.problem)
-        self.calls = min(MOST_CALLS, max(1, math.ceil(sample_ms / max(self.call_ms, 1e-3))))
+        self.calls = self._calls_within(self.config.sample_ms)
 
     def sample(self) -> None:
         """Take one sample."""
@@ -70,7 +69,10 @@ class Measured:
 
     def release(self) -> None:
         """Forget the loss function, with what it may have compiled or cached."""
-        self._loss_of = None
+        self._loss_of = self._replay = None
+
+    def _calls_within(self, ms: float) -> int:
+        return min(MOST_CALLS, max(1, math.ceil(ms / max(self.call_ms, 1e-3))))
 
     def _load(self) -> None:
         if not self.run.is_ours:
@@ -129,15 +131,14 @@ class Measured:
         self.peak_bytes = peak.bytes
 
     def _time(self, calls: int) -> float:
-        """Return the milliseconds of one of ``calls`` calls back to back."""
-        if self.run.impl in FLOORS:
-            call: Callable[[], Any] = FLOORS[self.run.impl].make(
-                self.problem.hidden, self.problem.weight
-            )
-        else:
-            call = partial(self._call, *self._leaves())
-        if self.call_ms < LONG_MS:
-            call()  # while it runs the host gets ahead, and the clock sees no launch of a first op
+        """Return the milliseconds of one of ``calls`` calls back to back.
+
+        Untimed ones go before them, without a pause: the card then runs at the clock that this run
+        leaves it, not the one before, and the host is ahead when the first event is recorded.
+        """
+        call = self._replay or self._timed_call()
+        for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
+            call()
         if self.problem.hidden.device.type != "cuda":
             started = time.perf_counter()
             for _ in range(calls):
@@ -150,6 +151,18 @@ class Measured:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / calls
+
+    def _timed_call(self) -> Callable[[], Any]:
+        if self.run.impl in FLOORS:
+            call: Callable[[], Any] = FLOORS[self.run.impl].make(
+                self.problem.hidden, self.problem.weight
+            )
+        else:
+            call = partial(self._call, *self._leaves())
+        if not self.config.cuda_graph:
+            return call
+        self._replay = _captured(call)
+        return self._replay
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
         """Return what ``step`` returns, or None if it fails on a rank or the run already had."""
@@ -172,6 +185,19 @@ class Measured:
             message = f"{self.run.name} left the device beyond use: {self.failure}"
             raise RuntimeError(message) from error
         return None
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what replays ``call`` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def free_memory(device: torch.device) -> None:

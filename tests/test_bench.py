@@ -16,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("tyro")
 
 from flce_dist.launch import bench, bench_files, bench_problem
-from flce_dist.launch.bench_config import RunSpec, ShapeSpec
+from flce_dist.launch.bench_config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench_files import read_results, write_results
 from flce_dist.launch.bench_measure import Measured, over_ranks
 from flce_dist.launch.bench_peers import PEERS, Peer, canonical
@@ -34,6 +34,7 @@ device: cpu
 warmup: 1
 rounds: 2
 sample_ms: 0.5
+settle_ms: 0.0
 shapes:
   - {T: 24, H: 16, V: 64, dtype: fp32}
   - {T: 12, H: 16, V: 64, dtype: fp32}
@@ -342,8 +343,9 @@ def test_the_slowest_and_the_failing_rank_count(monkeypatch):
 
         peer(monkeypatch, loss_of, parallel=True)
         problem = make_problem(shape, torch.device("cpu"), 0, group)
-        measured = Measured(run_of, problem)
-        measured.prepare(None, warmup=1, sample_ms=1.0)
+        config = BenchConfig(warmup=1, sample_ms=1.0, settle_ms=0.0)
+        measured = Measured(run_of, problem, config)
+        measured.prepare(None)
         over_ranks(measured)
         measured.sample()
         return measured.samples_ms, measured.failure, measured.peak_bytes

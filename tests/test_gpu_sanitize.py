@@ -87,6 +87,7 @@ def test_the_sanitizer_finds_nothing(tool, cases, device):
 
 
 OUT_OF_BOUNDS = """
+import torch
 x = torch.zeros(4, device="cuda")
 class Longer:
     __cuda_array_interface__ = {

@@ -61,14 +61,17 @@ def test_without_dweight_there_is_nothing_to_borrow():
 @pytest.fixture
 def small_windows(monkeypatch):
     """Windows of a small problem's size; yields the plans that were made."""
-    monkeypatch.setattr(planning, "_LENT_WINDOW", 16)
+    monkeypatch.setattr(planning, "_WAVE", 16)
     monkeypatch.setattr(planning, "_TILE", 8)
     monkeypatch.setattr(planning, "_MIN_WINDOW", 8)
     monkeypatch.setattr(planning, "_MOST_RECOMPUTED", 0.5)
     made: list[Plan] = []
-    monkeypatch.setattr(
-        "flce_dist.prepare.plan", lambda **kwargs: made.append(plan(**kwargs)) or made[-1]
-    )
+
+    def noting(**kwargs):
+        made.append(plan(**kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("flce_dist.prepare.plan", noting)
     return made
 
 
