@@ -67,7 +67,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
         windows = () if cache is None else (cache,)
         stats, loss = steps.token_loss(call, logits, token_weight, ColumnCache(windows))
-        norm = call.loss_norm(labels, token_weight)
+        norm = call.loss_norm(labels, token_weight, logits.stats_dtype)
         if call.options.reduction != "none":
             loss = call.kernels.reduce_loss(loss, norm)
         metrics = steps.metrics(stats, logits) if call.options.with_metrics else (None,) * 4
@@ -167,7 +167,7 @@ class InForwardFunction(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
         chunks, V = call.plan.chunks(), call.shard.V
-        norm = call.loss_norm(labels, token_weight)
+        norm = call.loss_norm(labels, token_weight, logits.stats_dtype)
         # The gradient of a mean may be too small for fp16 before a loss scale arrives.
         late_norm = norm if hidden.dtype == torch.float16 else None
 
@@ -180,13 +180,15 @@ class InForwardFunction(torch.autograd.Function):
             dweight[V:] = 0.0
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-        cache = steps.lent_cache(call, logits.tokens(*chunks[0]), dweight)
         losses, metrics = [], []
 
         for first, last in chunks:
             chunk, weights = logits.tokens(first, last), token_weight
             if token_weight is not None:
                 weights = token_weight[first:last]
+            if first in (0, call.plan.first_t):
+                cache = ColumnCache()  # lets go of the last one before there is another
+                cache = steps.chunk_cache(call, chunk, dweight, first == 0)
             cache = cache.tokens(last - first)
             stats, loss = steps.token_loss(call, chunk, weights, cache)
             losses.append(loss)
@@ -197,8 +199,16 @@ class InForwardFunction(torch.autograd.Function):
                 call.loss_terms,
                 from_lse=steps.from_lse(hidden.dtype),
             )  # fmt: skip
-            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
-            _add_chunk(call, chunk, rows, dlogits, dweight, dbias, dhidden, slice(first, last))
+            _add_chunk(
+                call,
+                chunk,
+                rows,
+                Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype),
+                dweight,
+                dbias,
+                dhidden,
+                slice(first, last),
+            )
 
         loss = call.kernels.reduce_loss(torch.cat(losses), norm)
         if dhidden is not None:

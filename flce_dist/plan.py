@@ -4,6 +4,7 @@
 ranks walk alike and issue the same collectives. T = tokens, V = rows of the largest shard.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,26 +19,24 @@ _WAVE = 8448  # columns, 64 * 132: products over a multiple fill the last wave o
 _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
 
 
+_FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 1 / 10  # of the columns: beyond, accumulating chunks in fp32 is faster
 
 
 @dataclass(frozen=True)
 class Lending:
-    """How the leading columns' exponentials lie in the memory of dweight, which is written last.
+    """Where the leading columns' exponentials lie in the memory of dweight, which is written last.
 
-    Window i, columns ``[i, i + 1) * window_v``, lies at rows ``window_v + i * window_rows`` and on.
-    Its gradient goes to rows ``[i, i + 1) * window_v``, and since ``window_rows >= window_v`` these
-    lie below window i and all later ones: nothing is overwritten before it was used.
+    ``windows`` holds ``(columns, row)``: so many columns, in ascending order, lie at that row of
+    dweight and on. The gradient of the columns up to and with window i ends at or below its row, so
+    taken in this order nothing is overwritten before it was used.
     """
 
-    window_v: int
-    window_rows: int
-    windows: int
+    windows: tuple[tuple[int, int], ...]
 
-    def rows(self, V: int) -> list[int]:
-        """First row of each window in a dweight of V rows."""
-        firsts = (self.window_v + i * self.window_rows for i in range(self.windows))
-        return [row for row in firsts if row + self.window_rows <= V]
+    @property
+    def columns(self) -> int:
+        return sum(columns for columns, _ in self.windows)
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,10 @@ class Plan:
     """The schedule and its sizes.
 
     ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
-    others are recomputed in backward, ``window_v`` columns at a time. ``chunk_t`` tokens are
-    walked at a time (all of them but for in_forward). ``logits_bytes`` is the most that cache and
-    window take together, beside what ``lending`` places in dweight.
+    others are recomputed in backward, ``window_v`` columns at a time. ``first_t`` tokens are walked
+    at once (all of them but for in_forward), then ``chunk_t`` at a time. ``logits_bytes`` is the
+    most that cache and window take together, beside what ``lending`` places in dweight's memory.
+    Cached columns and lending are those of the first chunk; later ones cache all.
     """
 
     schedule: Literal["recompute", "cached", "in_forward"]
@@ -55,6 +55,7 @@ class Plan:
     V: int
     cached_v: int
     window_v: int
+    first_t: int
     chunk_t: int
     logits_bytes: int
     lending: Lending | None = None
@@ -65,9 +66,11 @@ class Plan:
 
     def chunks(self) -> list[tuple[int, int]]:
         """Token chunks ``(start, end)``, the same on every rank."""
-        return [(t, min(t + self.chunk_t, self.T)) for t in range(0, max(1, self.T), self.chunk_t)]
+        starts = [0, *range(self.first_t, self.T, self.chunk_t)]
+        return list(zip(starts, [*starts[1:], self.T], strict=True))
 
 
+@functools.lru_cache
 def plan(
     *,
     T: int,
@@ -77,7 +80,7 @@ def plan(
     max_logits_bytes: int | None,
     expressible: bool = True,
     converts: bool = False,
-    dweight_row_bytes: int = 0,
+    dweight_row_bytes: tuple[int, int] = (0, 0),
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -93,19 +96,13 @@ def plan(
             tokens, is used even where it exceeds the bound.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
         converts: whether cached columns pass through a window of the operands' dtype (fp16).
-        dweight_row_bytes: bytes of one row of dweight as in_forward makes it; 0 if it does not.
+        dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
+            accumulating over chunks; 0 if it lends none.
     """
     column_bytes = max(1, T * itemsize)
     if schedule == "in_forward":
-        chunk_bytes = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
-        whole = _lend(T, V, itemsize, chunk_bytes // column_bytes, dweight_row_bytes)
-        if whole is not None and not converts:
-            return whole
-        chunk = max(_TILE, _round_down(chunk_bytes // max(1, V * itemsize)))
-        chunk = min(T, _round_up(-(-T // max(1, -(-T // chunk)))))
-        window = max(1, min(_MIN_WINDOW, V))
-        held = V + (window if converts else 0)
-        return Plan(schedule, T, V, V, window, max(1, chunk), chunk * held * itemsize)
+        budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
+        return _in_forward(T, V, itemsize, budget, converts, dweight_row_bytes)
 
     caching = schedule == "cached" or (schedule == "auto" and expressible)
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
@@ -127,30 +124,79 @@ def plan(
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
-    return Plan(name, T, V, cached, window, max(1, T), held * column_bytes if T else 0)
+    held_bytes = held * column_bytes if T else 0
+    return Plan(name, T, V, cached, window, T, max(1, T), held_bytes)
 
 
-def _lend(T: int, V: int, itemsize: int, columns: int, row_bytes: int) -> Plan | None:
-    """Plan one chunk of more than ``columns``, by dweight's memory and a little recomputing.
+def _in_forward(
+    T: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
+) -> Plan:
+    """Take all tokens at once if they fit, with dweight's memory or without; else chunks."""
+    window = max(1, min(_MIN_WINDOW, V))
+    held = V + (window if converts else 0)
+    chunk = max(_TILE, _round_down(budget // max(1, V * itemsize)))
 
-    None if it fits without, or does not fit even so.
+    def later(rest: int) -> int:
+        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
+
+    lends = chunk < T and not converts
+    first = _lend(T, V, itemsize, budget, row_bytes[0]) if lends else None
+    if first is not None:
+        return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
+    for first_t in range(_round_down(T - 1), chunk, -_TILE) if lends else ():
+        first = _lend(first_t, V, itemsize, budget, row_bytes[1])
+        if first is not None:
+            rest = later(T - first_t)
+            held_bytes = max(first[2], rest * V * itemsize)
+            return Plan("in_forward", T, V, *first[:2], first_t, rest, held_bytes, first[3])
+    chunk = later(T)
+    return Plan("in_forward", T, V, V, window, min(chunk, T), chunk, chunk * held * itemsize)
+
+
+def _lend(
+    T: int, V: int, itemsize: int, budget: int, row_bytes: int
+) -> tuple[int, int, int, Lending] | None:
+    """Fit T tokens into ``budget`` by lending dweight's memory and a little recomputing.
+
+    Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.
     """
-    if columns >= V or not row_bytes or V < 2 * _WAVE:
+    columns = budget // (T * itemsize)
+    if not row_bytes or columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None
-    window_bytes = T * _WAVE * itemsize
-    rows = max(_WAVE, -(-window_bytes // (16 * row_bytes)) * 16)
-    windows = min((V - _WAVE) // rows, -(-(V - columns) // _WAVE))
-    lent = windows * _WAVE
-    window = min(_MIN_WINDOW, V)
-    cached = V
+    windows = _lent_windows(T * itemsize, V, _round_up(V - columns), row_bytes)
+    lent = sum(columns for columns, _ in windows)
+    cached, window = V, _MIN_WINDOW
     if V - lent > columns:
-        window = min(window, _round_down(columns // 8))
         cached = _round_down(lent + columns - window)
-    if windows < 1 or window < _TILE or V - cached > V * _MOST_RECOMPUTED:
+    if not windows or V - cached > V * _MOST_RECOMPUTED:
         return None
     held = cached - lent + (window if cached < V else 0)
-    lending = Lending(_WAVE, rows, windows)
-    return Plan("in_forward", T, V, cached, window, T, held * T * itemsize, lending)
+    return cached, window, held * T * itemsize, Lending(tuple(windows))
+
+
+def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
+
+    A window must begin at or above the row where its own gradient will end. The first is small, so
+    that little is left free below it; each later one may be as wide as what lies before it.
+    """
+    windows: list[tuple[int, int]] = []
+    done = end = 0  # columns placed, rows taken
+    while done < wanted:
+        width = wanted if not windows else min(wanted - done, _round_down(end - done))
+        row = max(end, done + width)
+        rows = -(-width * column_bytes // (16 * row_bytes)) * 16
+        if not windows and row + rows > V:  # not in one window
+            width = row = _FIRST_LENT
+            rows = -(-width * column_bytes // (16 * row_bytes)) * 16
+        elif row + rows > V:
+            width = _round_down((V - row - 16) * row_bytes // column_bytes)
+            rows = V - row
+        if width < _TILE or row + rows > V:
+            break
+        windows.append((width, row))
+        done, end = done + width, row + rows
+    return windows
 
 
 def _round_down(n: int) -> int:

@@ -80,7 +80,9 @@ def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
             max_logits_bytes=options.max_logits_bytes,
             expressible=not options.smoothing_needs_logits,
             converts=hidden.dtype == torch.float16,
-            dweight_row_bytes=H * weight.element_size() if needs[1] else 0,
+            dweight_row_bytes=(H * weight.element_size(), H * max(4, weight.element_size()))
+            if needs[1]
+            else (0, 0),
         ),
         kernels=kernels_of(impl),
         tp_group=tp_group,

@@ -60,11 +60,13 @@ class Call:
             softcap=self.options.softcap,
         )
 
-    def loss_norm(self, labels: Tensor, token_weight: Tensor | None) -> Tensor | None:
+    def loss_norm(
+        self, labels: Tensor, token_weight: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
         if self.options.reduction != "mean":
             return None
-        return self.kernels.loss_norm(labels, token_weight, self.options.ignore_index)
+        return self.kernels.loss_norm(labels, token_weight, self.options.ignore_index, dtype)
 
     @property
     def reduces_dhidden(self) -> bool:
@@ -102,25 +104,24 @@ def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]
 
 
-def lent_cache(call: Call, logits: ShardLogits, dweight: Tensor | None) -> ColumnCache:
-    """Return windows for the exponentials of a chunk, the leading ones in dweight's own memory.
+def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: bool) -> ColumnCache:
+    """Return windows for the exponentials of a chunk of tokens.
 
-    A window lies in rows of dweight that are written only after its own gradient is done, as long
-    as pieces are taken in ascending order (see ``plan.Lending``).
+    Of the first chunk the leading ones lie in dweight's own memory, as ``plan.Lending`` says.
     """
-    T, V, dtype = logits.T, logits.V, logits.cache_dtype
-    windows, width = [], 0
-    if dweight is not None and call.plan.lending is not None:
-        flat, lending = dweight.view(-1), call.plan.lending
-        cells = T * lending.window_v * dtype.itemsize // flat.element_size()
-        for row in lending.rows(V):
-            first = row * logits.H
-            window = flat[first : first + cells].view(dtype).view(T, lending.window_v)
-            windows.append(window)
-            width += lending.window_v
-    rest = call.plan.cached_columns(V) - width
+    T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
+    windows = []
+    if first and dweight is not None and call.plan.lending is not None:
+        flat = dweight.view(-1)
+        for columns, row in call.plan.lending.windows:
+            start, cells = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
+            if start + cells <= V * chunk.H:  # not so in a shard smaller than the plan's
+                window = flat[start : start + cells].view(dtype)
+                windows.append(window.view(T, columns))
+    columns = call.plan.cached_columns(V) if first else V
+    rest = columns - sum(window.shape[1] for window in windows)
     if rest > 0:
-        windows.append(new_window(T, rest, dtype, logits.hidden.device))
+        windows.append(new_window(T, rest, dtype, chunk.hidden.device))
     return ColumnCache(tuple(windows))
 
 
@@ -176,7 +177,7 @@ def in_forward_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
     Several chunks accumulate in fp32. One chunk alone is rounded at once, except in fp16: the
     gradient of the sum of losses may leave its range.
     """
-    one_chunk = call.plan.chunk_t >= call.plan.T
+    one_chunk = call.plan.first_t >= call.plan.T
     return dtype if one_chunk and dtype != torch.float16 else gemm.acc_dtype(dtype)
 
 

@@ -145,11 +145,15 @@ def token_loss(
     return reference, loss, label_value(stats, reference, terms)
 
 
-def loss_norm(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
+def loss_norm(
+    labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
-    counted = labels != ignore_index
-    norm = counted.sum() if token_weight is None else token_weight.where(counted, 0.0).sum()
-    return norm.where(norm != 0, 1).to(torch.promote_types(norm.dtype, torch.float32))
+    weights = (labels != ignore_index).to(dtype)
+    if token_weight is not None:
+        weights = token_weight.to(dtype).where(labels != ignore_index, 0.0)
+    norm = weights.sum()
+    return norm.where(norm != 0, 1.0)
 
 
 def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:

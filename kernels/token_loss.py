@@ -150,9 +150,11 @@ def token_loss(
     return reference, loss, label_value
 
 
-def loss_norm(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
+def loss_norm(
+    labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
-    norm = torch.empty((), dtype=torch.float32, device=labels.device)
+    norm = torch.empty((), dtype=dtype, device=labels.device)
     _loss_norm_kernel[(1,)](
         labels, token_weight,
         norm,

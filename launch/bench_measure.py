@@ -197,7 +197,11 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(keep: Callable[[], Any] = call) -> None:  # the graph reads and writes its tensors
+        graph.replay()
+
+    return replay
 
 
 def free_memory(device: torch.device) -> None:
