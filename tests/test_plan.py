@@ -14,12 +14,14 @@ from flce_dist.vocab import VocabShard, vocab_range
 
 GIB = 1 << 30
 SMALLEST = 256  # columns or tokens of the smallest piece
+WAVE = 8448  # columns whose products fill the last wave of an H200
 
 sizes = st.one_of(st.integers(0, 600), st.integers(0, 200_000))
 rows = st.one_of(st.integers(1, 600), st.integers(1, 300_000))
 budgets = st.one_of(st.none(), st.integers(1, 1 << 20), st.integers(1, 1 << 40))
 schedules = st.sampled_from(["auto", "recompute", "cached", "in_forward"])
 itemsizes = st.sampled_from([2, 4, 8])
+hidden_sizes = st.one_of(st.just(0), st.integers(1, 20_000))  # 0: there is no dweight to lend
 
 
 def make(
@@ -29,7 +31,9 @@ def make(
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     expressible: bool = True,
+    H: int = 0,
 ) -> Plan:
+    """A plan for operands of ``H`` columns whose dweight lends its memory, or for 0 does not."""
     return plan(
         T=T,
         V=V,
@@ -37,21 +41,23 @@ def make(
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
         expressible=expressible,
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
     )
 
 
 def held_bytes(chosen: Plan, itemsize: int) -> int:
-    """What a walk along ``chosen`` holds of the logits, counted piece by piece."""
-    if chosen.schedule == "in_forward":
-        return max(end - start for start, end in chosen.chunks()) * chosen.V * itemsize
+    """What a walk along ``chosen`` holds of the logits beside dweight, counted piece by piece."""
     pieces = range(chosen.cached_v, chosen.V, chosen.window_v)
     window = max((min(chosen.window_v, chosen.V - start) for start in pieces), default=0)
-    return chosen.T * (chosen.cached_v + window) * itemsize
+    lent = 0 if chosen.lending is None else chosen.lending.columns
+    (start, end), *later = chosen.chunks()
+    first = (end - start) * (chosen.cached_v - lent + window)
+    return max([first, *((end - start) * chosen.V for start, end in later)]) * itemsize
 
 
-@given(sizes, rows, itemsizes, schedules, budgets)
-def test_the_budget_is_held(T, V, itemsize, schedule, budget):
-    chosen = make(T, V, itemsize, schedule, budget)
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+def test_the_budget_is_held(T, V, itemsize, schedule, budget, H):
+    chosen = make(T, V, itemsize, schedule, budget, H=H)
     smallest = SMALLEST * itemsize * (V if schedule == "in_forward" else T)
     asked = budget
     if budget is None and schedule in ("auto", "in_forward"):
@@ -62,9 +68,10 @@ def test_the_budget_is_held(T, V, itemsize, schedule, budget):
         assert chosen.logits_bytes <= max(asked, smallest)
 
 
-@given(sizes, rows, itemsizes, schedules, budgets)
-def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget):
-    chunks = make(T, V, itemsize, schedule, budget).chunks()
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
+    chosen = make(T, V, itemsize, schedule, budget, H=H)
+    chunks = chosen.chunks()
     assert chunks[0][0] == 0
     assert chunks[-1][1] == T
     for (_, end), (start, _) in itertools.pairwise(chunks):
@@ -73,17 +80,20 @@ def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget):
         assert all(start < end for start, end in chunks)
         lengths = [end - start for start, end in chunks]
         assert all(length % SMALLEST == 0 for length in lengths[:-1])
+        assert lengths[0] == chosen.first_t
+        assert all(length == chosen.chunk_t for length in lengths[1:-1])
+        assert lengths[-1] <= max(chosen.first_t, chosen.chunk_t)
     if schedule != "in_forward":
         assert len(chunks) == 1
 
 
-@given(sizes, rows, itemsizes, schedules, budgets, st.integers(1, 8))
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes, st.integers(1, 8))
 def test_cached_columns_and_windows_cover_the_shard_of_every_rank(
-    T, V_all, itemsize, schedule, budget, P
+    T, V_all, itemsize, schedule, budget, H, P
 ):
     """V of the plan is the largest shard's; the others walk the same plan over fewer rows."""
     largest = -(-V_all // P)
-    chosen = make(T, largest, itemsize, schedule, budget)
+    chosen = make(T, largest, itemsize, schedule, budget, H=H)
     assert 0 <= chosen.cached_v <= largest
     assert chosen.window_v >= 1
     assert chosen.cached_v == largest or chosen.cached_v % SMALLEST == 0
@@ -105,17 +115,58 @@ def test_more_bytes_never_cache_less(T, V, itemsize, schedule, data):
     assert make(T, V, itemsize, schedule, max(1, T) * V * itemsize).cached_v == V
 
 
+@given(sizes, rows, itemsizes, st.sampled_from(["auto", "recompute", "cached"]), budgets)
+def test_windows_are_of_whole_waves_and_leave_the_larger_part_to_the_cache(
+    T, V, itemsize, schedule, budget
+):
+    chosen = make(T, V, itemsize, schedule, budget)
+    window = chosen.window_v
+    assert window == V or window <= WAVE or window % WAVE == 0
+    if budget is None and schedule == "auto":
+        budget = DEFAULT_LOGITS_BYTES
+    if budget is not None and schedule != "recompute":
+        assert window * T * itemsize <= max(0.3 * budget, SMALLEST * T * itemsize)
+
+
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
+    T, V, itemsize, schedule, budget, H
+):
+    chosen, alone = (make(T, V, itemsize, schedule, budget, H=n) for n in (H, 0))
+    assert alone.lending is None
+    if chosen.lending is None:
+        assert chosen == alone
+        assert chosen.first_t == min(chosen.chunk_t, T)
+        return
+    assert chosen.schedule == "in_forward" and H > 0
+    assert alone.first_t < chosen.first_t <= T
+    assert chosen.first_t == T or chosen.chunk_t < chosen.first_t
+    assert len(chosen.chunks()) <= len(alone.chunks())
+    assert 0 < chosen.lending.columns <= chosen.cached_v
+    assert V - chosen.cached_v <= V / 10  # beyond that, accumulating in fp32 is faster
+
+
+def test_a_cache_that_is_converted_has_nothing_lent():
+    """fp16's exponentials are bf16, and go through a window on their way to dweight."""
+    facts = {"T": 8192, "V": 128256, "itemsize": 2, "max_logits_bytes": None}
+    rows = {"dweight_row_bytes": (8192, 16384)}
+    assert plan(schedule="in_forward", **facts, **rows).lending is not None
+    assert plan(schedule="in_forward", **facts, **rows, converts=True).lending is None
+
+
 @given(sizes, rows, itemsizes, budgets)
 def test_what_exponentials_do_not_express_is_recomputed_by_auto(T, V, itemsize, budget):
     chosen = make(T, V, itemsize, "auto", budget, expressible=False)
     assert (chosen.schedule, chosen.cached_v) == ("recompute", 0)
 
 
-@given(sizes, rows, itemsizes, schedules, budgets)
-def test_same_facts_same_plan(T, V, itemsize, schedule, budget):
-    arguments = (T, V, itemsize, schedule, budget)
-    assert make(*arguments) == make(*arguments)
-    assert hash(make(*arguments)) == hash(make(*arguments))
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+def test_same_facts_same_plan(T, V, itemsize, schedule, budget, H):
+    arguments = (T, V, itemsize, schedule, budget, True, H)
+    one = make(*arguments)
+    plan.cache_clear()
+    assert one == make(*arguments)
+    assert hash(one) == hash(make(*arguments))
 
 
 def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
@@ -127,24 +178,28 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "schedule", "cached_v", "window_v", "chunk_t"),
+    ("arguments", "schedule", "cached_v", "window_v", "first_t", "chunk_t"),
     [
-        ({"schedule": "recompute"}, "recompute", 0, 16384, 8192),
-        ({"schedule": "cached"}, "cached", 128256, 16384, 8192),
-        ({"schedule": "auto"}, "cached", 49152, 16384, 8192),  # 1 GiB: 3/4 cache, 1/4 window
-        ({"schedule": "auto", "V": 32064}, "cached", 32064, 16384, 8192),
-        ({"schedule": "auto", "max_logits_bytes": 3 * GIB}, "cached", 128256, 16384, 8192),
-        ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192),
-        ({"schedule": "in_forward", "max_logits_bytes": GIB}, "in_forward", 128256, 4096, 4096),
-        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 4096, 256),
-        ({"T": 0}, "cached", 128256, 32768, 1),
+        ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 8192, 8192),
+        ({"schedule": "cached"}, "cached", 128256, 2 * WAVE, 8192, 8192),
+        # 1 GiB is 65,536 columns; at most 0.3 of them are the window, the others are cached.
+        ({"schedule": "auto"}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
+        ({"max_logits_bytes": GIB // 2}, "cached", 32768 - WAVE, WAVE, 8192, 8192),
+        ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 8192, 8192),
+        ({"schedule": "auto", "V": 32064}, "cached", 32064, 2 * WAVE, 8192, 8192),
+        ({"max_logits_bytes": 3 * GIB}, "cached", 128256, 2 * WAVE, 8192, 8192),
+        ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192, 8192),
+        ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 4096, 4096),
+        ({"schedule": "in_forward", "H": 4096}, "in_forward", 128256, 4096, 8192, 8192),
+        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 4096, 256, 256),
+        ({"T": 0}, "cached", 128256, 4 * WAVE, 0, 1),
     ],
 )
-def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunk_t):
+def test_familiar_sizes(arguments, schedule, cached_v, window_v, first_t, chunk_t):
     chosen = make(**arguments)
-    assert (chosen.schedule, chosen.cached_v, chosen.window_v, chosen.chunk_t) == (
-        schedule, cached_v, window_v, chunk_t,
-    )  # fmt: skip
+    assert (
+        chosen.schedule, chosen.cached_v, chosen.window_v, chosen.first_t, chosen.chunk_t,
+    ) == (schedule, cached_v, window_v, first_t, chunk_t)  # fmt: skip
 
 
 def test_chunks_are_of_like_size():
@@ -159,6 +214,6 @@ def test_a_plan_is_frozen_and_says_what_it_does():
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
-        "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16384, chunk_t=8192, "
-        "logits_bytes=525336576)"
+        "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
+        "chunk_t=8192, logits_bytes=525336576, lending=None)"
     )
