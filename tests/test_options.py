@@ -44,9 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {
     "recompute": {"schedule": "recompute"},
     "cached": {"schedule": "cached"},
-    "partly cached": {"schedule": "cached", "max_logits_bytes": 300 * 4 * 1600},
+    "partly cached": {"schedule": "cached", "max_logits_bytes": 300 * 4 * 1800},
     "auto": {"schedule": "auto"},
-    "auto, small": {"schedule": "auto", "max_logits_bytes": 300 * 4 * 1000},
+    "auto, small": {"schedule": "auto", "max_logits_bytes": 300 * 4 * 600},
     "in_forward": {"schedule": "in_forward"},
     "in_forward, chunks": {"schedule": "in_forward", "max_logits_bytes": 1},
 }
@@ -102,8 +102,8 @@ def test_the_budgets_make_the_plans_they_are_meant_to() -> None:
 
     assert walk("recompute").cached_v == 0
     assert walk("cached").cached_v == V
-    assert (walk("partly cached").cached_v, walk("partly cached").window_v) == (1024, 512)
-    assert (walk("auto, small").cached_v, walk("auto, small").window_v) == (256, 512)
+    assert (walk("partly cached").cached_v, walk("partly cached").window_v) == (1280, 512)
+    assert (walk("auto, small").cached_v, walk("auto, small").window_v) == (256, 256)
     assert walk("in_forward, chunks").chunks() == [(0, 256), (256, 300)]
 
 
