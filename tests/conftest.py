@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,3 +28,22 @@ def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for one in pools.values():
         one.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> None:
+    """No test walks along a plan that another one made from sizes that it had patched."""
+    from tests.problems import forget_plans  # imports triton
+
+    forget_plans()
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[..., Any]], None]:
+    """``mutate(owner, name, wrong)`` turns ``owner.name(...)`` into ``wrong(original, ...)``."""
+
+    def patch(owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: wrong(original, *args, **kwargs))
+
+    return patch

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce_dist import plan
 from flce_dist.options import Schedule
 from tests.oracle import Inputs, Outcome, device_of, make_inputs
 
@@ -54,3 +55,10 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
+
+
+def forget_plans() -> None:
+    """Plans are remembered by their arguments; sizes that a test patches are not among those."""
+    for function in vars(plan).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

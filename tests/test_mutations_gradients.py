@@ -1,0 +1,283 @@
+"""Mistakes in the gradients alone: each test breaks one thing and expects a comparison to say so.
+
+Those that the loss shows are in test_mutations.py. T tokens, V vocabulary rows, H hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import autograd, linear_cross_entropy, plan, steps
+from flce_dist.kernels import eager, gemm, row_gradient
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.merge import LossTerms, TokenStats
+from flce_dist.testing import relative_rms
+from tests.mutations import H, Patch, T, V, inputs, label_below
+from tests.oracle import (
+    Upstream,
+    check,
+    make_inputs,
+    metric_upstream,
+    per_token_upstream,
+    run_op,
+    run_reference,
+)
+from tests.problems import both, each_schedule, forget_plans
+
+
+@both
+def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
+    """The loss is right then, and only the gradients tell."""
+
+    def forget(original: Any, *args: Any, **kw: Any) -> None:
+        original(*args, **{**kw, "cache": ColumnCache()})
+
+    mutate(steps.kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(label_below(60.0), impl=impl, schedule="cached")
+
+
+def without(name: str) -> Callable[..., Any]:
+    """A ``row_gradient`` that is not told about one of what scales the gradient."""
+
+    def wrong(
+        original: Any, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
+        norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, **kw: Any,
+    ) -> Any:  # fmt: skip
+        given = {"token_weight": token_weight, "norm": norm, "dloss": dloss}
+        assert given[name] is not None
+        given[name] = None
+        return original(stats, labels, *given.values(), terms, **kw)
+
+    return wrong
+
+
+@both
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_upstream_gradient_ignored(mutate: Patch, reduction: str, schedule: str, impl: str) -> None:
+    g = per_token_upstream(T) if reduction == "none" else 3.0
+    problem = make_inputs(T, V, H, ignored=0.0)
+    options: dict[str, Any] = {"impl": impl, "reduction": reduction, "schedule": schedule}
+    check(problem, Upstream(g), **options)
+    mutate(steps.kernels_of(impl), "row_gradient", without("dloss"))
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(problem, Upstream(g), **options)
+
+
+@both
+@pytest.mark.parametrize("name", ["norm", "token_weight"])
+@each_schedule
+def test_norm_or_weights_ignored_by_the_gradients(
+    mutate: Patch, schedule: str, name: str, impl: str
+) -> None:
+    check(inputs(), impl=impl, schedule=schedule)
+    mutate(steps.kernels_of(impl), "row_gradient", without(name))
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule=schedule)
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norm_not_kept_for_the_gradients(
+    mutate: Patch, dtype: torch.dtype, schedule: str, impl: str
+) -> None:
+    """The loss is right. in_forward divides its gradients at once, but in fp16 in backward."""
+    norms: list[Tensor] = []
+
+    def forget(original: Any, *args: Any) -> Tensor:
+        norms.append(original(*args))
+        return torch.ones_like(norms[-1])
+
+    check(inputs(dtype), impl=impl, schedule=schedule)
+    mutate(steps.kernels_of(impl), "loss_norm", forget)
+    mutate(
+        steps.kernels_of(impl),
+        "reduce_loss",
+        lambda original, loss, norm: original(loss, norms[-1]),
+    )
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(dtype), impl=impl, schedule=schedule)
+
+
+@both
+def test_norm_that_divides_twice(mutate: Patch, impl: str) -> None:
+    """In forward and in backward: one of them, by dtype, is right."""
+
+    def divide_too(
+        original: Any, stats: TokenStats, labels: Tensor, token_weight: Tensor, norm: Any,
+        *args: Any, **kw: Any,
+    ) -> Any:  # fmt: skip
+        assert norm is None
+        norm = token_weight.float().where(labels != -100, 0.0).sum()
+        return original(stats, labels, token_weight, norm, *args, **kw)
+
+    problem = inputs(torch.float16)
+    check(problem, impl=impl, schedule="in_forward")
+    mutate(steps.kernels_of(impl), "row_gradient", divide_too)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(problem, impl=impl, schedule="in_forward")
+
+
+def test_upstream_gradient_ignored_by_in_forward(mutate: Patch) -> None:
+    def ignore(original: Any, ctx: Any, dloss: Tensor, *dmetrics: Tensor) -> Any:
+        return original(ctx, torch.ones_like(dloss), *dmetrics)
+
+    mutate(autograd.InForwardFunction, "backward", ignore)
+    check(inputs(), Upstream(1.0), schedule="in_forward")
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), Upstream(3.0), schedule="in_forward")
+
+
+@both
+def test_gradients_of_in_forward_left_unscaled(mutate: Patch, impl: str) -> None:
+    """Right where the upstream gradient is 1, wrong for any other."""
+
+    def copy(original: Any, x: Tensor, factor: Tensor, *, out: Tensor) -> None:
+        out.copy_(x)
+
+    mutate(steps.kernels_of(impl), "scale", copy)
+    check(inputs(), Upstream(1.0), impl=impl, schedule="in_forward")
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), Upstream(3.0), impl=impl, schedule="in_forward")
+
+
+def test_softcap_without_its_derivative(mutate: Patch) -> None:
+    for owner in (eager, row_gradient):
+        mutate(owner, "softcap_grad", lambda original, z, softcap: 1.0)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), softcap=3.0, schedule="recompute")
+
+
+@both
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss_weight"])
+def test_an_option_that_backward_forgets(mutate: Patch, option: str, impl: str) -> None:
+    options: dict[str, Any] = {option: 0.05, "impl": impl, "schedule": "recompute"}
+
+    def forget(original: Any, *args: Any, **kwargs: Any) -> Any:
+        *others, terms = args
+        return original(*others, terms._replace(**{option: 0.0}), **kwargs)
+
+    check(inputs(), **options)
+    mutate(steps.kernels_of(impl), "row_gradient", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), **options)
+
+
+@both
+def test_the_labels_column_left_out(mutate: Patch, impl: str) -> None:
+    def forget(original: Any, *args: Any, **kw: Any) -> Any:
+        rows = original(*args, **kw)
+        return rows._replace(label_value=torch.zeros_like(rows.label_value))
+
+    mutate(steps.kernels_of(impl), "row_gradient", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), impl=impl, schedule="recompute")
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", ["cached", "in_forward"])
+def test_the_labels_column_not_written_into_the_cache(
+    mutate: Patch, schedule: str, dtype: torch.dtype, impl: str
+) -> None:
+    """fp16 caches in bf16, and writes the label's column when it converts."""
+    mutate(steps.kernels_of(impl), "write_label_value", lambda original, *args, **kw: None)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(dtype), impl=impl, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_a_window_that_is_never_added(
+    mutate: Patch, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
+    monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
+    options: dict[str, Any] = {"schedule": schedule, "max_logits_bytes": T * 4 * 520}
+    check(inputs(), **options)
+
+    def skip_the_second(original: Any, acc: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> None:
+        seen.append(b)
+        if len(seen) != 2:
+            original(acc, a, b, **kwargs)
+
+    seen: list[Tensor] = []
+    mutate(gemm, "add_matmul", skip_the_second)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), **options)
+    assert len(seen) == 3
+
+
+def test_a_chunk_that_is_never_added(mutate: Patch) -> None:
+    problem = make_inputs(600, 40, H, bias=True)
+    options: dict[str, Any] = {"schedule": "in_forward", "max_logits_bytes": 1}
+    check(problem, **options)
+
+    def skip_the_last(original: Any, *args: Any) -> None:
+        if args[-1].start != 512:
+            original(*args)
+        else:
+            args[-2][args[-1]] = 0.0
+
+    mutate(autograd, "_add_chunk", skip_the_last)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(problem, **options)
+
+
+def test_accumulation_in_half_precision(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of dhidden grows with the windows; test_cases.py allows a factor of 1.2."""
+    problem = make_inputs(16, 4096, H, torch.bfloat16)
+    truth = run_reference(problem.to(torch.float64), Upstream())["dhidden"]
+
+    def round_each(original: Any, acc: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(acc, *args, **kwargs)
+        acc.copy_(acc.bfloat16())
+
+    mutate(gemm, "add_matmul", round_each)
+    errors = []
+    for window in (4096, 256):
+        monkeypatch.setattr(plan, "_MIN_WINDOW", window)
+        monkeypatch.setattr(plan, "_MAX_WINDOW", window)
+        forget_plans()
+        results = run_op(problem, Upstream(), impl="eager", schedule="recompute")
+        errors.append(relative_rms(results["dhidden"], truth))
+    assert errors[1] > 1.2 * errors[0]
+
+
+def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
+    def unscaled(original: Any, call: steps.Call, d: Tensor, rows: Any) -> Tensor:
+        return original(call, d, rows._replace(scale=torch.ones_like(rows.scale)))
+
+    mutate(steps, "dbias_piece", unscaled)
+    with pytest.raises(AssertionError, match="dbias: "):
+        check(inputs())
+
+
+@pytest.mark.parametrize("name", ["lse", "logprob", "entropy"])
+def test_a_metrics_gradient_that_is_dropped(mutate: Patch, name: str) -> None:
+    def drop(original: Any, stats: TokenStats, dloss: Tensor, metrics: Any, *args: Any) -> Any:
+        return original(stats, dloss, metrics._replace(**{name: None}), *args)
+
+    upstream = Upstream(0.1, metric_upstream(T, "lse", "logprob", "entropy"))
+    check(inputs(), upstream)
+    mutate(row_gradient, "row_gradient_with_metrics", drop)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(inputs(), upstream)
+
+
+def test_a_cache_that_backward_changes(mutate: Patch) -> None:
+    """A first backward might be right; the second one says so."""
+
+    def in_place(original: Any, dlogits: Any, *args: Any) -> Tensor:
+        return original(dlogits, *args).mul_(1.0)
+
+    hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(T).long(), schedule="cached")
+    mutate(steps.Dlogits, "piece", in_place)
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, hidden)
