@@ -44,6 +44,7 @@ def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path: Pat
     text = """
     rounds: 3
     sample_ms: 5
+    settle_ms: 7
     shapes:
       - {T: 8, H: 4, V: 16, dtype: fp32}
       - {T: 9, H: 4, V: 16, runs: [{impl: eager, mode: forward}]}
@@ -52,8 +53,9 @@ def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path: Pat
       - {impl: eager, schedule: cached, max_logits_bytes: 4096}
     """
     overrides = ["--rounds", "7", "--shapes.0.T", "5", "--runs.0.schedule", "auto", "--fresh"]
-    config = from_yaml(tmp_path, text, *overrides)
+    config = from_yaml(tmp_path, text, *overrides, "--cuda-graph")
     assert config.rounds == 7 and config.sample_ms == 5.0 and config.fresh
+    assert config.settle_ms == 7.0 and config.cuda_graph
     assert config.shapes[0] == ShapeSpec(5, 4, 16, "fp32")
     assert config.shapes[1].runs == (RunSpec("eager", mode="forward"),)
     assert config.runs == (RunSpec("eager", "auto", 4096),)
@@ -136,11 +138,31 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
             "sequence_parallel needs several ranks, got 1",
         ),
         (BenchConfig(shapes=SHAPE, runs=RUN, rounds=0), 1, "rounds must be positive, got 0"),
+        (
+            BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=-1.0),
+            1,
+            "settle_ms must not be negative, got -1.0",
+        ),
+        (
+            BenchConfig(shapes=SHAPE, runs=RUN, cuda_graph=True, device="cpu"),
+            1,
+            "cuda_graph needs a GPU, got device=cpu",
+        ),
     ],
 )
 def test_impossible_grids(config: BenchConfig, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config, world_size=world_size)
+
+
+def test_a_card_need_not_settle() -> None:
+    check_config(BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=0.0), world_size=1)
+
+
+def test_how_samples_are_taken_belongs_to_what_they_mean() -> None:
+    """A file that was begun with other numbers is not gone on with."""
+    configs = [BenchConfig(), BenchConfig(settle_ms=0.0), BenchConfig(cuda_graph=True)]
+    assert len({json.dumps(as_json(config)) for config in configs}) == 3
 
 
 def test_config_without_a_file_is_explained() -> None:

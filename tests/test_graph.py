@@ -90,6 +90,45 @@ def test_a_second_backward_is_equal_to_the_first(impl, schedule, dtype):
 
 
 @both
+@pytest.mark.parametrize("factor", [1.0, -0.75])
+@each_dtype
+@poisoned_memory()
+def test_a_retained_graph_of_in_forward_keeps_what_it_saved(impl, dtype, factor):
+    """Its saved gradients may become the results of the last backward, but of no other."""
+    inputs, upstream = small(impl).to(dtype), Upstream(factor)
+    expected = run_op(inputs, upstream, impl=impl, schedule="in_forward")
+    loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
+
+    def backward(**kwargs: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, leaves, torch.full_like(loss, factor), **kwargs)
+
+    first = backward(retain_graph=True)
+    kept = [x.clone() for x in first]
+    second = backward(retain_graph=True)
+    last = backward()
+    for results in (kept, first, second, last):
+        for name, result in zip(("dhidden", "dweight", "dbias"), results, strict=True):
+            assert torch.equal(result.cpu(), expected[name]), name
+    memory = {x.data_ptr() for results in (first, second, last) for x in results}
+    assert len(memory) == 3 * len(leaves), "two passes share a result"
+    with pytest.raises(RuntimeError, match="second time"):
+        backward()
+
+
+@both
+def test_results_of_in_forward_do_not_share_memory_with_a_leafs_gradient(impl):
+    """Accumulation adds in place to what an earlier backward left in ``.grad``."""
+    inputs = small(impl)
+    expected = run_op(inputs, Upstream(0.5), impl=impl, schedule="in_forward")
+    loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
+    (0.5 * loss).backward(retain_graph=True)
+    (0.5 * loss).backward()
+    for name, leaf in zip(("dhidden", "dweight", "dbias"), leaves, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.cpu(), 2 * expected[name]), name
+
+
+@both
 def test_a_gradient_of_metrics_in_between_changes_nothing(impl):
     """It recomputes the columns that the cache holds, and must leave the cache as it is."""
     inputs = small(impl)

@@ -149,6 +149,28 @@ def test_one_chunk_keeps_its_gradients_in_their_dtype(dtype: torch.dtype) -> Non
     assert saved <= hidden.nbytes + of_weight + 64
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_of_one_chunk_needs_a_second_dweight_only_if_the_graph_is_kept(
+    dtype: torch.dtype, retain_graph: bool
+) -> None:
+    """Else the saved gradients are the results, and those of the leaves without a copy."""
+    hidden, weight, labels = operands(dtype, T=64, V=16384, H=256)
+    loss = linear_cross_entropy(hidden, weight, labels, schedule="in_forward")
+    assert loss.grad_fn is not None
+    saved = {x.data_ptr() for x in loss.grad_fn.saved_tensors if x is not None}  # type: ignore[attr-defined]
+    upstream = torch.tensor(0.3)
+    with peak_memory("cpu") as peak:
+        loss.backward(upstream, retain_graph=retain_graph)
+    for leaf in (hidden, weight):
+        assert leaf.grad is not None
+        assert (leaf.grad.data_ptr() in saved) is not retain_graph
+    if retain_graph:
+        assert peak.bytes >= hidden.nbytes + weight.nbytes
+    else:
+        assert peak.bytes <= MIB // 16
+
+
 @each_dtype
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "auto", "in_forward"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen operands"])
