@@ -153,9 +153,9 @@ class InForwardFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedule in_forward.
 
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
-    exponentials at hand, part of them in dweight's own memory if there is but one chunk; several
-    chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of
-    hidden before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
+    exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
+    several chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of hidden
+    before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
     [1 to 3, chunk_t] per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
 
     Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
@@ -175,7 +175,8 @@ class InForwardFunction(torch.autograd.Function):
         if need_hidden:
             dhidden = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
         if need_weight:
-            dtype = steps.in_forward_dtype(call, weight.dtype)
+            rounds_once = len(chunks) == 1 and weight.dtype != torch.float16
+            dtype = weight.dtype if rounds_once else logits.stats_dtype
             dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
             dweight[V:] = 0.0
         if need_bias:
@@ -211,6 +212,8 @@ class InForwardFunction(torch.autograd.Function):
             )
 
         loss = call.kernels.reduce_loss(torch.cat(losses), norm)
+        if dweight is not None:
+            dweight = dweight.to(steps.in_forward_dtype(weight.dtype))
         if dhidden is not None:
             dhidden = call.start_reduce_dhidden(dhidden).wait()
         ctx.save_for_backward(late_norm, dhidden, dweight, dbias)

@@ -143,7 +143,7 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
         late_norm = call.options.reduction == "mean" and hidden.dtype == torch.float16
         outputs += [new() if late_norm else new(0), dhidden if need_hidden else new(0)]
-        dtype = steps.in_forward_dtype(call, weight.dtype)
+        dtype = steps.in_forward_dtype(weight.dtype)
         outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
     columns = call.plan.cached_columns(call.shard.V)

@@ -20,7 +20,7 @@ _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' large
 
 
 _FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
-_MOST_RECOMPUTED = 1 / 10  # of the columns: beyond, accumulating chunks in fp32 is faster
+_MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def plan(
 
     caching = schedule == "cached" or (schedule == "auto" and expressible)
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
-    budget = max_logits_bytes
-    if budget is None and schedule == "auto":
-        budget = DEFAULT_LOGITS_BYTES
-    if budget is not None:
-        most = 0.3 * budget if caching else budget  # what is cached gets the larger part
+    limit = max_logits_bytes
+    if limit is None and schedule == "auto":
+        limit = DEFAULT_LOGITS_BYTES
+    if limit is not None:
+        most = 0.3 * limit if caching else limit  # what is cached gets the larger part
         window = min(window, max(_TILE, _round_down(int(most) // column_bytes)))
     if window > _WAVE:
         window -= window % _WAVE
@@ -118,10 +118,10 @@ def plan(
 
     if not caching:
         cached = 0
-    elif budget is None or (V + (window if converts else 0)) * column_bytes <= budget:
+    elif limit is None or (V + (window if converts else 0)) * column_bytes <= limit:
         cached = V
     else:
-        cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
+        cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
     held_bytes = held * column_bytes if T else 0
@@ -139,12 +139,15 @@ def _in_forward(
     def later(rest: int) -> int:
         return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
 
-    lends = chunk < T and not converts
-    first = _lend(T, V, itemsize, budget, row_bytes[0]) if lends else None
+    lends = bool(row_bytes[1]) and chunk < T and not converts
+    first = None
+    if lends:
+        most = round(V * _MOST_RECOMPUTED)
+        first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
         return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
     for first_t in range(_round_down(T - 1), chunk, -_TILE) if lends else ():
-        first = _lend(first_t, V, itemsize, budget, row_bytes[1])
+        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
@@ -154,9 +157,9 @@ def _in_forward(
 
 
 def _lend(
-    T: int, V: int, itemsize: int, budget: int, row_bytes: int
+    T: int, V: int, itemsize: int, budget: int, row_bytes: int, most_recomputed: int
 ) -> tuple[int, int, int, Lending] | None:
-    """Fit T tokens into ``budget`` by lending dweight's memory and a little recomputing.
+    """Fit T tokens into ``budget`` by lending dweight's memory and recomputing a few columns.
 
     Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.
     """
@@ -168,7 +171,7 @@ def _lend(
     cached, window = V, _MIN_WINDOW
     if V - lent > columns:
         cached = _round_down(lent + columns - window)
-    if not windows or V - cached > V * _MOST_RECOMPUTED:
+    if not windows or V - cached > most_recomputed:
         return None
     held = cached - lent + (window if cached < V else 0)
     return cached, window, held * T * itemsize, Lending(tuple(windows))
@@ -180,22 +183,25 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> lis
     A window must begin at or above the row where its own gradient will end. The first is small, so
     that little is left free below it; each later one may be as wide as what lies before it.
     """
+
+    def rows_of(columns: int) -> int:
+        return -(-columns * column_bytes // (16 * row_bytes)) * 16
+
     windows: list[tuple[int, int]] = []
     done = end = 0  # columns placed, rows taken
     while done < wanted:
-        width = wanted if not windows else min(wanted - done, _round_down(end - done))
+        width = min(wanted - done, _round_down(end - done))
+        if not windows:
+            # All at once, or as wide as leaves enough rows for the rest.
+            whole = wanted + rows_of(wanted) <= V
+            width = wanted if whole else max(_FIRST_LENT, _round_down(V - rows_of(wanted) - _TILE))
         row = max(end, done + width)
-        rows = -(-width * column_bytes // (16 * row_bytes)) * 16
-        if not windows and row + rows > V:  # not in one window
-            width = row = _FIRST_LENT
-            rows = -(-width * column_bytes // (16 * row_bytes)) * 16
-        elif row + rows > V:
+        if row + rows_of(width) > V:
             width = _round_down((V - row - 16) * row_bytes // column_bytes)
-            rows = V - row
-        if width < _TILE or row + rows > V:
+        if width < _TILE:
             break
         windows.append((width, row))
-        done, end = done + width, row + rows
+        done, end = done + width, row + rows_of(width)
     return windows
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flce_dist import checks, collectives
 from flce_dist.options import LossOptions
-from flce_dist.plan import plan
+from flce_dist.plan import Plan, plan
 from flce_dist.steps import Call, kernels_of
 from flce_dist.vocab import VocabShard
 
@@ -72,18 +72,7 @@ def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     call = Call(
         options=options,
         shard=VocabShard(start, end, vocab_size),
-        plan=plan(
-            T=labels.numel(),
-            V=min(V, vocab_size) if vocab_range is None else -(-vocab_size // P),
-            itemsize=max(2, hidden.element_size()),
-            schedule=options.schedule if any(needs) else "recompute",
-            max_logits_bytes=options.max_logits_bytes,
-            expressible=not options.smoothing_needs_logits,
-            converts=hidden.dtype == torch.float16,
-            dweight_row_bytes=(H * weight.element_size(), H * max(4, weight.element_size()))
-            if needs[1]
-            else (0, 0),
-        ),
+        plan=_plan(arguments, needs, P),
         kernels=kernels_of(impl),
         tp_group=tp_group,
     )
@@ -94,4 +83,27 @@ def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
         bias,
         labels.reshape(-1).long().contiguous(),
         None if token_weight is None else token_weight.reshape(-1).contiguous(),
+    )
+
+
+def _plan(arguments: Arguments, needs: list[bool], P: int) -> Plan:
+    hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
+    T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
+    if arguments.vocab_range is not None:
+        V = -(-(arguments.vocab_size or 0) // P)
+    elif arguments.vocab_size is not None:
+        V = min(V, arguments.vocab_size)
+    # Sizes that torch.compile left open are not hashed, and no memory is lent for them: operators
+    # are only shaped by such a plan, and run by one of their own.
+    known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
+    lends = known and needs[1]
+    return (plan if known else plan.__wrapped__)(
+        T=T,
+        V=V,
+        itemsize=max(2, hidden.element_size()),
+        schedule=options.schedule if any(needs) else "recompute",
+        max_logits_bytes=options.max_logits_bytes,
+        expressible=not options.smoothing_needs_logits,
+        converts=hidden.dtype == torch.float16,
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if lends else (0, 0),
     )

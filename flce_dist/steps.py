@@ -171,14 +171,9 @@ def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Ten
     return stats.lse, stats.logprob, token_entropy(stats), correct
 
 
-def in_forward_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which in_forward keeps dweight until backward.
-
-    Several chunks accumulate in fp32. One chunk alone is rounded at once, except in fp16: the
-    gradient of the sum of losses may leave its range.
-    """
-    one_chunk = call.plan.first_t >= call.plan.T
-    return dtype if one_chunk and dtype != torch.float16 else gemm.acc_dtype(dtype)
+def in_forward_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which in_forward saves gradients: the sum over tokens may leave fp16's range."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def from_lse(dtype: torch.dtype) -> bool:

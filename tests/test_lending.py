@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from flce_dist import plan as planning
 from flce_dist.plan import Plan, plan
 from tests.oracle import Upstream, check, make_inputs
+from tests.parallel_problem import Problem, misses, on_threads
 from tests.problems import both, poisoned_memory
 
 sizes = st.integers(1, 60_000)
@@ -58,7 +59,7 @@ def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
 
 def test_more_tokens_take_few_chunks():
     chosen = in_forward(16384, 128256, 4096)
-    assert len(chosen.chunks()) == 2 and chosen.first_t > 3 * chosen.chunk_t
+    assert len(chosen.chunks()) <= 3 and chosen.first_t > 3 * chosen.chunk_t
 
 
 def test_without_dweight_there_is_nothing_to_borrow():
@@ -86,7 +87,7 @@ def small_windows(monkeypatch):
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T", [23, 70])  # fewer and more tokens than H
-@pytest.mark.parametrize("columns", [150, 96, 64, 48])  # and with columns computed again
+@pytest.mark.parametrize("columns", [150, 96, 72, 48])  # and with columns computed again
 @poisoned_memory()
 def test_gradients_are_right(small_windows, T, columns, dtype, impl):
     inputs = make_inputs(T, 150, 32, bias=True, dtype=dtype)
@@ -104,7 +105,7 @@ def test_gradients_are_right(small_windows, T, columns, dtype, impl):
         )
     lent = [chosen for chosen in small_windows if chosen.lending is not None]
     assert lent, "no plan borrowed: the test shows nothing"
-    if columns == 64 and T == 70:
+    if columns == 72 and T == 70:
         assert lent[0].cached_v < 150, "no column was computed again"
     if columns == 48 and T == 70:
         assert len(lent[0].chunks()) > 1, "no chunk beside the one that borrowed"
@@ -116,6 +117,22 @@ def test_rows_that_overflow_are_rescued_in_borrowed_windows(small_windows, impl)
     inputs.hidden.data[5] *= 400
     check(inputs, Upstream(), impl=impl, schedule="in_forward", max_logits_bytes=70 * 96 * 4)
     assert small_windows[0].lending is not None
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("P", [2, 4])
+def test_every_rank_borrows_from_its_own_shard(small_windows, P, sequence_parallel):
+    """Uneven shards: 507 rows over 4 ranks are 126 or 127."""
+    problem = Problem(T=64, H=16)
+    outcome = on_threads(
+        P,
+        problem,
+        sequence_parallel=sequence_parallel,
+        schedule="in_forward",
+        max_logits_bytes=20_000,
+    )
+    assert misses(outcome, problem) == []
+    assert all(chosen.lending is not None for chosen in small_windows)
 
 
 def test_windows_in_the_wrong_order_would_show(small_windows, monkeypatch):
