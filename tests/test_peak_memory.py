@@ -141,22 +141,28 @@ def test_in_forward_stays_within_its_chunk(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_one_chunk_keeps_its_gradients_in_their_dtype(dtype: torch.dtype) -> None:
-    """There is nothing to accumulate; fp16 needs the range of fp32 until the mean divides."""
+@pytest.mark.parametrize("budget", [None, 1], ids=["one chunk", "several chunks"])
+def test_in_forward_keeps_its_gradients_in_their_dtype(
+    budget: int | None, dtype: torch.dtype
+) -> None:
+    """However they were accumulated; but fp16 needs the range of fp32 until the mean divides."""
     hidden, weight, _ = tensors = operands(dtype)
-    _, saved = step_bytes(tensors, schedule="in_forward")
+    _, saved = step_bytes(tensors, schedule="in_forward", max_logits_bytes=budget)
     of_weight = 2 * weight.nbytes if dtype == torch.float16 else weight.nbytes
-    assert saved <= hidden.nbytes + of_weight + 64
+    assert saved <= hidden.nbytes + of_weight + 64  # scalars
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("budget", [None, 1], ids=["one chunk", "several chunks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_backward_of_one_chunk_needs_a_second_dweight_only_if_the_graph_is_kept(
-    dtype: torch.dtype, retain_graph: bool
+def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept(
+    dtype: torch.dtype, budget: int | None, retain_graph: bool
 ) -> None:
     """Else the saved gradients are the results, and those of the leaves without a copy."""
-    hidden, weight, labels = operands(dtype, T=64, V=16384, H=256)
-    loss = linear_cross_entropy(hidden, weight, labels, schedule="in_forward")
+    hidden, weight, labels = operands(dtype, T=300, V=4096, H=256)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, schedule="in_forward", max_logits_bytes=budget
+    )
     assert loss.grad_fn is not None
     saved = {x.data_ptr() for x in loss.grad_fn.saved_tensors if x is not None}  # type: ignore[attr-defined]
     upstream = torch.tensor(0.3)

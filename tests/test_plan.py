@@ -5,7 +5,7 @@ import inspect
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flce_dist.options import Schedule
@@ -143,7 +143,28 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
     assert chosen.first_t == T or chosen.chunk_t < chosen.first_t
     assert len(chosen.chunks()) <= len(alone.chunks())
     assert 0 < chosen.lending.columns <= chosen.cached_v
-    assert V - chosen.cached_v <= V / 10  # beyond that, accumulating in fp32 is faster
+    recomputed = V - chosen.cached_v
+    assert recomputed <= (round(0.1 * V) if chosen.first_t == T else 0)
+
+
+@pytest.mark.xfail(reason="a chunk is rounded down to 256 tokens, also where T is not", strict=True)
+@given(st.integers(1, 20_000), rows, itemsizes, hidden_sizes, st.integers(0, 1000))
+@example(8300, 64_000, 2, 4096, 0)
+def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
+    chosen = make(T, V, itemsize, "in_forward", T * V * itemsize + more, H=H)
+    assert len(chosen.chunks()) == 1 and chosen.lending is None
+
+
+@pytest.mark.xfail(reason="in_forward does not count the window beside its chunk", strict=True)
+@given(sizes, rows, schedules, st.integers(1, 1 << 40))
+@example(8192, 128_256, "in_forward", GIB)
+def test_the_budget_holds_the_window_of_a_cache_that_is_converted(T, V, schedule, budget):
+    chosen = plan(
+        T=T, V=V, itemsize=2, schedule=schedule, max_logits_bytes=budget, converts=True
+    )  # fmt: skip
+    pieces = 1 if schedule in ("recompute", "in_forward") else 2  # smallest cache and window
+    smallest = SMALLEST * 2 * (V + chosen.window_v if schedule == "in_forward" else T * pieces)
+    assert chosen.logits_bytes <= max(budget, smallest)
 
 
 def test_a_cache_that_is_converted_has_nothing_lent():
