@@ -134,7 +134,9 @@ def _in_forward(
     """Take all tokens at once if they fit, with dweight's memory or without; else chunks."""
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
-    chunk = max(_TILE, _round_down(budget // max(1, V * itemsize)))
+    chunk = budget // max(1, held * itemsize)
+    if not 0 < T <= chunk:
+        chunk = max(_TILE, _round_down(chunk))
 
     def later(rest: int) -> int:
         return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))

@@ -4,12 +4,15 @@
     torchrun --nproc-per-node 2 -m flce_dist.launch.bench --config configs/bench/smoke.yaml
 
 At each shape all runs are first called, compared with fp64 and measured for memory, then timed in
-turns in this process, so that a warm card or a busy machine is so for all of them. The result files
-are replaced after each shape; a benchmark that was ended and is started again goes on after the
-last whole one. This module reads the command line and torchrun's environment.
+turns in this process, so that a warm card or a busy machine is so for all of them. Each round has
+an order of its own: a run that draws little power leaves a cool card to the next one. The result
+files are replaced after each shape; a benchmark that was ended and is started again goes on after
+the last whole one. This module reads the command line and torchrun's environment.
 """
 
 import os
+import random
+import shlex
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -76,7 +79,7 @@ def _bench(
 ) -> None:
     P = 1 if tp_group is None else tp_group.size()
     facts = {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(["python", "-m", "flce_dist.launch.bench", *sys.argv[1:]]),
         "ranks": P,
         **about(device),
         "peers": _peer_versions(),
@@ -123,8 +126,9 @@ def _bench_shape(
             progress.advance(bar)
         del truth
         free_memory(device)
+        order = random.Random(config.seed)  # the same on all ranks
         for _ in range(config.rounds):
-            for measured in found:
+            for measured in order.sample(found, len(found)):
                 progress.update(bar, description=f"{shape.name}: timing {measured.run.name}")
                 measured.sample()
                 progress.advance(bar)

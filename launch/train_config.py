@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flce_dist.launch.yaml_config import ConfigError, read_yaml
+from flce_dist.launch.yaml_config import ConfigError, read_yaml, split_config_option
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
         ConfigError: names the wrong key, value or combination.
         SystemExit: for ``--help`` and for a wrong command line.
     """
-    path, overrides = _split_config_option(argv)
+    path, overrides = split_config_option(argv)
     config = RunConfig() if path is None else read_yaml(RunConfig, path)
     import tyro  # here, so that errors in YAML do not wait for it
 
@@ -186,14 +186,3 @@ def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
     _require(
         value % divisor == 0, f"{key} must be divisible by {divisor_key} = {divisor}, got {value}"
     )
-
-
-def _split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """Take ``--config FILE`` or ``--config=FILE`` out of the command line."""
-    for i, arg in enumerate(argv):
-        if arg.startswith("--config="):
-            return Path(arg.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
-        if arg == "--config":
-            _require(i + 1 < len(argv), "--config must be followed by a YAML file")
-            return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
-    return None, argv
