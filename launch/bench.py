@@ -32,10 +32,16 @@ from flce_dist.launch.bench_config import (
     load_config,
     runs_of,
 )
-from flce_dist.launch.bench_files import records_so_far, with_suffix, write_results
+from flce_dist.launch.bench_files import (
+    records_so_far,
+    with_suffix,
+    write_profiles,
+    write_results,
+)
 from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench_peers import PEERS, forget_compiled
 from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
+from flce_dist.launch.bench_profile import Profile
 from flce_dist.launch.bench_report import Record, make_records, table
 from flce_dist.launch.verify import start
 from flce_dist.launch.yaml_config import ConfigError
@@ -93,10 +99,13 @@ def _bench(
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
-        found = _bench_shape(config, shape, device, tp_group, console)
+        found, profiles = _bench_shape(config, shape, device, tp_group, console)
         records += found
         if not console.quiet:  # rank 0
             write_results(config.out, facts, records)
+            if profiles:
+                size = {"T": shape.T, "H": shape.H, "V": shape.V, "dtype": shape.dtype}
+                write_profiles(config.out, facts, size, profiles)
         console.print(table(found))
         seconds = time.monotonic() - started
         console.print(f"shape {number} of {len(shapes)}, {seconds:.1f} s", highlight=False)
@@ -109,8 +118,8 @@ def _bench_shape(
     device: torch.device,
     tp_group: dist.ProcessGroup | None,
     console: Console,
-) -> list[Record]:
-    """Measure every run at one shape; collective."""
+) -> tuple[list[Record], dict[str, Profile]]:
+    """Measure every run at one shape and, if asked for, profile it; collective."""
     problem = make_problem(shape, device, config.seed, tp_group)
     found = [Measured(run, problem, config) for run in runs_of(config, shape)]
     with _progress(console) as progress:
@@ -133,12 +142,16 @@ def _bench_shape(
                 measured.sample()
                 progress.advance(bar)
     records = make_records(shape, found)
+    profiles = {}
     for measured in found:
+        profile = measured.profile() if config.profile else None
+        if profile is not None:
+            profiles[measured.run.name] = profile
         measured.release()
     del found, measured, problem
     forget_compiled()
     free_memory(device)
-    return records
+    return records, profiles
 
 
 def _progress(console: Console) -> Progress:

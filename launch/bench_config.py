@@ -104,6 +104,8 @@ class BenchConfig:
     load with some delay."""
     cuda_graph: bool = False
     """Time replays of CUDA graphs, floors included: what remains if the host is not in the way."""
+    profile: bool = False
+    """Also write out.profile.json: the kernels of each run, and how long each took."""
     shapes: tuple[ShapeSpec, ...] = ()
     cross: Cross = field(default_factory=Cross)
     """Shapes behind those of ``shapes``."""
@@ -183,7 +185,7 @@ def floor_of(run: RunSpec) -> str:
 def as_json(config: BenchConfig) -> dict[str, Any]:
     """Return what decides the numbers: all but where they go."""
     values = dataclasses.asdict(config)
-    del values["out"], values["fresh"]
+    del values["out"], values["fresh"], values["profile"]
     return values
 
 

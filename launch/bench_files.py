@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from flce_dist.launch.bench_profile import Profile
 from flce_dist.launch.bench_report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -35,6 +36,27 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
     _replace(with_suffix(out, ".csv"), text.getvalue())
     # NaN is an answer of a broken run, and Python's json reads what it writes.
     _replace(with_suffix(out, ".json"), json.dumps({"about": about, "records": rows}, indent=1))
+
+
+def write_profiles(
+    out: Path, about: dict[str, Any], shape: dict[str, Any], profiles: dict[str, Profile]
+) -> None:
+    """Put the profiles of one shape's runs, by name, into ``out.profile.json``, in one step.
+
+    What the file has of other shapes stays if it is of the same hardware, versions and commit.
+    """
+    path = with_suffix(out, ".profile.json")
+    about = json.loads(json.dumps({key: about[key] for key in about if key != "command"}))
+    found: list[dict[str, Any]] = []
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["about"] == about:
+            found = [entry for entry in before["profiles"] if entry["shape"] != shape]
+    found += [
+        {"shape": shape, "run": name, **dataclasses.asdict(profile)}
+        for name, profile in profiles.items()
+    ]
+    _replace(path, json.dumps({"about": about, "profiles": found}, indent=1))
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:

@@ -20,6 +20,7 @@ from flce_dist.launch.bench_config import BenchConfig, RunSpec
 from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_peers import LossFunction, load_peer
 from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
+from flce_dist.launch.bench_profile import Profile, take_profile
 from flce_dist.memory import peak_memory
 from flce_dist.options import Impl
 
@@ -66,6 +67,17 @@ class Measured:
         call_ms = self._guarded(partial(self._time, self.calls))
         if call_ms is not None:
             self.samples_ms.append(_largest(call_ms, self.problem))
+
+    def profile(self) -> Profile | None:
+        """Profile the calls of a sample, after untimed ones; None if the run failed."""
+
+        def settled() -> Profile:
+            call = self._replay or self._timed_call()
+            for _ in range(self._calls_within(self.config.settle_ms)):
+                call()
+            return take_profile(call, self.calls, self.problem.hidden.device)
+
+        return self._guarded(settled)
 
     def release(self) -> None:
         """Forget the loss function, with what it may have compiled or cached."""
