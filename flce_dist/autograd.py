@@ -126,7 +126,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         def scaled_hidden() -> tuple[Tensor, Tensor | None]:
             # Until dhidden is written, at the end, its memory is free.
             lent = None if call.reduces_dhidden else share
-            out = torch.empty_like(logits().hidden) if lent is None else lent
+            out = weight.new_empty(T, H) if lent is None else lent
             return steps.scaled_hidden(call, logits(), rows, out)
 
         windows = ColumnCache(() if cache is None else (cache,))
@@ -276,7 +276,7 @@ def _add_chunk(
     acc = None if share is None else rows.scale.new_empty(share.shape)
     scaled = row = None
     if dweight is not None:
-        out = torch.empty_like(chunk.hidden) if share is None else share  # free until the end
+        out = weight.new_empty(chunk.T, chunk.H) if share is None else share  # free until the end
         scaled, row = steps.scaled_hidden(call, chunk, rows, out)
     for start, end, cached in dlogits.pieces():
         d = dlogits.piece(start, end, cached, lambda: chunk)

@@ -128,3 +128,20 @@ def test_shapes_are_the_labels_shapes(impl):
         out.loss.sum().backward()
         assert hidden.grad is not None and hidden.grad.shape == hidden.shape
         assert linear_cross_entropy(hidden, weight, labels, impl=impl).shape == ()
+
+
+@both
+@each_schedule
+def test_column_major_hidden_that_is_frozen(impl, schedule):
+    """Then dweight's scaled copy of hidden has memory of its own, which must not copy its strides."""
+    inputs = make_inputs(33, 70, 32)
+    device = device_of(impl)
+    hidden = inputs.hidden.detach().t().contiguous().t().to(device)
+    weight = inputs.weight.detach().to(device).requires_grad_()
+    linear_cross_entropy(
+        hidden, weight, inputs.labels.to(device), impl=impl, schedule=schedule
+    ).backward()
+    truth = inputs.weight.detach().double().requires_grad_()
+    F.cross_entropy(inputs.hidden.detach().double() @ truth.T, inputs.labels).backward()
+    assert weight.grad is not None and truth.grad is not None
+    assert relative_rms(weight.grad.cpu(), truth.grad) < 3e-6
