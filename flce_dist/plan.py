@@ -110,8 +110,10 @@ def plan(
     if limit is None and schedule == "auto":
         limit = DEFAULT_LOGITS_BYTES
     if limit is not None:
-        most = 0.3 * limit if caching else limit  # what is cached gets the larger part
-        window = min(window, max(_TILE, _round_down(int(most) // column_bytes)))
+        columns = limit // column_bytes
+        if caching:  # what is cached gets the larger part, as long as windows are not too narrow
+            columns = max(int(0.3 * columns), min(columns, _MIN_WINDOW, V // 4))
+        window = min(window, max(_TILE, _round_down(columns)))
     if window > _WAVE:
         window -= window % _WAVE
     window = max(1, min(window, V))
