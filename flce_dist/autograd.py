@@ -211,6 +211,7 @@ class InForwardFunction(torch.autograd.Function):
                 slice(first, last),
             )
 
+        del cache  # before dweight is there twice
         loss = call.kernels.reduce_loss(torch.cat(losses), norm)
         if dweight is not None:
             dweight = dweight.to(steps.in_forward_dtype(weight.dtype))
