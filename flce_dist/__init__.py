@@ -6,10 +6,12 @@ from flce_dist.api import (
     linear_cross_entropy_with_metrics,
 )
 from flce_dist.module import LinearCrossEntropy
+from flce_dist.rank_check import check_ranks
 
 __all__ = [
     "LinearCrossEntropy",
     "LossWithMetrics",
+    "check_ranks",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
 ]

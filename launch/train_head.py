@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import check_ranks
 from flce_dist.launch.train_model import token_losses
 from flce_dist.memory import peak_memory
 
@@ -73,6 +74,20 @@ def our_head(model: Any, given: HeadInput, **changes: Any) -> Tensor:
         return model.compute_language_model_loss(given.labels, logits)
     finally:
         layer.loss_keywords = keywords
+
+
+def check_head(model: Any, given: HeadInput, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank if the ranks' heads would not be called alike; collective."""
+    layer = model.output_layer
+    check_ranks(
+        given.hidden,
+        given.weight,
+        given.labels.transpose(0, 1),
+        reduction="none",
+        tp_group=group,
+        sequence_parallel=layer.sequence_parallel,
+        **layer.loss_keywords,
+    )
 
 
 def megatron_head(model: Any, given: HeadInput) -> Tensor:

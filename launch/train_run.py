@@ -12,7 +12,7 @@ from flce_dist.launch.train_checkpoint import Checkpoint, Position, clean, load,
 from flce_dist.launch.train_compare import compare_heads, print_table, write_comparison
 from flce_dist.launch.train_config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train_data import Corpus
-from flce_dist.launch.train_head import head_input, our_head, run_head
+from flce_dist.launch.train_head import check_head, head_input, our_head, run_head
 from flce_dist.launch.train_log import RunLog, plot_loss_curve
 from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
 from flce_dist.launch.train_optimizer import Optimizer
@@ -84,8 +84,9 @@ class Trainer:
         return tokens.to(self.device), labels.to(self.device)
 
     def head_peak_mib(self) -> float:
-        """Measure the head's peak memory on one batch, without a trace in the run."""
+        """Check the head and measure its peak memory on one batch, without a trace in the run."""
         given = head_input(self.model, *self.probe_batch())
+        check_head(self.model, given, self.groups.tensor)
         # The first run on a GPU also makes the workspaces that libraries keep.
         run_head(our_head, self.model, given, self.groups.tensor)
         return run_head(our_head, self.model, given, self.groups.tensor).peak_bytes / 2**20

@@ -75,13 +75,14 @@ TABLE = {
         ours=LEAVES | ours("autograd", "checks", "collectives", "kernels", "prepare", "steps")
     ),
     "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
+    "rank_check": Rule(ours=LEAVES | ours("api", "checks", "collectives", "prepare")),
     "module": HEAD,
     "megatron": HEAD,
     "error_budget": Rule(ours=RANKS),
     "forked_ranks": Rule(ours=RANKS),
     "threaded_ranks": Rule(ours=RANKS),
     "testing": Rule(ours=RANKS),
-    "__init__": Rule(ours=LEAVES | ours("api", "module")),
+    "__init__": Rule(ours=LEAVES | ours("api", "module", "rank_check")),
 }
 
 

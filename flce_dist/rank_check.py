@@ -1,0 +1,225 @@
+"""Whether the ranks of a tensor-parallel group call alike, asked once, by whoever wants to know.
+
+``linear_cross_entropy`` trusts that they do: it sends nothing to find out. Ranks that disagree wait
+for each other until a timeout, or train on something that is the loss of no one's options. Here
+each rank sums up what it would call with, all read all summaries, and so all come to the same
+verdict. A rank that could not call at all sends its complaint instead, so that nobody waits for it.
+"""
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import checks, collectives
+from flce_dist.api import _autocast
+from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.prepare import Arguments, prepare
+
+_BYTES = 4096  # of each rank's summary: about 1 KiB of facts, and what the next line allows
+_LONGEST = 1000  # characters of a plan or a complaint
+
+
+def check_ranks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    reduce_dhidden: bool = True,
+    vocab_range: tuple[int, int] | None = None,
+    schedule: Schedule = "auto",
+    max_logits_bytes: int | None = None,
+    impl: Impl | None = None,
+) -> None:
+    """Check that all ranks of ``tp_group`` are about to call ``linear_cross_entropy`` alike.
+
+    For the first step, with the arguments of the call to come, on every rank of the group; not for
+    each step. It costs one all-gather of 4 KiB per rank, and the host waits for the device: labels
+    and token_weight are read. On GPUs, too, each label is found to be in range.
+
+    Compared are the shape and dtype of hidden, the shape of labels, presence and dtype of bias and
+    token_weight, the values of labels and token_weight, which operands need a gradient, every
+    option, vocab_size, impl, and the plan. The ranks' rows of the vocabulary must follow one
+    another without gap or overlap. Not compared are the values of hidden and weight.
+
+    Args:
+        hidden, weight, labels and all keywords: as for ``linear_cross_entropy``. Without a
+            ``tp_group`` they are checked by themselves and nothing is sent.
+
+    Raises:
+        ValueError: the same one on every rank of the group. It names each argument that differs
+            with its values and their ranks; or the neighbours whose rows do not meet; or the
+            complaints of the ranks whose own arguments are wrong, whatever they raise. Labels,
+            token_weight, rows and plan are compared only if the arguments before them agree.
+            Without a group, what ``linear_cross_entropy`` raises.
+    """
+    options = LossOptions(
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sequence_parallel=sequence_parallel,
+        reduce_dhidden=reduce_dhidden,
+        schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+    )
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight,
+        options, vocab_size, vocab_range, tp_group, impl,
+    )  # fmt: skip
+    if not isinstance(tp_group, dist.ProcessGroup):
+        _summary(arguments)
+        return
+    failure: Exception | None = None
+    try:
+        summary = _summary(arguments)
+    except Exception as error:  # also those of Python for arguments of a wrong type
+        failure, summary = error, {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
+    complaint = _complaint(_gather(summary, hidden, tp_group))
+    if complaint is not None:
+        raise ValueError(complaint) from failure
+
+
+def _summary(arguments: Arguments) -> dict[str, Any]:
+    """Return what the other ranks must know of this one's call; raise if it would."""
+    arguments = _autocast(arguments)
+    operands = (arguments.hidden, arguments.weight, arguments.bias)
+    needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+    call, *_, labels, token_weight = prepare(arguments, needs)
+    labels, shard = labels.cpu(), call.shard
+    checks.check_labels(labels, shard.vocab_size, call.options.ignore_index)
+    return {
+        "arguments": _facts(arguments, needs),
+        "rows": [min(row, shard.vocab_size) for row in (shard.start, shard.end)],
+        "values": {
+            "hash of labels": _hash(labels),
+            "hash of token_weight": None if token_weight is None else _hash(token_weight),
+        },
+        "plan": {"plan": repr(call.plan)[:_LONGEST]},
+    }
+
+
+def _facts(arguments: Arguments, needs: list[bool]) -> dict[str, Any]:
+    """Return what must be equal on all ranks. Each rank compares the rest with hidden itself."""
+    hidden, bias, token_weight = arguments.hidden, arguments.bias, arguments.token_weight
+    return {
+        "hidden.shape": tuple(hidden.shape),
+        "hidden.dtype": str(hidden.dtype),
+        "labels.shape": tuple(arguments.labels.shape),
+        "bias": None if bias is None else str(bias.dtype),
+        "token_weight": None if token_weight is None else str(token_weight.dtype),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "hidden.requires_grad": needs[0],
+        "weight.requires_grad": needs[1],
+        "bias.requires_grad": needs[2],
+        **dataclasses.asdict(arguments.options),
+        "vocab_size": arguments.vocab_size,
+        "impl": arguments.impl or ("triton" if hidden.is_cuda else "eager"),
+    }
+
+
+def _hash(x: Tensor) -> str:
+    x = x.cpu().contiguous()
+    return hashlib.blake2b(ctypes.string_at(x.data_ptr(), x.nbytes), digest_size=8).hexdigest()
+
+
+def _gather(
+    summary: dict[str, Any], hidden: Tensor, tp_group: dist.ProcessGroup
+) -> list[dict[str, Any]]:
+    """Return every rank's summary, in rank order and as JSON leaves it; collective.
+
+    It travels on the CPU if the group has a backend for that: a rank whose hidden is on another
+    device than the others' must meet them all the same.
+    """
+    device = torch.device("cpu")
+    if "cpu:" not in dist.get_backend_config(tp_group):
+        on_gpu = isinstance(hidden, Tensor) and hidden.is_cuda
+        device = hidden.device if on_gpu else torch.device("cuda", torch.cuda.current_device())
+    text = json.dumps(summary, default=repr).encode()
+    if len(text) > _BYTES:
+        text = json.dumps({"error": f"a summary of {len(text)} bytes, over {_BYTES}"}).encode()
+    mine = torch.tensor(list(text.ljust(_BYTES)), dtype=torch.uint8, device=device)
+    everyone = mine.new_empty(collectives.group_size(tp_group) * _BYTES)
+    collectives.all_gather(everyone, mine, group=tp_group)
+    return [json.loads(bytes(row)) for row in everyone.view(-1, _BYTES).tolist()]
+
+
+def _complaint(summaries: list[dict[str, Any]]) -> str | None:
+    """Return what is wrong with the ranks' calls taken together; None if nothing is."""
+    errors = [summary.get("error") for summary in summaries]
+    if any(error is not None for error in errors):
+        wrong = [f"{_ranks(r)}: {e}" for e, r in _groups(errors) if e is not None]
+        return "ranks must call with valid arguments, got on " + "; on ".join(wrong)
+    compare: Sequence[Callable[[list[dict[str, Any]]], list[str]]] = (
+        lambda every: _differences([one["arguments"] for one in every]),
+        _seams,
+        lambda every: _differences([one["values"] for one in every]),
+        lambda every: _differences([one["plan"] for one in every]),
+    )
+    # What comes later may differ only because of what came before.
+    for found in (differences(summaries) for differences in compare):
+        if found:
+            return "ranks must call alike: " + "; ".join(found)
+    return None
+
+
+def _differences(facts: list[dict[str, Any]]) -> list[str]:
+    """Name each fact that is not the same on all ranks, with its values."""
+    found = []
+    for name in facts[0]:
+        groups = _groups([one[name] for one in facts])
+        if len(groups) > 1:
+            values = " and ".join(f"{value!r} on {_ranks(ranks)}" for value, ranks in groups)
+            found.append(f"{name} is {values}")
+    return found
+
+
+def _seams(summaries: list[dict[str, Any]]) -> list[str]:
+    """Name each rank whose rows do not begin where those of the rank before it end.
+
+    Each rank has made sure by itself that the first one's begin at 0 and the last one's reach
+    vocab_size. Rows beyond that are padding and not among these: they may lie anywhere.
+    """
+    rows = [one["rows"] for one in summaries]
+    return [
+        f"vocabulary rows of rank {rank} must begin at {rows[rank - 1][1]}, where those of rank "
+        f"{rank - 1} end, got {tuple(rows[rank])}"
+        for rank in range(1, len(rows))
+        if rows[rank][0] != rows[rank - 1][1]
+    ]
+
+
+def _groups(values: list[Any]) -> list[tuple[Any, list[int]]]:
+    """Return the distinct values, each with the ranks that have it."""
+    groups: list[tuple[Any, list[int]]] = []
+    for rank, value in enumerate(values):
+        for other, ranks in groups:
+            if other == value:
+                ranks.append(rank)
+                break
+        else:
+            groups.append((value, [rank]))
+    return groups
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

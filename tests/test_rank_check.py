@@ -1,0 +1,304 @@
+"""Ranks that would call differently are told so, all of them, and none waits for another.
+
+T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import check_ranks, linear_cross_entropy, rank_check
+from flce_dist.testing import RankPool, run_ranks
+from flce_dist.vocab import vocab_range
+from tests.mutations import Patch
+
+T, H, V_ALL = 12, 8, 20
+BEGINS = "ranks must call alike: "
+
+
+def call(rank: int, P: int) -> dict[str, Any]:
+    """Arguments on which all ranks agree; uneven shards, replicated hidden."""
+    start, end = vocab_range(V_ALL, rank, P)
+    return dict(
+        hidden=torch.zeros(T, H, requires_grad=True),
+        weight=torch.zeros(end - start, H, requires_grad=True),
+        labels=torch.arange(T),
+        bias=torch.zeros(end - start),
+        token_weight=torch.ones(T),
+        vocab_size=V_ALL,
+        vocab_range=(start, end),
+    )
+
+
+def verdicts(group: dist.ProcessGroup, odd: int, changes: dict[str, Any]) -> str | None:
+    """What ``check_ranks`` says here if ``odd`` calls with ``changes``; None if all is well."""
+    mine = call(group.rank(), group.size()) | (changes if group.rank() == odd else {})
+    try:
+        check_ranks(**mine, tp_group=group)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def say(changes: dict[str, Any], *, P: int = 3, odd: int = 1) -> str | None:
+    """What every rank says; it must be the same."""
+    said = run_ranks(lambda group: verdicts(group, odd, changes), P)
+    assert said == said[:1] * P
+    return said[0]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+
+F64 = torch.float64
+ROWS = 7  # of rank 1 of 3
+
+# What rank 1 of 3 gives, and what everyone then reads of it.
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens": (
+        dict(hidden=leaf(T - 2, H), labels=torch.arange(T - 2), token_weight=torch.ones(T - 2)),
+        "hidden.shape is [12, 8] on ranks 0, 2 and [10, 8] on rank 1; "
+        "labels.shape is [12] on ranks 0, 2 and [10] on rank 1",
+    ),
+    "H": (
+        dict(hidden=leaf(T, 9), weight=leaf(ROWS, 9)),
+        "hidden.shape is [12, 8] on ranks 0, 2 and [12, 9] on rank 1",
+    ),
+    "dtype": (
+        dict(hidden=leaf(T, H, dtype=F64), weight=leaf(ROWS, H, dtype=F64), bias=None),
+        "hidden.dtype is 'torch.float32' on ranks 0, 2 and 'torch.float64' on rank 1; "
+        "bias is 'torch.float32' on ranks 0, 2 and None on rank 1",
+    ),
+    "token_weight": (
+        dict(token_weight=None),
+        "token_weight is 'torch.float32' on ranks 0, 2 and None on rank 1",
+    ),
+    "token_weight's dtype": (
+        dict(token_weight=torch.ones(T, dtype=F64)),
+        "token_weight is 'torch.float32' on ranks 0, 2 and 'torch.float64' on rank 1",
+    ),
+    "frozen hidden": (
+        dict(hidden=torch.zeros(T, H)),
+        "hidden.requires_grad is True on ranks 0, 2 and False on rank 1",
+    ),
+    "frozen weight": (
+        dict(weight=torch.zeros(ROWS, H)),
+        "weight.requires_grad is True on ranks 0, 2 and False on rank 1",
+    ),
+    "trained bias": (
+        dict(bias=leaf(ROWS)),
+        "bias.requires_grad is False on ranks 0, 2 and True on rank 1",
+    ),
+    "two": (
+        dict(label_smoothing=0.1, softcap=2.0),
+        "label_smoothing is 0.0 on ranks 0, 2 and 0.1 on rank 1; "
+        "softcap is None on ranks 0, 2 and 2.0 on rank 1",
+    ),
+    "vocab_size": (
+        dict(vocab_size=V_ALL + 1),
+        "vocab_size is 20 on ranks 0, 2 and 21 on rank 1",
+    ),
+    "impl": (dict(impl="triton"), "impl is 'eager' on ranks 0, 2 and 'triton' on rank 1"),
+    "gap": (
+        dict(vocab_range=(8, 14), weight=leaf(6, H), bias=torch.zeros(6)),
+        "vocabulary rows of rank 1 must begin at 7, where those of rank 0 end, got (8, 14)",
+    ),
+    "overlap": (
+        dict(vocab_range=(7, 15), weight=leaf(8, H), bias=torch.zeros(8)),
+        "vocabulary rows of rank 2 must begin at 15, where those of rank 1 end, got (14, 20)",
+    ),
+}
+
+OPTIONS: dict[str, Any] = dict(
+    reduction="sum",
+    ignore_index=-1,
+    label_smoothing=0.1,
+    z_loss_weight=1e-4,
+    softcap=30.0,
+    logit_scale=0.5,
+    reduce_dhidden=False,
+    schedule="recompute",
+    max_logits_bytes=1 << 20,
+)
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_every_rank_names_what_differs(case: str) -> None:
+    changes, expected = DISAGREEMENTS[case]
+    assert say(changes) == BEGINS + expected
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_rank_names_an_option_that_differs(name: str) -> None:
+    said = say({name: OPTIONS[name]})
+    assert said is not None and said.startswith(f"{BEGINS}{name} is ")
+    assert said.endswith(f" on ranks 0, 2 and {OPTIONS[name]!r} on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("labels", torch.arange(T).flip(0)), ("token_weight", torch.linspace(0, 1, T))],
+)
+def test_values_that_all_must_share_are_compared(name: str, other: torch.Tensor) -> None:
+    value = "'[0-9a-f]{16}'"
+    expected = f"{BEGINS}hash of {name} is {value} on ranks 0, 2 and {value} on rank 1"
+    assert re.fullmatch(expected, say({name: other}) or "")
+
+
+def test_sequence_parallelism_is_compared_before_its_consequences() -> None:
+    changes = dict(hidden=leaf(T // 3, H), sequence_parallel=True)
+    said = say(changes) or ""
+    assert "hidden.shape is [12, 8] on ranks 0, 2 and [4, 8] on rank 1; " in said
+    assert said.endswith("sequence_parallel is False on ranks 0, 2 and True on rank 1")
+
+
+def test_one_rank_without_gradients_is_named() -> None:
+    def rank(group: dist.ProcessGroup) -> str | None:
+        with torch.set_grad_enabled(group.rank() != 1):
+            return verdicts(group, 0, {})
+
+    # Threads have a grad mode of their own.
+    first, second = run_ranks(rank, 2)
+    assert first == second
+    assert (first or "").startswith(
+        f"{BEGINS}torch.is_grad_enabled() is True on rank 0 and False on rank 1; hidden."
+    )
+
+
+def test_even_shards_of_different_sizes_are_named() -> None:
+    changes = dict(weight=leaf(6, H), bias=None, vocab_range=None, vocab_size=None)
+
+    def rank(group: dist.ProcessGroup) -> None:
+        rows = 6 + group.rank()
+        check_ranks(**call(0, 1) | changes | dict(weight=leaf(rows, H)), tp_group=group)
+
+    # Labels up to 11 fit into either: it is the rows that disagree.
+    with pytest.raises(ValueError, match=r"rows of rank 1 must begin at 6, .* got \(7, 14\)"):
+        run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (dict(label_smoothing=1.5), r"ValueError: label_smoothing must be within \[0, 1\], got 1"),
+        (dict(labels=torch.full((T,), V_ALL)), r"ValueError: labels must be within .*, got 20 at"),
+        (dict(labels=None), "ValueError: labels must be a torch.Tensor, got NoneType"),
+        (dict(hidden=None), "ValueError: hidden must be a torch.Tensor, got NoneType"),
+        (dict(schedule="in_forward", reduction="none"), "NotImplementedError: schedule='in_f"),
+        (dict(label_smoothing="0.1"), "TypeError: '<=' not supported between"),
+        (dict(bias=torch.zeros(3)), r"ValueError: bias must be \[V\] with V = 7 from weight"),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_cannot_call(changes: dict[str, Any], complaint: str) -> None:
+    said = say(changes)
+    expected = f"ranks must call with valid arguments, got on rank 1: {complaint}"
+    assert re.match(expected, said or ""), said
+
+
+def test_a_long_complaint_is_cut_to_its_place() -> None:
+    said = say(dict(reduction="mean" + '\0"' * 4096))
+    assert said is not None and "reduction must be one of" in said and len(said) < 1200
+
+
+def agreeing(group: dist.ProcessGroup, changes: dict[str, Any]) -> list[Any]:
+    mine = call(group.rank(), group.size()) | changes
+    check_ranks(**mine, tp_group=group)
+    return [linear_cross_entropy(**mine, tp_group=group).item()]
+
+
+AGREEMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all ignored": dict(labels=torch.full((T,), -100)),
+    "options": {k: v for k, v in OPTIONS.items() if k != "softcap"},
+    "no tokens": dict(
+        hidden=leaf(0, H), labels=torch.arange(0), token_weight=None, reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 7])
+@pytest.mark.parametrize("case", AGREEMENTS)
+def test_ranks_that_agree_pass(case: str, P: int) -> None:
+    losses = run_ranks(lambda group: agreeing(group, AGREEMENTS[case]), P)
+    assert losses == losses[:1] * P
+
+
+def test_padding_may_lie_anywhere() -> None:
+    def rank(group: dist.ProcessGroup) -> None:
+        rows = [(0, 10), (10, 24), (20, 26)][group.rank()]
+        weight = leaf(rows[1] - rows[0], H)
+        mine = call(0, 1) | dict(weight=weight, bias=None, vocab_range=rows)
+        check_ranks(**mine, tp_group=group)
+
+    run_ranks(rank, 3)
+
+
+def test_equal_numbers_of_other_types_agree() -> None:
+    assert say(dict(label_smoothing=0, logit_scale=1, labels=torch.arange(T).int())) is None
+
+
+def test_one_collective_of_4_kib() -> None:
+    def rank(group: Any) -> list[str]:
+        check_ranks(**call(group.rank(), 2), tp_group=group)
+        return group.calls
+
+    assert run_ranks(rank, 2) == [["allgather uint8[4096]"]] * 2
+
+
+def test_alone_only_its_own_arguments_are_checked() -> None:
+    mine = call(0, 1)
+    check_ranks(**mine)
+    with pytest.raises(NotImplementedError, match="schedule='in_forward' knows one scalar"):
+        check_ranks(**mine, schedule="in_forward", reduction="none")
+    with pytest.raises(ValueError, match="sequence_parallel=True needs a tp_group"):
+        check_ranks(**mine, sequence_parallel=True)
+    with pytest.raises(ValueError, match="tp_group must be None or a "):
+        check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(120)
+def test_over_gloo(gloo_ranks: Callable[[int], RankPool]) -> None:
+    ranks = gloo_ranks(2)
+    assert ranks.run(verdicts, 1, {}) == [None, None]
+    expected = BEGINS + "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"
+    assert ranks.run(verdicts, 1, dict(label_smoothing=0.1)) == [expected] * 2
+    said = ranks.run(verdicts, 1, dict(softcap=-1.0))
+    assert said[0] == said[1] and "got on rank 1: ValueError: softcap must be" in said[0]
+    assert ranks.run(verdicts, 0, {}) == [None, None]  # the group is as good as before
+
+
+FACTS = ["hidden.shape", "hidden.dtype", "labels.shape", "bias", "token_weight", "impl"]
+FACTS += ["torch.is_grad_enabled()", "vocab_size", "sequence_parallel", "with_metrics"]
+FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", *OPTIONS]
+
+
+def test_all_facts_are_known_here() -> None:
+    """A new option of LossOptions is compared by itself; the cases above want one for it."""
+    mine = call(0, 1)
+    arguments = rank_check.Arguments(
+        mine["hidden"], mine["weight"], mine["labels"], mine["bias"], mine["token_weight"],
+        rank_check.LossOptions(), None, None, None, None,
+    )  # fmt: skip
+    assert sorted(rank_check._facts(arguments, [True, True, False])) == sorted(FACTS)
+
+
+@pytest.mark.parametrize("case", [*DISAGREEMENTS, *OPTIONS])
+def test_a_fact_left_out_would_be_noticed(case: str, mutate: Patch) -> None:
+    """Without the fact that a case is about, nobody would read that case's complaint."""
+    changes, expected = DISAGREEMENTS.get(case, ({case: OPTIONS.get(case)}, f"{case} is "))
+    if case in ("gap", "overlap"):
+        mutate(rank_check, "_seams", lambda _, summaries: [])
+    else:
+        name = expected.split(" is ")[0]
+        mutate(rank_check, "_facts", lambda facts, *args: without(facts(*args), name))
+    assert expected not in (say(changes) or "")
+
+
+def without(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    assert name in facts
+    return {key: value for key, value in facts.items() if key != name}
