@@ -1,0 +1,104 @@
+"""The Slurm batch script, with stand-ins for the commands that only a cluster has."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"
+# srun leaves out its own options and runs the rest; torchrun notes its arguments and environment.
+STAND_INS = {
+    "scontrol": 'echo "$*" >> "$NOTES/scontrol"; [ "$1" = show ] && printf "n1\\nn2\\nn3\\n"; true',
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "torchrun": 'printf "%s\\n" "$@" > "$NOTES/new"; mv "$NOTES/new" "$NOTES/torchrun"\n'
+    'sleep "${SECONDS_TO_RUN:-0}"; exit "${STATUS:-0}"',
+}
+
+
+def start(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, body in STAND_INS.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "123456", "SLURM_NNODES": "3"}
+    slurm |= {"SLURM_JOB_NODELIST": "n[1-3]", "NOTES": str(folder)}
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *args],
+        env={"PATH": path, **slurm, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def torchrun_arguments(folder: Path, *args: str, **environment: str) -> list[str]:
+    process = start(folder, *args, **environment)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    return (folder / "torchrun").read_text().splitlines()
+
+
+def value_of(arguments: list[str], option: str) -> str:
+    return arguments[arguments.index(option) + 1]
+
+
+def test_bash_parses_it() -> None:
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True, timeout=30)
+
+
+def test_options_for_slurm_come_before_any_command() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    first_command = next(i for i, line in enumerate(lines) if re.match(r"[^#\s]", line))
+    assert lines[0] == "#!/bin/bash" and directives[-1] < first_command
+    assert "#SBATCH --ntasks-per-node=1" in lines and "#SBATCH --requeue" in lines
+
+
+def test_it_names_a_module_and_a_configuration_that_exist(tmp_path: Path) -> None:
+    arguments = torchrun_arguments(tmp_path)
+    assert importlib.util.find_spec(value_of(arguments, "-m")) is not None
+    assert (ROOT / value_of(arguments, "--config")).is_file()
+    named = re.findall(r"(?:configs|docs)/[\w./-]+", SCRIPT.read_text())
+    assert named and [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_all_nodes_meet_on_the_first(tmp_path: Path) -> None:
+    arguments = torchrun_arguments(tmp_path)
+    assert value_of(arguments, "--nnodes") == "3"
+    assert value_of(arguments, "--nproc-per-node") == "gpu"
+    assert value_of(arguments, "--rdzv-endpoint") == "n1:23456"
+    assert value_of(arguments, "--rdzv-id") == "123456.0"
+
+
+def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path: Path) -> None:
+    arguments = torchrun_arguments(tmp_path, "a b.yaml", "--steps", "7", SLURM_RESTART_COUNT="2")
+    assert arguments[-4:] == ["--config", "a b.yaml", "--steps", "7"]
+    assert value_of(arguments, "--rdzv-id") == "123456.2"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_before_the_time_limit_it_requeues_and_waits(tmp_path: Path, status: int) -> None:
+    process = start(tmp_path, STATUS=str(status), SECONDS_TO_RUN="2")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "torchrun").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == status, output
+    assert (tmp_path / "scontrol").read_text().splitlines()[-1] == "requeue 123456"
+
+
+def test_a_failed_run_fails_the_job(tmp_path: Path) -> None:
+    process = start(tmp_path, STATUS="5")
+    process.communicate(timeout=30)
+    assert process.returncode == 5
+    assert "requeue" not in (tmp_path / "scontrol").read_text()
