@@ -43,6 +43,9 @@ def save(directory: Path, position: Position, state: dict[str, Any], *, keep: in
 
     Args:
         state: flat; DTensors are written as shards, plain tensors with the same key once.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 does not find what the others wrote.
     """
     final = directory / f"step-{position.step:08d}"
     partial = final.with_suffix(".tmp")
@@ -56,6 +59,13 @@ def save(directory: Path, position: Position, state: dict[str, Any], *, keep: in
     mine = {path.name: _digest(path) for path in sorted(partial.glob(f"__{rank}_*"))}
     digests: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(digests, mine)
+    unseen = [[name for part in digests for name in part if not (partial / name).exists()]]
+    dist.broadcast_object_list(unseen, src=0)  # what rank 0 sees counts
+    if unseen[0]:
+        raise RuntimeError(
+            f"checkpoints must lie where all ranks see them, but rank 0 does not find "
+            f"{', '.join(unseen[0])} of other ranks in {partial}"
+        )
     if rank == 0:
         files = {name: digest for part in digests for name, digest in part.items()}
         files[".metadata"] = _digest(partial / ".metadata")

@@ -177,6 +177,26 @@ def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
     assert names(directory) == ["step-00000015", "step-00000020"]
 
 
+def rank_save_apart(group: Any, directory: Path) -> str:
+    """Every rank into a directory of its own, as on nodes without a common file system."""
+    try:
+        rank_save(group, directory / str(group.rank()), [1], 2)
+    except RuntimeError as error:
+        return str(error)
+    return "saved"
+
+
+def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
+    ranks: RankPool, directory: Path
+) -> None:
+    messages = ranks.run(rank_save_apart, directory / "apart")
+    assert len(messages) == 2
+    for message in messages:
+        assert message.startswith("checkpoints must lie where all ranks see them")
+        assert "__1_0.distcp" in message
+    assert newest_whole(directory / "apart" / "0", print) is None
+
+
 def test_the_manifest_says_what_is_in_it(directory: Path) -> None:
     manifest = json.loads((directory / "step-00000015" / MANIFEST).read_text())
     assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, {"seed": 1})
