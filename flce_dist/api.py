@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_dist import checks, library
 from flce_dist.autograd import function_of
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import Arguments, prepare
+from flce_dist.prepare import Arguments, in_autocast_dtype, prepare
 
 
 class LossWithMetrics(NamedTuple):
@@ -167,7 +167,7 @@ def linear_cross_entropy_with_metrics(
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
-    arguments = _autocast(arguments)
+    arguments = in_autocast_dtype(arguments)
     operands = (arguments.hidden, arguments.weight, arguments.bias)
     needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
     if torch.compiler.is_compiling():
@@ -188,18 +188,3 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
-
-
-def _autocast(arguments: Arguments) -> Arguments:
-    """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
-    hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
-    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
-        return arguments
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-
-    def to(x: Tensor) -> Tensor:
-        takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if takes_part else x
-
-    bias = None if bias is None else to(bias)
-    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=bias)

@@ -39,6 +39,21 @@ class Prepared(NamedTuple):
     token_weight: Tensor | None  # [T]
 
 
+def in_autocast_dtype(arguments: Arguments) -> Arguments:
+    """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
+    hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
+    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
+        return arguments
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+
+    def to(x: Tensor) -> Tensor:
+        takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if takes_part else x
+
+    bias = None if bias is None else to(bias)
+    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=bias)
+
+
 def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 

@@ -75,7 +75,7 @@ TABLE = {
         ours=LEAVES | ours("autograd", "checks", "collectives", "kernels", "prepare", "steps")
     ),
     "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
-    "rank_check": Rule(ours=LEAVES | ours("api", "checks", "collectives", "prepare")),
+    "rank_check": Rule(ours=LEAVES | ours("checks", "collectives", "prepare")),
     "module": HEAD,
     "megatron": HEAD,
     "error_budget": Rule(ours=RANKS),

@@ -133,7 +133,7 @@ def test_shapes_are_the_labels_shapes(impl):
 @both
 @each_schedule
 def test_column_major_hidden_that_is_frozen(impl, schedule):
-    """Then dweight's scaled copy of hidden has memory of its own, which must not copy its strides."""
+    """Then dweight's scaled copy of hidden has memory of its own, without its strides."""
     inputs = make_inputs(33, 70, 32)
     device = device_of(impl)
     hidden = inputs.hidden.detach().t().contiguous().t().to(device)
