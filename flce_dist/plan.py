@@ -112,7 +112,7 @@ def plan(
     if limit is not None:
         columns = limit // column_bytes
         if caching:  # what is cached gets the larger part, as long as windows are not too narrow
-            columns = max(int(0.3 * columns), min(columns, _MIN_WINDOW, V // 4))
+            columns = max(columns * 3 // 10, min(columns, _MIN_WINDOW, V // 4))
         window = min(window, max(_TILE, _round_down(columns)))
     if window > _WAVE:
         window -= window % _WAVE
