@@ -125,7 +125,7 @@ def test_windows_are_of_whole_waves_and_leave_the_larger_part_to_the_cache(
     if budget is None and schedule == "auto":
         budget = DEFAULT_LOGITS_BYTES
     if budget is not None and schedule != "recompute":
-        # Never so narrow that it is slow: up to 4096 columns come first, of a small shard a quarter.
+        # Never so narrow as to be slow: 4096 columns come first, of a small shard a quarter.
         least = max(SMALLEST, min(4096, V // 4))
         assert window * T * itemsize <= max(0.3 * budget, least * T * itemsize)
 
