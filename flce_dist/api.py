@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_dist import checks, library
 from flce_dist.autograd import function_of
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import Arguments, in_autocast_dtype, prepare
+from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 
 
 class LossWithMetrics(NamedTuple):
@@ -168,8 +168,7 @@ def linear_cross_entropy_with_metrics(
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
     arguments = in_autocast_dtype(arguments)
-    operands = (arguments.hidden, arguments.weight, arguments.bias)
-    needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+    needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
         return library.apply(arguments, needs)
 

@@ -54,6 +54,12 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
     return arguments._replace(hidden=to(hidden), weight=to(weight), bias=bias)
 
 
+def gradients_needed(arguments: Arguments) -> list[bool]:
+    """Return whether hidden, weight and bias need a gradient, now and here."""
+    operands = (arguments.hidden, arguments.weight, arguments.bias)
+    return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+
+
 def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flce_dist import checks, collectives
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import Arguments, in_autocast_dtype, prepare
+from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 
 _BYTES = 4096  # of each rank's summary: about 1 KiB of facts, and what the next line allows
 _LONGEST = 1000  # characters of a plan or a complaint
@@ -101,8 +101,7 @@ def check_ranks(
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return what the other ranks must know of this one's call; raise if it would."""
     arguments = in_autocast_dtype(arguments)
-    operands = (arguments.hidden, arguments.weight, arguments.bias)
-    needs = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+    needs = gradients_needed(arguments)
     call, *_, labels, token_weight = prepare(arguments, needs)
     labels, shard = labels.cpu(), call.shard
     checks.check_labels(labels, shard.vocab_size, call.options.ignore_index)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms
-from flce_dist.kernels.primitives import exp, log1p
+from flce_dist.kernels.primitives import exp, log1p, softcap_slope
 
 
 @triton.jit
@@ -30,8 +30,7 @@ def label_value_of(
         excess = 2 * z_loss_weight * lse + label_smoothing
         value += excess * exp(log_total) / z_loss_factor(lse, z_loss_weight)
     if HAS_SOFTCAP:
-        capped = label_logit / softcap
-        value *= 1 - capped * capped
+        value *= softcap_slope(label_logit, softcap)
     return value
 
 
