@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_peers import PEERS
-from flce_dist.launch.yaml_config import ConfigError, read_yaml, split_config_option
+from flce_dist.launch.yaml_config import ConfigError, from_command_line
 from flce_dist.options import Schedule
 
 Mode = Literal["forward", "forward_backward"]
@@ -119,17 +119,12 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
         ConfigError: names the wrong key, value or combination.
         SystemExit: for ``--help`` and for a wrong command line.
     """
-    path, overrides = split_config_option(argv)
-    config = BenchConfig() if path is None else read_yaml(BenchConfig, path)
-    import tyro  # here, so that errors in YAML do not wait for it
-
-    config = tyro.cli(
+    config = from_command_line(
         BenchConfig,
-        default=config,
-        args=overrides,
+        argv,
         prog="python -m flce_dist.launch.bench --config FILE",
         description="Time linear_cross_entropy, its floors and its peers, interleaved.",
-        console_outputs=show_errors,
+        show_errors=show_errors,
     )
     check_config(config, world_size=world_size)
     return config

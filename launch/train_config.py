@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flce_dist.launch.yaml_config import ConfigError, read_yaml, split_config_option
+from flce_dist.launch.yaml_config import ConfigError, from_command_line
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,12 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
         ConfigError: names the wrong key, value or combination.
         SystemExit: for ``--help`` and for a wrong command line.
     """
-    path, overrides = split_config_option(argv)
-    config = RunConfig() if path is None else read_yaml(RunConfig, path)
-    import tyro  # here, so that errors in YAML do not wait for it
-
-    config = tyro.cli(
+    config = from_command_line(
         RunConfig,
-        default=config,
-        args=overrides,
+        argv,
         prog="torchrun --nproc-per-node N -m flce_dist.launch.train --config FILE",
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
-        console_outputs=show_errors,
+        show_errors=show_errors,
     )
     check_config(config, world_size=world_size)
     return config

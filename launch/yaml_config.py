@@ -16,6 +16,29 @@ class ConfigError(ValueError):
     """Something the user can put right in a configuration or in how the program was started."""
 
 
+def from_command_line(
+    schema: type[Schema], argv: list[str], *, prog: str, description: str, show_errors: bool
+) -> Schema:
+    """Return ``schema`` with the values of ``--config FILE`` and of the options that override them.
+
+    Raises:
+        ConfigError: names the wrong key or value of the file.
+        SystemExit: for ``--help`` and for a wrong command line, explained if ``show_errors``.
+    """
+    path, overrides = split_config_option(argv)
+    config = schema() if path is None else read_yaml(schema, path)
+    import tyro  # here, so that errors in YAML do not wait for it
+
+    return tyro.cli(
+        schema,
+        default=config,
+        args=overrides,
+        prog=prog,
+        description=description,
+        console_outputs=show_errors,
+    )
+
+
 def read_yaml(schema: type[Schema], path: Path) -> Schema:
     """Return ``schema`` with the values of the file; keys it does not name keep their defaults.
 
