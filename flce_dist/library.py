@@ -84,7 +84,9 @@ def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
         hidden, weight, labels, bias, token_weight,
         LossOptions(*options), vocab_size, bounds, group, impl,
     )  # fmt: skip
-    return prepare(arguments, needs)
+    # Where torch.compile leaves sizes open, their plan shapes what an operator returns; it cannot
+    # know whether dweight's memory will do.
+    return prepare(arguments, needs, auto_in_forward=False)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:

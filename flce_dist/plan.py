@@ -81,6 +81,7 @@ def plan(
     expressible: bool = True,
     converts: bool = False,
     dweight_row_bytes: tuple[int, int] = (0, 0),
+    reduces: bool = False,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -89,7 +90,9 @@ def plan(
         V: rows of the largest shard, ``ceil(V_all / P)``.
         itemsize: bytes of one cached exponential.
         schedule: ``auto`` caches what fits into the budget (1 GiB unless given) and recomputes the
-            rest; ``cached`` does the same but caches everything unless a budget is given;
+            rest, unless that can be spared: if the exponentials of all tokens fit with what
+            dweight's memory can hold and the loss ``reduces``, it is ``in_forward``. ``cached``
+            caches what fits, but everything unless a budget is given;
             ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
             what dweight's own memory can hold, else token chunks that fit.
         max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
@@ -98,6 +101,7 @@ def plan(
         converts: whether cached columns pass through a window of the operands' dtype (fp16).
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.
+        reduces: whether one scalar upstream gradient is all that backward can bring.
     """
     column_bytes = max(1, T * itemsize)
     if schedule == "in_forward":
@@ -123,6 +127,11 @@ def plan(
     elif limit is None or (V + (window if converts else 0)) * column_bytes <= limit:
         cached = V
     else:
+        assert limit is not None  # else all is cached
+        if reduces and schedule == "auto":
+            at_once = _in_forward(T, V, itemsize, limit, converts, dweight_row_bytes)
+            if at_once.first_t == T:
+                return at_once
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"

@@ -60,11 +60,12 @@ def gradients_needed(arguments: Arguments) -> list[bool]:
     return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
 
 
-def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
+def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True) -> Prepared:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 
-    ``needs`` says whether hidden, weight and bias need a gradient. Whether labels are in range is
-    not checked here: that reads data.
+    ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
+    ``auto`` may take them in forward. Whether labels are in range is not checked here: that reads
+    data.
     """
     (
         hidden, weight, labels, bias, token_weight,
@@ -93,7 +94,7 @@ def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     call = Call(
         options=options,
         shard=VocabShard(start, end, vocab_size),
-        plan=_plan(arguments, needs, P),
+        plan=_plan(arguments, needs, P, auto_in_forward),
         kernels=kernels_of(impl),
         tp_group=tp_group,
     )
@@ -107,7 +108,7 @@ def prepare(arguments: Arguments, needs: list[bool]) -> Prepared:
     )
 
 
-def _plan(arguments: Arguments, needs: list[bool], P: int) -> Plan:
+def _plan(arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool) -> Plan:
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
     if arguments.vocab_range is not None:
@@ -127,4 +128,5 @@ def _plan(arguments: Arguments, needs: list[bool], P: int) -> Plan:
         expressible=not options.smoothing_needs_logits,
         converts=hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if lends else (0, 0),
+        reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
     )

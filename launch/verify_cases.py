@@ -102,7 +102,7 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 
 
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
-    """Return a ``max_logits_bytes`` with which ``auto`` caches some columns and recomputes others.
+    """Return a ``max_logits_bytes`` with which ``cached`` caches only some columns.
 
     It is the middle one of those that do, and None if none does.
     """
@@ -114,7 +114,7 @@ def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
             T=T,
             V=V,
             itemsize=dtype.itemsize,
-            schedule="auto",
+            schedule="cached",
             max_logits_bytes=columns * column_bytes,
             converts=dtype == torch.float16,
         )
@@ -138,7 +138,7 @@ def cases(
             continue
         for sequence_parallel in (False, True) if P > 1 else (False,):
             yield Case(variant, schedule, sequence_parallel)
-            if schedule == "auto" and variant.name == "plain" and part_cached is not None:
+            if schedule == "cached" and variant.name == "plain" and part_cached is not None:
                 yield Case(variant, schedule, sequence_parallel, part_cached)
 
 

@@ -44,7 +44,7 @@ def inputs_on(device: str, T: int, V: int, H: int, dtype: torch.dtype, **kwargs:
 
 
 def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
-    """Keywords of a schedule; ``auto`` gets a budget with which it caches some columns, not all.
+    """Keywords of a schedule; ``auto`` gets what it is per token: a budget for some columns.
 
     Where the problem is too small for that, a budget of half of the columns.
     """
@@ -54,12 +54,12 @@ def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
     budgets = [T * itemsize * columns for columns in range(256, V, 256)]
     for budget in budgets:
         if 0 < auto_plan(inputs, budget).cached_v < V:
-            return {"schedule": schedule, "max_logits_bytes": budget}
-    return {"schedule": schedule, "max_logits_bytes": T * itemsize * V // 2}
+            return {"schedule": "cached", "max_logits_bytes": budget}
+    return {"schedule": "cached", "max_logits_bytes": T * itemsize * V // 2}
 
 
 def auto_plan(inputs: Inputs, budget: int) -> Plan:
-    """What ``auto`` does with ``budget`` bytes."""
+    """What ``auto`` does with ``budget`` bytes, unless it is in_forward."""
     return plan(
         T=len(inputs.labels), V=len(inputs.weight), itemsize=max(2, inputs.dtype.itemsize),
         schedule="auto", max_logits_bytes=budget, converts=inputs.dtype == torch.float16,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist.launch import bench_tile_max
 from flce_dist.testing import relative_rms
 from tests.oracle import Inputs, Outcome, Upstream, run
 from tests.problems import each_dtype
@@ -61,6 +62,10 @@ def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tupl
     return (F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"),)
 
 
+def tile_max_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor]:
+    return (bench_tile_max.loss_of(hidden, weight, labels) * len(labels),)
+
+
 def predictions(kind: str, device: str, V: int, H: int) -> Inputs:
     """512 tokens in bf16, by how their labels are predicted.
 
@@ -95,6 +100,7 @@ def test_error_beside_that_of_logits_in_bf16(kind, device, V, H, record_property
     truth = textbook_in_chunks(inputs, torch.float64)
     results = {
         "ours, cached": run(our_call, inputs, Upstream(), schedule="cached", reduction="sum"),
+        "tile maxima": run(tile_max_call, inputs, Upstream()),
         "bf16 logits": textbook_in_chunks(inputs, torch.bfloat16),
         "torch eager": run(eager_call, inputs, Upstream()),
     }

@@ -60,6 +60,8 @@ LAUNCH = Rule(
     lazily=frozenset({"cut_cross_entropy", "liger_kernel"}),  # peers that a benchmark may find
     starts=True,
 )
+# The rival form is built of the same kernels' pieces, so that nothing else differs.
+TILE_MAX = Rule(ours=ours("kernels"), others=frozenset({"torch", "triton"}), sends=False)
 TABLE = {
     "options": LEAF,
     "plan": LEAF,
@@ -90,7 +92,7 @@ def rule_of(path: Path) -> Rule:
     if path.parent.name == "kernels":
         return KERNELS
     if path.parent.name == "launch":
-        return LAUNCH
+        return TILE_MAX if path.stem == "bench_tile_max" else LAUNCH
     return TABLE.get(path.stem, OTHER)
 
 

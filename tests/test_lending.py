@@ -119,17 +119,34 @@ def test_rows_that_overflow_are_rescued_in_borrowed_windows(small_windows, impl)
     assert small_windows[0].lending is not None
 
 
+@both
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_auto_borrows_rather_than_compute_again(small_windows, reduction, impl):
+    inputs = make_inputs(70, 150, 32, bias=True)
+    scalar = reduction != "none"
+    weights = Upstream(0.7) if scalar else Upstream(torch.linspace(-1, 1, 70, dtype=torch.float64))
+    check(inputs, weights, impl=impl, reduction=reduction, max_logits_bytes=70 * 130 * 4)
+    chosen = small_windows[0]
+    assert (chosen.schedule == "in_forward" and chosen.lending is not None) == scalar
+    assert chosen.cached_v == 150 if scalar else 0 < chosen.cached_v < 150
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("P", [2, 4])
-def test_every_rank_borrows_from_its_own_shard(small_windows, P, sequence_parallel):
+@pytest.mark.parametrize(
+    ("schedule", "P", "budget"),
+    [("in_forward", 2, 20_000), ("in_forward", 4, 20_000), ("auto", 4, 30_000)],
+)
+def test_every_rank_borrows_from_its_own_shard(
+    small_windows, schedule, P, budget, sequence_parallel
+):
     """Uneven shards: 507 rows over 4 ranks are 126 or 127."""
     problem = Problem(T=64, H=16)
     outcome = on_threads(
         P,
         problem,
         sequence_parallel=sequence_parallel,
-        schedule="in_forward",
-        max_logits_bytes=20_000,
+        schedule=schedule,
+        max_logits_bytes=budget,
     )
     assert misses(outcome, problem) == []
     assert all(chosen.lending is not None for chosen in small_windows)

@@ -32,6 +32,7 @@ def make(
     max_logits_bytes: int | None = None,
     expressible: bool = True,
     H: int = 0,
+    reduces: bool = False,
 ) -> Plan:
     """A plan for operands of ``H`` columns whose dweight lends its memory, or for 0 does not."""
     return plan(
@@ -42,6 +43,7 @@ def make(
         max_logits_bytes=max_logits_bytes,
         expressible=expressible,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
+        reduces=reduces,
     )
 
 
@@ -156,6 +158,21 @@ def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     assert len(chosen.chunks()) == 1 and chosen.lending is None
 
 
+@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+@example(8192, 128_256, 2, "auto", None, 4096)
+@example(8192, 256_000, 2, "auto", None, 2304)
+def test_auto_computes_nothing_again_that_in_forward_would_spare(
+    T, V, itemsize, schedule, budget, H
+):
+    plain, chosen = (make(T, V, itemsize, schedule, budget, H=H, reduces=r) for r in (False, True))
+    if schedule != "auto" or plain.cached_v == V:
+        assert chosen == plain
+        return
+    at_once = make(T, V, itemsize, "in_forward", budget, H=H)
+    assert chosen == (at_once if len(at_once.chunks()) == 1 else plain)
+    assert held_bytes(chosen, itemsize) <= chosen.logits_bytes
+
+
 @given(sizes, rows, schedules, st.integers(1, 1 << 40))
 @example(8192, 128_256, "in_forward", GIB)
 def test_the_budget_holds_the_window_of_a_cache_that_is_converted(T, V, schedule, budget):
@@ -194,7 +211,7 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """Ranks that planned from their own free memory or row count would issue other collectives."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
-        "dweight_row_bytes",
+        "dweight_row_bytes", "reduces",
     }  # fmt: skip
 
 
@@ -207,6 +224,10 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
         ({"schedule": "auto"}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
         ({"max_logits_bytes": GIB // 2}, "cached", 32768 - WAVE, WAVE, 8192, 8192),
         ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 8192, 8192),
+        ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 8192, 8192),
+        ({"reduces": True}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
+        ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 8192, 8192),
+        ({"reduces": True, "H": 4096, "T": 16384}, "cached", 32768 - WAVE, WAVE, 16384, 16384),
         ({"schedule": "auto", "V": 32064}, "cached", 32064, 2 * WAVE, 8192, 8192),
         ({"max_logits_bytes": 3 * GIB}, "cached", 128256, 2 * WAVE, 8192, 8192),
         ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192, 8192),

@@ -179,7 +179,7 @@ def test_a_part_is_really_cached_by_default(device_type, dtype, monkeypatch):
     """Whatever the window takes of a budget: columns are cached and others recomputed."""
     *_, wide = default_shapes(device_type, 1)
     budget = part_cached_budget(wide, 1, dtype)
-    found = [c for v in variants() for c in cases(v, ("auto",), 1, budget) if c.max_logits_bytes]
+    found = [c for v in variants() for c in cases(v, ("cached",), 1, budget) if c.max_logits_bytes]
     assert [case.variant.reduction for case in found] == ["mean", "sum", "none"]
     (chosen,) = plans_of(found[0], wide, dtype, monkeypatch)
     assert (chosen.T, chosen.V) == (wide.T, wide.V_all)
@@ -199,12 +199,12 @@ def test_what_is_called_part_cached_is(device_type, P, dtype):
             continue
         T, V = -(-shape.T // P) * P, -(-shape.V_all // P)
         chosen = plan(
-            T=T, V=V, itemsize=dtype.itemsize, schedule="auto", max_logits_bytes=budget,
+            T=T, V=V, itemsize=dtype.itemsize, schedule="cached", max_logits_bytes=budget,
             converts=dtype == torch.float16,
         )  # fmt: skip
         assert 0 < chosen.cached_v < V
     (plain, *_) = variants()
-    assert not any(case.max_logits_bytes for case in cases(plain, ("auto",), P, None))
+    assert not any(case.max_logits_bytes for case in cases(plain, ("cached",), P, None))
 
 
 def test_data_hold_the_tokens_that_break_losses():
