@@ -39,7 +39,7 @@ from flce_dist.launch.bench_files import (
     write_results,
 )
 from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
-from flce_dist.launch.bench_peers import PEERS, forget_compiled
+from flce_dist.launch.bench_peers import PEERS, close_peers, forget_compiled
 from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
 from flce_dist.launch.bench_profile import Profile
 from flce_dist.launch.bench_report import Record, make_records, table
@@ -58,7 +58,10 @@ def main(args: list[str] | None = None) -> int:
         )
         device, tp_group = start(_device_type(config))
         console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
-        _bench(config, device, tp_group, console)
+        try:
+            _bench(config, device, tp_group, console)
+        finally:
+            close_peers(tp_group)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -88,6 +91,7 @@ def _bench(
         "command": shlex.join(["python", "-m", "flce_dist.launch.bench", *sys.argv[1:]]),
         "ranks": P,
         **about(device),
+        "environment": _environment(),
         "peers": _peer_versions(),
         "config": as_json(config),
     }
@@ -180,6 +184,15 @@ def _records_so_far(
     if isinstance(found[0], ConfigError):
         raise found[0]
     return found[0]
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that decide how collectives run, and beside what."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name == "CUDA_DEVICE_MAX_CONNECTIONS" or name.startswith("NCCL_")
+    }
 
 
 def _peer_versions() -> dict[str, str | None]:

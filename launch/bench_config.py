@@ -32,7 +32,7 @@ class RunSpec:
     mode: Mode = "forward_backward"
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
-    """Under several ranks: hidden is split by token."""
+    """Hidden is split by token over the ranks; one rank holds all of it."""
 
     @property
     def is_ours(self) -> bool:
@@ -196,7 +196,6 @@ def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
         if run.sequence_parallel:
-            _require(P > 1, f"sequence_parallel needs several ranks, got 1 for {run.name!r}")
             _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
 
 

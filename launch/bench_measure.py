@@ -18,7 +18,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench_config import BenchConfig, RunSpec
 from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_peers import LossFunction, load_peer
+from flce_dist.launch.bench_peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench_profile import Profile, take_profile
 from flce_dist.memory import peak_memory
@@ -93,7 +93,8 @@ class Measured:
         self._loss_of = partial(
             linear_cross_entropy,
             tp_group=self.problem.tp_group,
-            sequence_parallel=self.run.sequence_parallel,
+            # Alone there is no group to split over: one rank's tokens are all of them.
+            sequence_parallel=self.run.sequence_parallel and self.problem.tp_group is not None,
             schedule=self.run.schedule,
             max_logits_bytes=self.run.max_logits_bytes,
             impl=cast(Impl, self.run.impl),
@@ -138,6 +139,9 @@ class Measured:
         self.gradient_bytes = sum(x.numel() * x.element_size() for x in gradients)
         hidden.grad = weight.grad = None
         del loss, gradients
+        peer = PEERS.get(self.run.impl)
+        if peer is not None and peer.drop_buffers is not None:
+            peer.drop_buffers()
         with peak_memory(hidden.device) as peak:
             self._call(hidden, weight)
         self.peak_bytes = peak.bytes

@@ -132,11 +132,6 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
             2,
             "T must be divisible by the 2 ranks, got 5",
         ),
-        (
-            BenchConfig(shapes=SHAPE, runs=(RunSpec(sequence_parallel=True),)),
-            1,
-            "sequence_parallel needs several ranks, got 1",
-        ),
         (BenchConfig(shapes=SHAPE, runs=RUN, rounds=0), 1, "rounds must be positive, got 0"),
         (
             BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=-1.0),
