@@ -91,7 +91,7 @@ def test_gathered_hidden_states_count_as_memory(gloo_ranks: Callable[[int], Rank
     gathered, dweight = 4 * SHAPE.T * SHAPE.H, 4 * SHAPE.H * SHAPE.V // 2
     for (peak, gradients), (kept, _) in gloo_ranks(2).run(rank_memory, "megatron_unfused"):
         assert gradients == gathered // 2 + dweight
-        assert peak - kept == gathered
+        assert peak - kept == pytest.approx(gathered, rel=0.05)
     for (peak, gradients), _ in gloo_ranks(2).run(rank_memory, "eager"):
         assert gradients == gathered // 2 + dweight
         assert peak - gradients >= gathered
