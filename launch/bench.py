@@ -34,6 +34,7 @@ from flce_dist.launch.bench_config import (
 )
 from flce_dist.launch.bench_files import (
     records_so_far,
+    trace_file,
     with_suffix,
     write_profiles,
     write_results,
@@ -41,7 +42,7 @@ from flce_dist.launch.bench_files import (
 from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench_peers import PEERS, close_peers, forget_compiled
 from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
-from flce_dist.launch.bench_profile import Profile
+from flce_dist.launch.bench_profile import Profile, describe
 from flce_dist.launch.bench_report import Record, make_records, table
 from flce_dist.launch.verify import start
 from flce_dist.launch.yaml_config import ConfigError
@@ -111,6 +112,10 @@ def _bench(
                 size = {"T": shape.T, "H": shape.H, "V": shape.V, "dtype": shape.dtype}
                 write_profiles(config.out, facts, size, profiles)
         console.print(table(found))
+        for name, profile in profiles.items():
+            text = describe(profile)
+            if text:
+                console.print(f"{name}: {text}", highlight=False, markup=False)
         seconds = time.monotonic() - started
         console.print(f"shape {number} of {len(shapes)}, {seconds:.1f} s", highlight=False)
     console.print(f"records in {with_suffix(config.out, '.json')} and .csv", highlight=False)
@@ -148,9 +153,11 @@ def _bench_shape(
     records = make_records(shape, found)
     profiles = {}
     for measured in found:
-        profile = measured.profile() if config.profile else None
-        if profile is not None:
-            profiles[measured.run.name] = profile
+        if config.profile or config.trace:
+            file = trace_file(config.out, shape.name, measured.run.name)
+            profile = measured.profile(file if config.trace else None)
+            if profile is not None:
+                profiles[measured.run.name] = profile
         measured.release()
     del found, measured, problem
     forget_compiled()

@@ -105,7 +105,10 @@ class BenchConfig:
     cuda_graph: bool = False
     """Time replays of CUDA graphs, floors included: what remains if the host is not in the way."""
     profile: bool = False
-    """Also write out.profile.json: the kernels of each run, and how long each took."""
+    """Also write out.profile.json: the kernels of each run, how long each took, and what part of
+    its communication nothing hides."""
+    trace: bool = False
+    """Profile, and also write a trace of each run to look at: out.<shape>.<run>.trace.json.gz."""
     shapes: tuple[ShapeSpec, ...] = ()
     cross: Cross = field(default_factory=Cross)
     """Shapes behind those of ``shapes``."""
@@ -180,7 +183,7 @@ def floor_of(run: RunSpec) -> str:
 def as_json(config: BenchConfig) -> dict[str, Any]:
     """Return what decides the numbers: all but where they go."""
     values = dataclasses.asdict(config)
-    del values["out"], values["fresh"], values["profile"]
+    del values["out"], values["fresh"], values["profile"], values["trace"]
     return values
 
 

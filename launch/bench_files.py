@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ MAY_DIFFER = frozenset(["command"])
 def with_suffix(out: Path, suffix: str) -> Path:
     """Append to the stem, whatever dots it holds."""
     return out.with_name(out.name + suffix)
+
+
+def trace_file(out: Path, shape: str, run: str) -> Path:
+    """Return ``out.<shape>.<run>.trace.json.gz``, with nothing that a shell would ask about."""
+    names = [re.sub(r"[^A-Za-z0-9._]+", "-", name.replace("=", "")) for name in (shape, run)]
+    return with_suffix(out, f".{'.'.join(names)}.trace.json.gz")
 
 
 def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> None:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -68,14 +69,18 @@ class Measured:
         if call_ms is not None:
             self.samples_ms.append(_largest(call_ms, self.problem))
 
-    def profile(self) -> Profile | None:
-        """Profile the calls of a sample, after untimed ones; None if the run failed."""
+    def profile(self, trace: Path | None) -> Profile | None:
+        """Profile the calls of a sample, after untimed ones; None if the run failed.
+
+        ``trace`` is a file for all events of rank 0.
+        """
+        file = trace if self.problem.rank == 0 else None
 
         def settled() -> Profile:
             call = self._replay or self._timed_call()
             for _ in range(self._calls_within(self.config.settle_ms)):
                 call()
-            return take_profile(call, self.calls, self.problem.hidden.device)
+            return take_profile(call, self.calls, self.problem.hidden.device, file)
 
         return self._guarded(settled)
 
