@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flce_dist.launch.bench_profile import Profile
+from flce_dist.launch.bench_profile import KernelTime, Profile
 from flce_dist.launch.bench_report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -81,6 +81,32 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
         raise ConfigError(
             f"{path} must be a result file of the benchmark, with about and records: {error!r}"
         ) from error
+
+
+def read_profiles(path: Path) -> tuple[dict[str, Any], list[tuple[str, str, Profile]]]:
+    """Return ``about`` and shape, run and profile of each run of an ``out.profile.json``.
+
+    Raises:
+        ConfigError: the file is not there, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["about"], [_read_profile(entry) for entry in found["profiles"]]
+    except OSError as error:
+        raise ConfigError(f"{path} must be a profile of the benchmark: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} must be a profile of the benchmark, with about and profiles: {error!r}"
+        ) from error
+
+
+def _read_profile(entry: dict[str, Any]) -> tuple[str, str, Profile]:
+    fields = {key: value for key, value in entry.items() if key not in ("shape", "run")}
+    fields["kernels"] = tuple(KernelTime(**kernel) for kernel in fields["kernels"])
+    fields["timeline"] = tuple(tuple(item) for item in fields.get("timeline", ()))
+    size = entry["shape"]
+    shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
+    return shape, entry["run"], Profile(**fields)
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
