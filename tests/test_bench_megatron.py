@@ -65,6 +65,14 @@ def test_megatrons_head_is_right_on_two_ranks(
             assert record[name] is None or 0 < record[name] < budget
 
 
+@pytest.mark.parametrize("impl", ["eager", "megatron_unfused"])
+def test_sequence_parallel_over_one_rank_is_all_of_its_tokens(
+    gloo_ranks: Callable[[int], RankPool], impl: str
+) -> None:
+    (record,) = gloo_ranks(1).run(rank_record, RunSpec(impl, "cached", sequence_parallel=True))
+    assert record["status"] == "ok" and record["P"] == 1 and record["sequence_parallel"]
+
+
 def test_in_bf16_it_is_as_good_as_eager(gloo_ranks: Callable[[int], RankPool]) -> None:
     run = RunSpec("megatron_unfused", sequence_parallel=True)
     for record in gloo_ranks(2).run(rank_record, run, "bf16"):
