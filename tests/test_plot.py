@@ -244,6 +244,9 @@ def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(tmp_path:
     files = [tmp_path / f"{name}.json" for name in ("tp-P1", "tp-P2", "tp-P4", "elsewhere")]
     written = plot.draw(files, tmp_path / "figures")
     assert [path.name for path in written if "scaling" in path.name] == ["tp-P1-scaling.png"]
+    write_results(tmp_path / "elsewhere", {**ABOUT, "hardware": "B"}, [OVER_RANKS[1]])
+    written = plot.draw([files[0], files[3]], tmp_path / "figures")
+    assert not any("scaling" in path.name for path in written), "ranks of different hardware"
 
 
 def test_the_caption_says_what_the_numbers_hold_for() -> None:
