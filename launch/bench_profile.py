@@ -55,8 +55,8 @@ class Profile:
 
     Each moment of ``step_us``, the time from the first to the last kernel over the calls, counts
     once: ``products_us + other_us + exposed_comm_us + idle_us`` are all of it. ``comm_us`` is
-    communication with the part that other kernels hide. ``timeline`` is one call: kind of kernel,
-    start and end. On a CPU all but the kernels is None or empty.
+    communication with the part that other kernels hide. ``timeline`` is the middle one of the
+    calls: kind of kernel, start and end in us. On a CPU all but the kernels is None or empty.
     """
 
     kernels: tuple[KernelTime, ...]
@@ -73,26 +73,35 @@ class Profile:
 def take_profile(
     call: Callable[[], Any], calls: int, device: torch.device, trace: Path | None = None
 ) -> Profile:
-    """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events."""
+    """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events.
+
+    One more goes before them that does not count on a GPU: in it a rank whose profiler was fast to
+    start waits for the others.
+    """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as found:
-        for _ in range(calls):
+    with torch.profiler.profile(activities=[activity]) as prof:
+        for _ in range(1 + calls):
             call()
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(trace))
-    # Annotations lie over the kernels that they name.
-    events = [event for event in found.events() or [] if not event.is_user_annotation]
-    if on_gpu:
-        on_device = [event for event in events if event.device_type == DeviceType.CUDA]
-        return profile_of(
-            [Activity(e.name, e.time_range.start, e.time_range.end) for e in on_device], calls
-        )
-    times = [(event.name, event.self_cpu_time_total) for event in events]
-    return Profile(_by_name(times, calls))
+        prof.export_chrome_trace(str(trace))
+    if not on_gpu:
+        times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
+        return Profile(_by_name(times, 1 + calls))
+    found = [
+        Activity(event.name, event.time_range.start, event.time_range.end)
+        for event in prof.events() or []
+        # Annotations lie over the kernels that they name.
+        if event.device_type == DeviceType.CUDA
+        and not (event.is_user_annotation or event.name.startswith("nccl:"))
+    ]
+    counted = by_call(found, 1 + calls)[1:]
+    if not counted:
+        return profile_of(found, 1 + calls)
+    return profile_of([x for one in counted for x in one], calls)
 
 
 def profile_of(found: list[Activity], calls: int) -> Profile:
@@ -109,6 +118,8 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     computing_us = covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
     idle_us = max(0.0, step_us - busy_us)
+    each_call = by_call(found, calls)
+    middle = each_call[calls // 2] if each_call else []
     return Profile(
         kernels,
         idle_share=idle_us / step_us,
@@ -118,7 +129,9 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
         comm_us=covered_us("communication"),
         exposed_comm_us=busy_us - computing_us,
         idle_us=idle_us,
-        timeline=one_call(found, calls),
+        timeline=tuple(
+            (x.kind, x.start_us - middle[0].start_us, x.end_us - middle[0].start_us) for x in middle
+        ),
     )
 
 
@@ -131,18 +144,16 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def one_call(found: list[Activity], calls: int) -> tuple[tuple[Kind, float, float], ...]:
-    """Return kind, start and end of what the middle one of ``calls`` calls ran, from its start on.
+def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
+    """Return what each of ``calls`` calls ran, by start; [] if they did not launch the same number.
 
-    Each call launches the same, and begins after the last of the call before has begun. Without
-    a whole number of launches for each call nothing is returned.
+    A call begins after the last of the call before has begun.
     """
     each, rest = divmod(len(found), calls)
-    if rest:
-        return ()
-    ordered = sorted(found, key=lambda x: x.start_us)[calls // 2 * each :][:each]
-    origin = ordered[0].start_us
-    return tuple((x.kind, x.start_us - origin, x.end_us - origin) for x in ordered)
+    if rest or not found:
+        return []
+    ordered = sorted(found, key=lambda x: x.start_us)
+    return [ordered[i : i + each] for i in range(0, len(ordered), each)]
 
 
 def describe(profile: Profile) -> str:

@@ -3,25 +3,29 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from flce_dist.launch import bench
 from flce_dist.launch.bench_files import trace_file
 from flce_dist.launch.bench_profile import (
     Activity,
     Profile,
+    by_call,
     covered,
     describe,
-    one_call,
     profile_of,
     take_profile,
 )
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GPU = DeviceType.CUDA
 PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 GRID = """
@@ -163,7 +167,43 @@ def test_a_profile_is_of_one_call_on_average_and_its_timeline_of_the_middle_one(
     assert launches[PRODUCT] == 1
     assert profile.timeline[:2] == (("communication", 0, 10), ("products", 11, 40))
     assert len(profile.timeline) == 7 and profile.timeline[-1] == ("other", 97, 98)
-    assert one_call(steps[0], 2) == (), "seven launches are not those of two calls"
+    shuffled = random.Random(0).sample(steps[0] + steps[1] + steps[2], 21)
+    assert by_call(shuffled, 3) == steps
+    assert by_call(steps[0], 2) == [], "seven launches are not those of two calls"
+    assert profile_of(steps[0], 2).timeline == () == profile_of([], 2).timeline
+
+
+def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
+    """It waits for the ranks whose profilers start later."""
+    first = [Activity(NCCL, 0.0, 5000.0), *one_step(4900.0)[1:]]
+    found = first + one_step(5000.0) + one_step(5100.0)
+
+    class Event:
+        def __init__(self, x: Activity, annotation: bool = False, device: DeviceType = GPU):
+            self.name, self.is_user_annotation, self.device_type = x.name, annotation, device
+            self.time_range = Interval(x.start_us, x.end_us)
+
+    class Found:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def events(self):
+            whole = Activity("ProfilerStep", 0.0, 9000.0)
+            others = [Event(whole, annotation=True), Event(whole, device=DeviceType.CPU)]
+            return [*others, Event(replace(whole, name="nccl:x")), *map(Event, found)]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Found())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls: list[None] = []
+    profile = take_profile(lambda: calls.append(None), 2, torch.device("cuda"))
+    assert len(calls) == 3
+    assert profile == profile_of(found[7:], 2)
+    assert profile.comm_us == 47 and profile.step_us == 99
+    found.pop()
+    assert take_profile(lambda: None, 2, torch.device("cuda")) == profile_of(found, 3)
 
 
 def test_without_communication_there_is_none_exposed():
