@@ -198,7 +198,7 @@ def _environment() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name == "CUDA_DEVICE_MAX_CONNECTIONS" or name.startswith("NCCL_")
+        if name.startswith(("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_"))
     }
 
 

@@ -125,12 +125,14 @@ def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monke
     from megatron.core import parallel_state
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     current_device = torch.cuda.current_device
     (tmp_path / "grid.yaml").write_text(GRID)
     out = tmp_path / "found"
     assert bench.main(["--config", str(tmp_path / "grid.yaml"), "--out", str(out)]) == 0
     about, records = read_results(tmp_path / "found.json")
     assert about["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert about["environment"]["NCCL_NVLS_ENABLE"] == "0" and "PATH" not in about["environment"]
     assert about["peers"]["megatron-core"]
     found = [record for record in records if record.op != "floor"]
     assert [(r.impl, r.status, r.P) for r in found] == [
