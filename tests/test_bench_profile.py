@@ -1,6 +1,7 @@
 """The benchmark's profiles: kernels by run, in a file beside the results."""
 
 import gzip
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -204,6 +205,27 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
     assert profile.comm_us == 47 and profile.step_us == 99
     found.pop()
     assert take_profile(lambda: None, 2, torch.device("cuda")) == profile_of(found, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_products_from_the_rest():
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> None:
+        (a @ a).exp_()
+        (a @ a).exp_()
+
+    call()
+    profile = take_profile(call, 3, a.device)
+    kinds = [kind for kind, _ in itertools.groupby(kind for kind, *_ in profile.timeline)]
+    assert kinds == ["products", "other"] * 2
+    assert profile.products_us and profile.other_us and profile.step_us
+    assert profile.comm_us == 0 == profile.exposed_comm_us and profile.idle_us is not None
+    parts = profile.products_us + profile.other_us + profile.idle_us
+    assert parts == pytest.approx(profile.step_us)
+    starts = [start for _, start, _ in profile.timeline]
+    assert starts == sorted(starts) and starts[0] == 0
 
 
 def test_without_communication_there_is_none_exposed():
