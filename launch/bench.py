@@ -34,14 +34,15 @@ from flce_dist.launch.bench_config import (
 )
 from flce_dist.launch.bench_files import (
     records_so_far,
+    trace_file,
     with_suffix,
     write_profiles,
     write_results,
 )
 from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
-from flce_dist.launch.bench_peers import PEERS, forget_compiled
+from flce_dist.launch.bench_peers import PEERS, close_peers, forget_compiled
 from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
-from flce_dist.launch.bench_profile import Profile
+from flce_dist.launch.bench_profile import Profile, describe
 from flce_dist.launch.bench_report import Record, make_records, table
 from flce_dist.launch.verify import start
 from flce_dist.launch.yaml_config import ConfigError
@@ -58,7 +59,10 @@ def main(args: list[str] | None = None) -> int:
         )
         device, tp_group = start(_device_type(config))
         console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
-        _bench(config, device, tp_group, console)
+        try:
+            _bench(config, device, tp_group, console)
+        finally:
+            close_peers(tp_group)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -88,6 +92,7 @@ def _bench(
         "command": shlex.join(["python", "-m", "flce_dist.launch.bench", *sys.argv[1:]]),
         "ranks": P,
         **about(device),
+        "environment": _environment(),
         "peers": _peer_versions(),
         "config": as_json(config),
     }
@@ -107,6 +112,10 @@ def _bench(
                 size = {"T": shape.T, "H": shape.H, "V": shape.V, "dtype": shape.dtype}
                 write_profiles(config.out, facts, size, profiles)
         console.print(table(found))
+        for name, profile in profiles.items():
+            text = describe(profile)
+            if text:
+                console.print(f"{name}: {text}", highlight=False, markup=False)
         seconds = time.monotonic() - started
         console.print(f"shape {number} of {len(shapes)}, {seconds:.1f} s", highlight=False)
     console.print(f"records in {with_suffix(config.out, '.json')} and .csv", highlight=False)
@@ -144,9 +153,11 @@ def _bench_shape(
     records = make_records(shape, found)
     profiles = {}
     for measured in found:
-        profile = measured.profile() if config.profile else None
-        if profile is not None:
-            profiles[measured.run.name] = profile
+        if config.profile or config.trace:
+            file = trace_file(config.out, shape.name, measured.run.name)
+            profile = measured.profile(file if config.trace else None)
+            if profile is not None:
+                profiles[measured.run.name] = profile
         measured.release()
     del found, measured, problem
     forget_compiled()
@@ -180,6 +191,15 @@ def _records_so_far(
     if isinstance(found[0], ConfigError):
         raise found[0]
     return found[0]
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that decide how collectives run, and beside what."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_"))
+    }
 
 
 def _peer_versions() -> dict[str, str | None]:

@@ -32,7 +32,7 @@ class RunSpec:
     mode: Mode = "forward_backward"
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
-    """Under several ranks: hidden is split by token."""
+    """Hidden is split by token over the ranks; one rank holds all of it."""
 
     @property
     def is_ours(self) -> bool:
@@ -105,7 +105,10 @@ class BenchConfig:
     cuda_graph: bool = False
     """Time replays of CUDA graphs, floors included: what remains if the host is not in the way."""
     profile: bool = False
-    """Also write out.profile.json: the kernels of each run, and how long each took."""
+    """Also write out.profile.json: the kernels of each run, how long each took, and what part of
+    its communication nothing hides."""
+    trace: bool = False
+    """Profile, and also write a trace of each run to look at: out.<shape>.<run>.trace.json.gz."""
     shapes: tuple[ShapeSpec, ...] = ()
     cross: Cross = field(default_factory=Cross)
     """Shapes behind those of ``shapes``."""
@@ -180,7 +183,7 @@ def floor_of(run: RunSpec) -> str:
 def as_json(config: BenchConfig) -> dict[str, Any]:
     """Return what decides the numbers: all but where they go."""
     values = dataclasses.asdict(config)
-    del values["out"], values["fresh"], values["profile"]
+    del values["out"], values["fresh"], values["profile"], values["trace"]
     return values
 
 
@@ -196,7 +199,6 @@ def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
         if run.sequence_parallel:
-            _require(P > 1, f"sequence_parallel needs several ranks, got 1 for {run.name!r}")
             _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
 
 

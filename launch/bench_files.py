@@ -9,11 +9,12 @@ import dataclasses
 import io
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from flce_dist.launch.bench_profile import Profile
+from flce_dist.launch.bench_profile import KernelTime, Profile
 from flce_dist.launch.bench_report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -24,6 +25,12 @@ MAY_DIFFER = frozenset(["command"])
 def with_suffix(out: Path, suffix: str) -> Path:
     """Append to the stem, whatever dots it holds."""
     return out.with_name(out.name + suffix)
+
+
+def trace_file(out: Path, shape: str, run: str) -> Path:
+    """Return ``out.<shape>.<run>.trace.json.gz``, with nothing that a shell would ask about."""
+    names = [re.sub(r"[^A-Za-z0-9._]+", "-", name.replace("=", "")) for name in (shape, run)]
+    return with_suffix(out, f".{'.'.join(names)}.trace.json.gz")
 
 
 def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> None:
@@ -74,6 +81,32 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
         raise ConfigError(
             f"{path} must be a result file of the benchmark, with about and records: {error!r}"
         ) from error
+
+
+def read_profiles(path: Path) -> tuple[dict[str, Any], list[tuple[str, str, Profile]]]:
+    """Return ``about`` and shape, run and profile of each run of an ``out.profile.json``.
+
+    Raises:
+        ConfigError: the file is not there, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["about"], [_read_profile(entry) for entry in found["profiles"]]
+    except OSError as error:
+        raise ConfigError(f"{path} must be a profile of the benchmark: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} must be a profile of the benchmark, with about and profiles: {error!r}"
+        ) from error
+
+
+def _read_profile(entry: dict[str, Any]) -> tuple[str, str, Profile]:
+    fields = {key: value for key, value in entry.items() if key not in ("shape", "run")}
+    fields["kernels"] = tuple(KernelTime(**kernel) for kernel in fields["kernels"])
+    fields["timeline"] = tuple(tuple(item) for item in fields.get("timeline", ()))
+    size = entry["shape"]
+    shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
+    return shape, entry["run"], Profile(**fields)
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench_config import BenchConfig, RunSpec
 from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_peers import LossFunction, load_peer
+from flce_dist.launch.bench_peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench_profile import Profile, take_profile
 from flce_dist.memory import peak_memory
@@ -68,14 +69,18 @@ class Measured:
         if call_ms is not None:
             self.samples_ms.append(_largest(call_ms, self.problem))
 
-    def profile(self) -> Profile | None:
-        """Profile the calls of a sample, after untimed ones; None if the run failed."""
+    def profile(self, trace: Path | None) -> Profile | None:
+        """Profile the calls of a sample, after untimed ones; None if the run failed.
+
+        ``trace`` is a file for all events of rank 0.
+        """
+        file = trace if self.problem.rank == 0 else None
 
         def settled() -> Profile:
             call = self._replay or self._timed_call()
             for _ in range(self._calls_within(self.config.settle_ms)):
                 call()
-            return take_profile(call, self.calls, self.problem.hidden.device)
+            return take_profile(call, self.calls, self.problem.hidden.device, file)
 
         return self._guarded(settled)
 
@@ -93,7 +98,8 @@ class Measured:
         self._loss_of = partial(
             linear_cross_entropy,
             tp_group=self.problem.tp_group,
-            sequence_parallel=self.run.sequence_parallel,
+            # Alone there is no group to split over: one rank's tokens are all of them.
+            sequence_parallel=self.run.sequence_parallel and self.problem.tp_group is not None,
             schedule=self.run.schedule,
             max_logits_bytes=self.run.max_logits_bytes,
             impl=cast(Impl, self.run.impl),
@@ -138,6 +144,9 @@ class Measured:
         self.gradient_bytes = sum(x.numel() * x.element_size() for x in gradients)
         hidden.grad = weight.grad = None
         del loss, gradients
+        peer = PEERS.get(self.run.impl)
+        if peer is not None and peer.drop_buffers is not None:
+            peer.drop_buffers()
         with peak_memory(hidden.device) as peak:
             self._call(hidden, weight)
         self.peak_bytes = peak.bytes

@@ -7,7 +7,8 @@ and ask for none in a forward run.
 
 To add one: write its ``_load_...`` and give it a line in ``PEERS``. A peer that splits the
 vocabulary over ranks says ``parallel=True`` and gets the group, the whole labels [T] and this
-rank's rows of the weight; hidden is whole, or this rank's tokens under sequence parallelism.
+rank's rows of the weight; hidden is whole, or [T / P, H], this rank's tokens, under sequence
+parallelism. What it keeps from call to call it frees in ``drop_buffers``: memory counts that too.
 """
 
 import functools
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from flce_dist.launch import bench_megatron
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
@@ -35,6 +38,12 @@ class Peer:
     load: Callable[[dist.ProcessGroup | None], LossFunction]
     package: str | None = None
     parallel: bool = False
+    drop_buffers: Callable[[], None] | None = None
+
+
+def _megatron(fused: bool) -> Peer:
+    load = functools.partial(bench_megatron.load, fused)
+    return Peer(load, "megatron-core", parallel=True, drop_buffers=bench_megatron.drop_buffers)
 
 
 def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -101,6 +110,8 @@ PEERS: dict[str, Peer] = {
     "cce_kahan_full_c": Peer(
         functools.partial(_load_cce, {"impl": "cce_kahan_full_c"}), "cut-cross-entropy"
     ),
+    "megatron_fused": _megatron(fused=True),
+    "megatron_unfused": _megatron(fused=False),
 }
 
 
@@ -108,6 +119,13 @@ def forget_compiled() -> None:
     """Drop compiled code: that of one shape must not count towards torch.compile's limit."""
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
         torch.compiler.reset()
+
+
+def close_peers(tp_group: dist.ProcessGroup | None) -> None:
+    """Give back what peers hold of the process: groups of their own."""
+    bench_megatron.stop()
+    if tp_group is None and dist.is_initialized():  # a peer made it for itself
+        dist.destroy_process_group()
 
 
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:

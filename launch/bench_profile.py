@@ -1,16 +1,43 @@
-"""Where a run's time goes: its kernels, and for how long the device stood idle between them.
+"""Where a run's time goes: its kernels, communication that nothing hides, and standing idle.
 
-On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time.
+On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time,
+and no more: only a device has a time line of its own. Communication is what NCCL's kernels and
+copies between devices take, waiting for the other ranks included. It is exposed while nothing else
+runs on this device.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
+
+Kind = Literal["products", "other", "communication"]
+Span = tuple[float, float]
+
+COMMUNICATION = re.compile(r"nccl|Memcpy PtoP")
+PRODUCTS = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|linear_stats|dlogits", re.IGNORECASE)
+"""Matrix products by cuBLAS's names, and our kernels that multiply and go on in one pass."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Something that ran on the device, from ``start_us`` to ``end_us``."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+    @property
+    def kind(self) -> Kind:
+        if COMMUNICATION.match(self.name):
+            return "communication"
+        return "products" if PRODUCTS.search(self.name) else "other"
 
 
 @dataclass(frozen=True)
@@ -24,33 +51,128 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Kernels by descending time; ``idle_share`` of the time from first to last is none's."""
+    """Kernels by descending time, and what a call's time on the device was spent on.
+
+    Each moment of ``step_us``, the time from the first to the last kernel over the calls, counts
+    once: ``products_us + other_us + exposed_comm_us + idle_us`` are all of it. ``comm_us`` is
+    communication with the part that other kernels hide. ``timeline`` is the middle one of the
+    calls: kind of kernel, start and end in us. On a CPU all but the kernels is None or empty.
+    """
 
     kernels: tuple[KernelTime, ...]
-    idle_share: float | None
+    idle_share: float | None = None
+    step_us: float | None = None
+    products_us: float | None = None
+    other_us: float | None = None
+    comm_us: float | None = None
+    exposed_comm_us: float | None = None
+    idle_us: float | None = None
+    timeline: tuple[tuple[Kind, float, float], ...] = ()
 
 
-def take_profile(call: Callable[[], Any], calls: int, device: torch.device) -> Profile:
-    """Profile ``calls`` calls back to back on ``device``."""
+def take_profile(
+    call: Callable[[], Any], calls: int, device: torch.device, trace: Path | None = None
+) -> Profile:
+    """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events.
+
+    One more goes before them that does not count on a GPU: in it a rank whose profiler was fast to
+    start waits for the others.
+    """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as found:
-        for _ in range(calls):
+    with torch.profiler.profile(activities=[activity]) as prof:
+        for _ in range(1 + calls):
             call()
         if on_gpu:
             torch.cuda.synchronize(device)
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    events = [event for event in found.events() or [] if event.device_type == kind]
-    spans = [(event.time_range.start, event.time_range.end) for event in events]
-    times: dict[str, list[float]] = defaultdict(list)
-    for event, (start, end) in zip(events, spans, strict=True):
-        times[event.name].append(end - start if on_gpu else event.self_cpu_time_total)
-    kernels = [
-        KernelTime(name, len(each) / calls, sum(each) / calls) for name, each in times.items()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        prof.export_chrome_trace(str(trace))
+    if not on_gpu:
+        times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
+        return Profile(_by_name(times, 1 + calls))
+    found = [
+        Activity(event.name, event.time_range.start, event.time_range.end)
+        for event in prof.events() or []
+        # Annotations lie over the kernels that they name.
+        if event.device_type == DeviceType.CUDA
+        and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    kernels.sort(key=lambda kernel: -kernel.time_us)
-    idle = None
-    if on_gpu and spans:
-        whole = max(end for _, end in spans) - min(start for start, _ in spans)
-        idle = max(0.0, 1 - sum(end - start for start, end in spans) / whole)
-    return Profile(tuple(kernels), idle)
+    counted = by_call(found, 1 + calls)[1:]
+    if not counted:
+        return profile_of(found, 1 + calls)
+    return profile_of([x for one in counted for x in one], calls)
+
+
+def profile_of(found: list[Activity], calls: int) -> Profile:
+    """Return the profile of what ``calls`` calls ran on the device."""
+    kernels = _by_name([(x.name, x.end_us - x.start_us) for x in found], calls)
+    if not found:
+        return Profile(kernels)
+
+    def covered_us(*kinds: Kind) -> float:
+        return covered((x.start_us, x.end_us) for x in found if x.kind in kinds) / calls
+
+    step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
+    products_us = covered_us("products")
+    computing_us = covered_us("products", "other")
+    busy_us = covered_us("products", "other", "communication")
+    idle_us = max(0.0, step_us - busy_us)
+    each_call = by_call(found, calls)
+    middle = each_call[calls // 2] if each_call else []
+    return Profile(
+        kernels,
+        idle_share=idle_us / step_us,
+        step_us=step_us,
+        products_us=products_us,
+        other_us=computing_us - products_us,
+        comm_us=covered_us("communication"),
+        exposed_comm_us=busy_us - computing_us,
+        idle_us=idle_us,
+        timeline=tuple(
+            (x.kind, x.start_us - middle[0].start_us, x.end_us - middle[0].start_us) for x in middle
+        ),
+    )
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Return how long at least one of ``spans`` lasts."""
+    total, until = 0.0, -float("inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
+    """Return what each of ``calls`` calls ran, by start; [] if they did not launch the same number.
+
+    A call begins after the last of the call before has begun.
+    """
+    each, rest = divmod(len(found), calls)
+    if rest or not found:
+        return []
+    ordered = sorted(found, key=lambda x: x.start_us)
+    return [ordered[i : i + each] for i in range(0, len(ordered), each)]
+
+
+def describe(profile: Profile) -> str:
+    """Say in a line what a call's time was spent on; empty if that is not known."""
+    if profile.step_us is None or profile.idle_share is None:
+        return ""
+    assert profile.products_us is not None and profile.other_us is not None
+    assert profile.comm_us is not None and profile.exposed_comm_us is not None
+    share = profile.exposed_comm_us / profile.step_us
+    return (
+        f"{profile.step_us / 1e3:.3f} ms: products {profile.products_us / 1e3:.3f}, other kernels "
+        f"{profile.other_us / 1e3:.3f}, exposed communication {profile.exposed_comm_us / 1e3:.3f} "
+        f"({share:.1%}) of {profile.comm_us / 1e3:.3f}, idle {profile.idle_share:.1%}"
+    )
+
+
+def _by_name(times: list[tuple[str, float]], calls: int) -> tuple[KernelTime, ...]:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, time_us in times:
+        by_name[name].append(time_us)
+    kernels = [KernelTime(name, len(x) / calls, sum(x) / calls) for name, x in by_name.items()]
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.time_us))

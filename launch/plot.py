@@ -3,7 +3,9 @@
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
 Of each file ``<name>.json`` come those of the pictures that its records are enough for:
-``<name>-latency.png``, ``-memory.png``, ``-dial.png`` and ``-forward.png``.
+``<name>-latency.png``, ``-memory.png``, ``-dial.png`` and ``-forward.png``. Of a profile,
+``<name>.profile.json``, come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one
+grid on different numbers of ranks together give ``<first name>-scaling.png``.
 """
 
 import sys
@@ -12,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from matplotlib.figure import Figure
 
-from flce_dist.launch.bench_files import read_results
+from flce_dist.launch.bench_files import read_profiles, read_results
+from flce_dist.launch.bench_report import Record
 from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
+from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
+from flce_dist.launch.plot_scaling import scaling
 from flce_dist.launch.yaml_config import ConfigError
 
 FIGURES = {"latency": latency, "memory": memory, "dial": dial, "forward": forward_grid}
+PROFILE_FIGURES = {"breakdown": breakdown, "timeline": timeline}
+PROFILE = ".profile"
 
 
 @dataclass(frozen=True)
@@ -47,20 +55,44 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     stems = [path.stem for path in results]
     if len(set(stems)) < len(stems):
         raise ConfigError(f"results must have names of their own, got {stems}")
-    written = []
+    written: list[Path] = []
+    hardware: dict[str, list[tuple[Path, dict[str, Any], list[Record]]]] = {}
     for path in results:
-        about, records = read_results(path)
-        for name, figure_of in FIGURES.items():
-            figure = figure_of(records)
-            if figure is None:
-                continue
-            figure.text(
-                0.5, -0.01, caption(about), ha="center", va="top", fontsize=7, color="dimgray"
-            )
-            out.mkdir(parents=True, exist_ok=True)
-            written.append(out / f"{path.stem}-{name}.png")
-            figure.savefig(written[-1], dpi=130, bbox_inches="tight")
+        if path.stem.endswith(PROFILE):
+            about, profiles = read_profiles(path)
+            runs = [ProfiledRun(_with_ranks(s, about), name, found) for s, name, found in profiles]
+            figures = {name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()}
+        else:
+            about, records = read_results(path)
+            figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
+            hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
+        for name, figure in figures.items():
+            _save(figure, caption(about), out / f"{_name(path)}-{name}.png", written)
+    for alike in hardware.values():
+        path, about, _ = alike[0]
+        figure = scaling([record for _, _, records in alike for record in records])
+        commits = sorted({about["commit"] for _, about, _ in alike if about.get("commit")})
+        about = {**about, "ranks": 1, "commit": " and ".join(commits) or None}
+        _save(figure, caption(about), out / f"{_name(path)}-scaling.png", written)
     return written
+
+
+def _save(figure: Figure | None, text: str, path: Path, written: list[Path]) -> None:
+    if figure is None:
+        return
+    figure.text(0.5, -0.01, text, ha="center", va="top", fontsize=7, color="dimgray")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    written.append(path)
+
+
+def _name(path: Path) -> str:
+    return path.stem.removesuffix(PROFILE)
+
+
+def _with_ranks(shape: str, about: dict[str, Any]) -> str:
+    ranks = about.get("ranks", 1)
+    return f"{shape}, {ranks} ranks" if ranks > 1 else shape
 
 
 def caption(about: dict[str, Any]) -> str:

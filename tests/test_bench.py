@@ -365,11 +365,15 @@ def test_two_ranks_end_to_end(tmp_path):
     paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "flce_dist.launch.bench", *paths]
+    command.append("--trace")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=150)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.count(b"T=24 H=16 V=64 fp32 on 2 ranks") == 1  # rank 0 alone prints
     assert json.loads((tmp_path / "out" / "found.v1.json").read_text())["about"]["ranks"] == 2
+    profiles = json.loads((tmp_path / "out" / "found.v1.profile.json").read_text())["profiles"]
+    assert {"eager cached", "eager recompute SP"} <= {profile["run"] for profile in profiles}
+    assert len(list((tmp_path / "out").glob("*.trace.json.gz"))) == len(profiles)
     ours = records(tmp_path, "eager")
     assert [record.sequence_parallel for record in ours] == [False, True] * 2
     for record in ours:

@@ -40,6 +40,20 @@ def test_grids_are_valid(path: Path) -> None:
         assert ratios <= {run.impl for run in runs_of(config, shape)} | {"gemm1", "gemm3"}
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_the_grid_for_several_ranks_is_the_same_on_any_number(world_size: int) -> None:
+    path = ROOT / "configs" / "bench" / "tensor_parallel.yaml"
+    config = load_config(["--config", str(path)], world_size=world_size)
+    for shape in all_shapes(config):
+        runs = runs_of(config, shape)
+        assert {run.impl for run in runs if not run.sequence_parallel} == {
+            "gemm1",
+            "gemm3",
+            "gemm4",
+        }
+        assert {"megatron_fused", "megatron_unfused"} <= {run.impl for run in runs}
+
+
 def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path: Path) -> None:
     text = """
     rounds: 3
@@ -131,11 +145,6 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
             BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=(RunSpec(sequence_parallel=True),)),
             2,
             "T must be divisible by the 2 ranks, got 5",
-        ),
-        (
-            BenchConfig(shapes=SHAPE, runs=(RunSpec(sequence_parallel=True),)),
-            1,
-            "sequence_parallel needs several ranks, got 1",
         ),
         (BenchConfig(shapes=SHAPE, runs=RUN, rounds=0), 1, "rounds must be positive, got 0"),
         (

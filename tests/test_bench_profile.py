@@ -1,14 +1,33 @@
 """The benchmark's profiles: kernels by run, in a file beside the results."""
 
+import gzip
+import itertools
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from flce_dist.launch import bench
-from flce_dist.launch.bench_profile import take_profile
+from flce_dist.launch.bench_files import trace_file
+from flce_dist.launch.bench_profile import (
+    Activity,
+    Profile,
+    by_call,
+    covered,
+    describe,
+    profile_of,
+    take_profile,
+)
+
+NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GPU = DeviceType.CUDA
+PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 
 GRID = """
 device: cpu
@@ -64,4 +83,160 @@ def test_launches_and_times_are_those_of_one_call():
     profile = take_profile(call, 5, torch.device("cpu"))
     launches = {kernel.name: kernel.launches for kernel in profile.kernels}
     assert launches["aten::cumsum"] == pytest.approx(3)
-    assert profile.idle_share is None
+    assert profile == Profile(profile.kernels), "a CPU has no time line of its own"
+    assert describe(profile) == ""
+
+
+def test_a_trace_is_there_if_asked_for(tmp_path):
+    profiles = run(tmp_path, "--trace")
+    assert len(profiles) == 4, "a trace comes with a profile"
+    files = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
+    assert files == sorted(
+        f"found.T{T}-H16-V64-fp32.{run}.trace.json.gz"
+        for T in (12, 24)
+        for run in ("gemm4", "eager-recompute")
+    )
+    trace = json.loads(gzip.decompress((tmp_path / files[0]).read_bytes()))
+    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
+    assert run(tmp_path, "--profile", "--fresh") and len(list(tmp_path.glob("*.gz"))) == 4
+
+
+def test_a_trace_has_a_name_for_any_shell():
+    name = trace_file(Path("a/b.v1"), "T=8 H=4 V=16 bf16", "triton auto 64 MiB SP").as_posix()
+    assert name == "a/b.v1.T8-H4-V16-bf16.triton-auto-64-MiB-SP.trace.json.gz"
+
+
+@pytest.mark.parametrize(
+    "spans, expected",
+    [
+        ([], 0),
+        ([(1, 3)], 2),
+        ([(1, 3), (5, 6)], 3),
+        ([(5, 6), (1, 3), (2, 4)], 4),
+        ([(0, 10), (2, 3), (4, 12)], 12),
+        ([(0, 2), (2, 4), (4, 4)], 4),
+    ],
+)
+def test_time_that_several_share_counts_once(spans, expected):
+    assert covered(spans) == expected
+
+
+def test_covered_is_what_counting_moments_finds():
+    draw = random.Random(0)
+    for _ in range(50):
+        starts = [draw.randrange(40) for _ in range(draw.randrange(1, 12))]
+        spans = [(start, start + draw.randrange(9)) for start in starts]
+        moments = {moment for start, end in spans for moment in range(start, end)}
+        assert covered(spans) == len(moments)
+
+
+def one_step(start: float) -> list[Activity]:
+    """A gather that all wait for, two products with a reduce-scatter beside them, and its tail."""
+    times = [
+        (NCCL.replace("ReduceScatter_Sum", "AllGather"), 0, 10),
+        ("_linear_stats_kernel", 10, 40),
+        ("vectorized_elementwise_kernel", 38, 46),  # 2 of its 8 beside the product
+        (PRODUCT, 50, 80),
+        (NCCL, 60, 95),  # 20 of its 35 beside the product
+        ("Memcpy PtoP (Device -> Device)", 95, 97),
+        ("Memcpy DtoD (Device -> Device)", 97, 98),
+    ]
+    return [Activity(name, start + begin, start + end) for name, begin, end in times]
+
+
+def test_each_moment_of_a_step_counts_once():
+    profile = profile_of(one_step(1000.0), calls=1)
+    assert profile.step_us == 98
+    assert profile.products_us == 30 + 30
+    assert profile.other_us == 6 + 1
+    assert profile.comm_us == 10 + 35 + 2
+    assert profile.exposed_comm_us == 10 + 15 + 2
+    assert profile.idle_us == 4 and profile.idle_share == pytest.approx(4 / 98)
+    parts = profile.products_us + profile.other_us + profile.exposed_comm_us + profile.idle_us
+    assert parts == profile.step_us
+    assert profile.kernels[0].time_us == 35 and profile.kernels[0].name == NCCL
+
+
+def test_a_profile_is_of_one_call_on_average_and_its_timeline_of_the_middle_one():
+    steps = [one_step(start) for start in (0.0, 100.0, 205.0)]  # 2 and 7 of idling between them
+    steps[1][1] = Activity("_linear_stats_kernel", 111.0, 140.0)
+    profile = profile_of([x for step in steps for x in step], calls=3)
+    assert profile.step_us == pytest.approx((205 + 98) / 3)
+    assert profile.exposed_comm_us == 27 and profile.products_us == pytest.approx(60 - 1 / 3)
+    assert profile.idle_us == pytest.approx(4 + (2 + 7 + 1) / 3)
+    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
+    assert launches[PRODUCT] == 1
+    assert profile.timeline[:2] == (("communication", 0, 10), ("products", 11, 40))
+    assert len(profile.timeline) == 7 and profile.timeline[-1] == ("other", 97, 98)
+    shuffled = random.Random(0).sample(steps[0] + steps[1] + steps[2], 21)
+    assert by_call(shuffled, 3) == steps
+    assert by_call(steps[0], 2) == [], "seven launches are not those of two calls"
+    assert profile_of(steps[0], 2).timeline == () == profile_of([], 2).timeline
+
+
+def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
+    """It waits for the ranks whose profilers start later."""
+    first = [Activity(NCCL, 0.0, 5000.0), *one_step(4900.0)[1:]]
+    found = first + one_step(5000.0) + one_step(5100.0)
+
+    class Event:
+        def __init__(self, x: Activity, annotation: bool = False, device: DeviceType = GPU):
+            self.name, self.is_user_annotation, self.device_type = x.name, annotation, device
+            self.time_range = Interval(x.start_us, x.end_us)
+
+    class Found:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def events(self):
+            whole = Activity("ProfilerStep", 0.0, 9000.0)
+            others = [Event(whole, annotation=True), Event(whole, device=DeviceType.CPU)]
+            return [*others, Event(replace(whole, name="nccl:x")), *map(Event, found)]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Found())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls: list[None] = []
+    profile = take_profile(lambda: calls.append(None), 2, torch.device("cuda"))
+    assert len(calls) == 3
+    assert profile == profile_of(found[7:], 2)
+    assert profile.comm_us == 47 and profile.step_us == 99
+    found.pop()
+    assert take_profile(lambda: None, 2, torch.device("cuda")) == profile_of(found, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_products_from_the_rest():
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> None:
+        (a @ a).exp_()
+        (a @ a).exp_()
+
+    call()
+    profile = take_profile(call, 3, a.device)
+    kinds = [kind for kind, _ in itertools.groupby(kind for kind, *_ in profile.timeline)]
+    assert kinds == ["products", "other"] * 2
+    assert profile.products_us and profile.other_us and profile.step_us
+    assert profile.comm_us == 0 == profile.exposed_comm_us and profile.idle_us is not None
+    parts = profile.products_us + profile.other_us + profile.idle_us
+    assert parts == pytest.approx(profile.step_us)
+    starts = [start for _, start, _ in profile.timeline]
+    assert starts == sorted(starts) and starts[0] == 0
+
+
+def test_without_communication_there_is_none_exposed():
+    profile = profile_of([Activity(PRODUCT, 0, 10), Activity("fill", 10, 12)], calls=2)
+    assert (profile.comm_us, profile.exposed_comm_us, profile.idle_us) == (0, 0, 0)
+    assert profile_of([], calls=2) == Profile(())
+
+
+def test_a_line_says_what_the_time_went_to():
+    profile = profile_of(one_step(0.0), calls=1)
+    assert describe(profile) == (
+        "0.098 ms: products 0.060, other kernels 0.007, exposed communication 0.027 (27.6%) of "
+        "0.047, idle 4.1%"
+    )

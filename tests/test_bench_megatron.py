@@ -1,0 +1,142 @@
+"""Megatron's output layer and loss as peers of the benchmark, over gloo and alone."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tyro")
+pytest.importorskip("megatron.core")
+
+from flce_dist.launch import bench, bench_megatron
+from flce_dist.launch.bench_config import BenchConfig, Mode, RunSpec, ShapeSpec
+from flce_dist.launch.bench_files import read_results
+from flce_dist.launch.bench_measure import Measured, over_ranks
+from flce_dist.launch.bench_peers import PEERS
+from flce_dist.launch.bench_problem import Problem, make_problem, make_truth
+from flce_dist.launch.bench_report import make_records
+from flce_dist.testing import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+CONFIG = BenchConfig(warmup=1, sample_ms=0.1, settle_ms=0.0, check="gradients")
+SHAPE = ShapeSpec(T=64, H=256, V=512, dtype="fp32")
+
+
+def measured(problem: Problem, run: RunSpec) -> Measured:
+    found = Measured(run, problem, CONFIG)
+    # The fused loss compiles for half a minute on a CPU; uncompiled it computes the same.
+    with torch.compiler.set_stance("force_eager"):
+        found.prepare(make_truth(problem, gradients=run.has_gradients))
+        over_ranks(found)
+        found.sample()
+    return found
+
+
+def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any = "fp32") -> dict[str, Any]:
+    shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
+    try:
+        found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
+        (record,) = make_records(shape, [found])
+        return dataclasses.asdict(record)
+    finally:
+        bench_megatron.stop()
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("impl", ["megatron_fused", "megatron_unfused"])
+def test_megatrons_head_is_right_on_two_ranks(
+    gloo_ranks: Callable[[int], RankPool], impl: str, sp: bool, mode: Mode
+) -> None:
+    run = RunSpec(impl, mode=mode, sequence_parallel=sp)
+    for record in gloo_ranks(2).run(rank_record, run):
+        assert record["status"] == "ok", record["message"]
+        assert record["P"] == 2 and record["p50_ms"] > 0
+        assert record["loss_error"] < 1e-6
+        # The fused loss rounds the gradient of the logits to bf16, whatever their dtype.
+        budget = 4e-3 if impl == "megatron_fused" else 1e-6
+        for name in ("dhidden_error", "dweight_error"):
+            assert (record[name] is None) == (mode == "forward")
+            assert record[name] is None or 0 < record[name] < budget
+
+
+@pytest.mark.parametrize("impl", ["eager", "megatron_unfused"])
+def test_sequence_parallel_over_one_rank_is_all_of_its_tokens(
+    gloo_ranks: Callable[[int], RankPool], impl: str
+) -> None:
+    (record,) = gloo_ranks(1).run(rank_record, RunSpec(impl, "cached", sequence_parallel=True))
+    assert record["status"] == "ok" and record["P"] == 1 and record["sequence_parallel"]
+
+
+def test_in_bf16_it_is_as_good_as_eager(gloo_ranks: Callable[[int], RankPool]) -> None:
+    run = RunSpec("megatron_unfused", sequence_parallel=True)
+    for record in gloo_ranks(2).run(rank_record, run, "bf16"):
+        assert record["status"] == "ok" and record["dhidden_error"] < 1e-2
+
+
+def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
+    """Peak and gradients, as they are and with what the peer keeps left out."""
+    problem, found = make_problem(SHAPE, torch.device("cpu"), 0, group), []
+    keeps = dataclasses.replace(PEERS["megatron_unfused"], drop_buffers=None)
+    try:
+        for peer in (PEERS["megatron_unfused"], keeps):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(PEERS, "megatron_unfused", peer)
+                one = measured(problem, RunSpec(impl, "recompute", sequence_parallel=True))
+            assert one.failure is None and one.peak_bytes is not None
+            found.append((one.peak_bytes, one.gradient_bytes))
+    finally:
+        bench_megatron.stop()
+    return found
+
+
+def test_gathered_hidden_states_count_as_memory(gloo_ranks: Callable[[int], RankPool]) -> None:
+    gathered, dweight = 4 * SHAPE.T * SHAPE.H, 4 * SHAPE.H * SHAPE.V // 2
+    for (peak, gradients), (kept, _) in gloo_ranks(2).run(rank_memory, "megatron_unfused"):
+        assert gradients == gathered // 2 + dweight
+        assert peak - kept == pytest.approx(gathered, rel=0.05)
+    for (peak, gradients), _ in gloo_ranks(2).run(rank_memory, "eager"):
+        assert gradients == gathered // 2 + dweight
+        assert peak - gradients >= gathered
+
+
+GRID = """
+check: gradients
+device: cpu
+warmup: 1
+rounds: 1
+sample_ms: 0.5
+settle_ms: 0.0
+shapes:
+  - {T: 24, H: 16, V: 64, dtype: fp32}
+  - {T: 12, H: 16, V: 64, dtype: fp32}
+runs:
+  - {impl: eager, schedule: cached, sequence_parallel: true}
+  - {impl: megatron_unfused, sequence_parallel: true}
+"""
+
+
+def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    current_device = torch.cuda.current_device
+    (tmp_path / "grid.yaml").write_text(GRID)
+    out = tmp_path / "found"
+    assert bench.main(["--config", str(tmp_path / "grid.yaml"), "--out", str(out)]) == 0
+    about, records = read_results(tmp_path / "found.json")
+    assert about["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert about["environment"]["NCCL_NVLS_ENABLE"] == "0" and "PATH" not in about["environment"]
+    assert about["peers"]["megatron-core"]
+    found = [record for record in records if record.op != "floor"]
+    assert [(r.impl, r.status, r.P) for r in found] == [
+        ("eager", "ok", 1), ("megatron_unfused", "ok", 1),
+    ] * 2  # fmt: skip
+    assert not dist.is_initialized() and not parallel_state.is_initialized()
+    assert torch.cuda.current_device is current_device
