@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flce_dist import steps
-from flce_dist.kernels import gemm, row_gradient
+from flce_dist.kernels import row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import TokenStats
-from flce_dist.kernels.row_gradient import MetricGradients, RowGradient
+from flce_dist.kernels.row_gradient import MetricGradients
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.steps import Call, Dlogits
 
@@ -48,9 +48,10 @@ def first_order(backward: Backward) -> Backward:
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedules recompute and cached.
 
-    Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden, then
-    three all-reduces: SUM of label logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local
-    hidden, weight, bias, labels, three [T] vectors, and the cached columns [T, cached_v].
+    Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden in two
+    pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
+    logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local hidden, weight, bias, labels,
+    three [T] vectors, and the cached columns [T, cached_v].
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
     sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;
@@ -61,30 +62,35 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
         ctx.set_materialize_grads(False)
         ctx.call = call
-        logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
+        gather = call.gather(hidden)
+        logits = call.logits(gather.tokens, weight, bias, labels)
         cache, columns = None, call.plan.cached_columns(logits.V)
         if columns:
             cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
-        windows = () if cache is None else (cache,)
-        stats, loss = steps.token_loss(call, logits, token_weight, ColumnCache(windows))
+        windows = ColumnCache(() if cache is None else (cache,))
+        stats, loss = steps.token_loss(call, logits, gather, (0, logits.T), token_weight, windows)
         norm = call.loss_norm(labels, token_weight, logits.stats_dtype)
-        if call.options.reduction != "none":
-            loss = call.kernels.reduce_loss(loss, norm)
-        metrics = steps.metrics(stats, logits) if call.options.with_metrics else (None,) * 4
-        _, _, entropy, correct = metrics
-        if correct is not None:
-            ctx.mark_non_differentiable(correct)
+        entropy: Tensor | None = None
+        metrics: tuple[Tensor | None, ...] = (None,) * 4
+        if call.options.with_metrics:
+            walked = steps.metrics(stats, logits)
+            entropy, metrics = walked[2], tuple(map(call.order.restored, walked))
+            ctx.mark_non_differentiable(metrics[-1])
         ctx.save_for_backward(
             hidden, weight, bias, labels, token_weight, norm, cache, entropy, *stats[:3]
         )
-        return loss, *metrics
+        return steps.reduced_loss(call, loss, norm), *metrics
 
     @staticmethod
     @first_order
     def backward(ctx, dloss, dlse, dlogprob, dentropy, _dcorrect):
         call: Call = ctx.call
         hidden, weight, bias, labels, token_weight, norm, cache, entropy, *stats = ctx.saved_tensors
-        stats, metrics = TokenStats(*stats), MetricGradients(dlse, dlogprob, dentropy)
+        upstream = (dloss, dlse, dlogprob, dentropy)
+        dloss, *dmetrics = (
+            g if g is None or g.dim() == 0 else call.order.walked(g) for g in upstream
+        )
+        stats, metrics = TokenStats(*stats), MetricGradients(*dmetrics)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
 
         if dloss is None:
@@ -103,50 +109,26 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         # Decided from facts that all ranks share, not from which upstream gradients this rank got:
         # every rank gathers or none does.
         recomputes = call.options.with_metrics or call.plan.cached_v < call.plan.V
-        needs_hidden = need_weight or recomputes
-        gather = call.start_gather(hidden) if needs_hidden else None
+        gather = call.gather(hidden) if need_weight or recomputes else None
+        if gather is not None:
+            gather.start_all()
 
-        @functools.cache
         def logits() -> ShardLogits:
             assert gather is not None
-            return call.logits(gather.wait(), weight, bias, labels)
+            return call.logits(gather.wait_all(), weight, bias, labels)
 
-        acc = share = dhidden = dweight = dbias = None
-        T, H = len(labels), weight.shape[1]
+        share = dweight = dbias = None
         if need_hidden:
-            acc = stats.others.new_empty(T, H)
-            share = weight.new_empty(T, H)
+            share = weight.new_empty(len(labels), weight.shape[1])
         if need_weight:
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            dweight[call.shard.V :] = 0.0
         if need_bias:
             dbias = torch.zeros_like(bias)
-
-        @functools.cache
-        def scaled_hidden() -> tuple[Tensor, Tensor | None]:
-            # Until dhidden is written, at the end, its memory is free.
-            lent = None if call.reduces_dhidden else share
-            out = weight.new_empty(T, H) if lent is None else lent
-            return steps.scaled_hidden(call, logits(), rows, out)
-
+        results = steps.Gradients(call, share, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
         dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
-        for start, end, cached in dlogits.pieces():
-            d = dlogits.piece(start, end, cached, logits)
-            if acc is not None:
-                gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
-                if share is not None and call.reduces_dhidden and end == call.shard.V:
-                    steps.finish_dhidden(call, acc, weight, labels, rows, share)
-                    dhidden = call.start_reduce_dhidden(share)
-            if dweight is not None:
-                scaled, row = scaled_hidden()
-                gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
-            if dbias is not None:
-                dbias[start:end] = steps.dbias_piece(call, d, rows)
-        if acc is not None and share is not None and not call.reduces_dhidden:
-            steps.finish_dhidden(call, acc, weight, labels, rows, share)
-            return share, dweight, dbias, None, None, None
-        return dhidden and dhidden.wait(), dweight, dbias, None, None, None
+        results.add((0, len(labels)), functools.cache(logits), weight, labels, rows, dlogits)
+        return *results.finished(), None, None, None
 
 
 class InForwardFunction(torch.autograd.Function):
@@ -155,8 +137,9 @@ class InForwardFunction(torch.autograd.Function):
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
     exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
     several chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of hidden
-    before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
-    [1 to 3, chunk_t] per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
+    in pieces, each next one in flight during the work on the one before, and a reduce-scatter (else
+    an all-reduce) of each chunk's dhidden, in flight from its last dweight on; the all-reduces of
+    ``token_loss`` per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
 
     Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
     """
@@ -165,22 +148,23 @@ class InForwardFunction(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
         ctx.set_materialize_grads(False)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        logits = call.logits(call.start_gather(hidden).wait(), weight, bias, labels)
-        chunks, V = call.plan.chunks(), call.shard.V
+        gather = call.gather(hidden)
+        logits = call.logits(gather.tokens, weight, bias, labels)
+        chunks = call.plan.chunks()
         norm = call.loss_norm(labels, token_weight, logits.stats_dtype)
         # The gradient of a mean may be too small for fp16 before a loss scale arrives.
         late_norm = norm if hidden.dtype == torch.float16 else None
 
-        dhidden = dweight = dbias = None
+        share = dweight = dbias = None
         if need_hidden:
-            dhidden = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
+            share = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
         if need_weight:
             rounds_once = len(chunks) == 1 and weight.dtype != torch.float16
             dtype = weight.dtype if rounds_once else logits.stats_dtype
             dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-            dweight[V:] = 0.0
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
+        results = steps.Gradients(call, share, dweight, dbias)
         losses, metrics = [], []
 
         for first, last in chunks:
@@ -190,8 +174,8 @@ class InForwardFunction(torch.autograd.Function):
             if first in (0, call.plan.first_t):
                 cache = ColumnCache()  # lets go of the last one before there is another
                 cache = steps.chunk_cache(call, chunk, dweight, first == 0)
-            cache = cache.tokens(last - first)
-            stats, loss = steps.token_loss(call, chunk, weights, cache)
+            cache = cache.tokens(0, last - first)
+            stats, loss = steps.token_loss(call, logits, gather, (first, last), weights, cache)
             losses.append(loss)
             if call.options.with_metrics:
                 metrics.append(steps.metrics(stats, chunk))
@@ -200,28 +184,20 @@ class InForwardFunction(torch.autograd.Function):
                 call.loss_terms,
                 from_lse=steps.from_lse(hidden.dtype),
             )  # fmt: skip
-            _add_chunk(
-                call,
-                chunk,
-                rows,
-                Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype),
-                dweight,
-                dbias,
-                dhidden,
-                slice(first, last),
-            )
+            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
+            of_chunk = functools.partial(logits.tokens, first, last)
+            results.add((first, last), of_chunk, weight, chunk.labels, rows, dlogits)
 
-        del cache  # before dweight is there twice
-        loss = call.kernels.reduce_loss(torch.cat(losses), norm)
+        del cache, dlogits  # before dweight is there twice
+        loss = steps.reduced_loss(call, torch.cat(losses), norm)
+        dhidden, dweight, dbias = results.finished()
         if dweight is not None:
             dweight = dweight.to(steps.in_forward_dtype(weight.dtype))
-        if dhidden is not None:
-            dhidden = call.start_reduce_dhidden(dhidden).wait()
         ctx.save_for_backward(late_norm, dhidden, dweight, dbias)
         ctx.call, ctx.dtype, ctx.reuses_saved = call, weight.dtype, True
         if not call.options.with_metrics:
             return loss, None, None, None, None
-        merged = [torch.cat(parts) for parts in zip(*metrics, strict=True)]
+        merged = [call.order.restored(torch.cat(parts)) for parts in zip(*metrics, strict=True)]
         ctx.mark_non_differentiable(merged[-1])
         return loss, *merged
 
@@ -258,39 +234,3 @@ def function_of(call: Call) -> type[torch.autograd.Function]:
     """Return the Function of a call's schedule."""
     in_forward = call.plan.schedule == "in_forward"
     return InForwardFunction if in_forward else LinearCrossEntropyFunction
-
-
-def _add_chunk(
-    call: Call,
-    chunk: ShardLogits,
-    rows: RowGradient,
-    dlogits: Dlogits,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    dhidden: Tensor | None,
-    tokens: slice,
-) -> None:
-    """Add one token chunk to dweight [V, H] and dbias [V], and write its rows of dhidden."""
-    V, weight = call.shard.V, chunk.weight
-    accumulates = dweight is not None and dweight.dtype == gemm.acc_dtype(weight.dtype)
-    share = None if dhidden is None else dhidden[tokens]
-    acc = None if share is None else rows.scale.new_empty(share.shape)
-    scaled = row = None
-    if dweight is not None:
-        out = weight.new_empty(chunk.T, chunk.H) if share is None else share  # free until the end
-        scaled, row = steps.scaled_hidden(call, chunk, rows, out)
-    for start, end, cached in dlogits.pieces():
-        d = dlogits.piece(start, end, cached, lambda: chunk)
-        if acc is not None:
-            gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
-        if dweight is not None and scaled is not None:
-            if accumulates:
-                gemm.add_matmul(dweight[start:end], d.T, scaled, first=tokens.start == 0)
-            else:
-                gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
-        if dbias is not None:
-            dbias[start:end] += steps.dbias_piece(call, d, rows)
-    if acc is not None and share is not None:
-        steps.finish_dhidden(call, acc, weight, chunk.labels, rows, share)
-    if dweight is not None and row is not None and accumulates:
-        dweight[:V] += row

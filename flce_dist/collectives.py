@@ -9,20 +9,22 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.token_order import TokenOrder
+
 # torch 2.13 renamed these two, and warns at their old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Pending(NamedTuple):
-    """A collective in flight; ``wait`` makes the current stream wait and returns its result."""
+    """Collectives in flight; ``wait`` makes the current stream wait and returns their result."""
 
     result: Tensor
-    work: dist.Work | None
+    works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         return self.result
 
 
@@ -56,31 +58,93 @@ def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
     """Begin to sum ``x`` over ranks in place."""
     if tp_group is None or not x.numel():
-        return Pending(x, None)
-    return Pending(x, dist.all_reduce(x, group=tp_group, async_op=True))
+        return Pending(x)
+    return Pending(x, (dist.all_reduce(x, group=tp_group, async_op=True),))
 
 
-def start_gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    """Begin to gather [T / P, H] of every rank into [T, H], in rank order.
+class TokenGather:
+    """[T / P, H] of every rank on its way into ``tokens`` [T, H], piece by piece.
 
-    Each rank receives (P - 1) / P of the result.
+    Each rank receives (P - 1) / P of the result. The collectives of a group run one after the
+    other, so a piece is started when its turn has come: what is started later waits for it.
     """
-    if tp_group is None:
-        return Pending(x, None)
-    out = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
-    if not out.numel():
-        return Pending(out, None)
-    return Pending(out, all_gather(out, x.contiguous(), group=tp_group, async_op=True))
+
+    def __init__(self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup | None):
+        self._x, self._order, self._group = x.contiguous(), order, tp_group
+        self._works: list[dist.Work | None] = []
+        self.tokens = x
+        if tp_group is not None:
+            self.tokens = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
+
+    def start(self, piece: int) -> None:
+        """Begin with the next piece, if there is one and this is it."""
+        if piece != len(self._works) or piece >= len(self._order.pieces):
+            return
+        start, end = self._order.pieces[piece]
+        out = self.tokens[start:end]
+        work = None
+        if self._group is not None and out.numel():
+            mine = self._x[self._order.local(piece)]
+            work = all_gather(out, mine, group=self._group, async_op=True)
+        self._works.append(work)
+
+    def start_all(self) -> None:
+        for piece in range(len(self._order.pieces)):
+            self.start(piece)
+
+    def wait(self, piece: int) -> None:
+        """Make the current stream wait until this piece is there."""
+        self.start(piece)
+        work, self._works[piece] = self._works[piece], None
+        if work is not None:
+            work.wait()
+
+    def wait_all(self) -> Tensor:
+        for piece in range(len(self._order.pieces)):
+            self.wait(piece)
+        return self.tokens
 
 
-def start_scatter_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    """Begin to sum [T, H] over ranks and leave each its own [T / P, H].
+def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """Gather [N / P, ...] of every rank into [N, ...], in rank order."""
+    P = group_size(tp_group)
+    return TokenGather(x, TokenOrder(P, ((0, P * x.shape[0]),)), tp_group).wait_all()
 
-    Each rank sends (P - 1) / P of ``x``. The sum is taken in x's dtype.
+
+class TokenScatter:
+    """[T, H] of every rank, summed over ranks; each is left its own [T / P, H].
+
+    Each rank sends (P - 1) / P of ``tokens``. The sum is taken in its dtype.
     """
-    if tp_group is None:
-        return Pending(x, None)
-    out = x.new_empty(x.shape[0] // group_size(tp_group), *x.shape[1:])
-    if not x.numel():
-        return Pending(out, None)
-    return Pending(out, reduce_scatter(out, x, group=tp_group, async_op=True))
+
+    def __init__(self, tokens: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup):
+        self.tokens, self._order, self._group = tokens, order, tp_group
+        self._out = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
+        self._works: list[dist.Work] = []
+
+    def start(self, first: int, last: int) -> None:
+        """Begin with the pieces of tokens ``first <= t < last``, which are written."""
+        for piece, (start, end) in self._order.between(first, last):
+            mine = self.tokens[start:end]
+            if mine.numel():
+                out = self._out[self._order.local(piece)]
+                work = reduce_scatter(out, mine, group=self._group, async_op=True)
+                self._works.append(work)
+
+    def wait(self) -> Tensor:
+        return Pending(self._out, tuple(self._works)).wait()
+
+
+class TokenSum:
+    """[T, H] of every rank, summed over ranks in place and in its dtype."""
+
+    def __init__(self, tokens: Tensor, tp_group: dist.ProcessGroup | None):
+        self.tokens, self._group = tokens, tp_group
+        self._works: list[dist.Work] = []
+
+    def start(self, first: int, last: int) -> None:
+        """Begin with tokens ``first <= t < last``, which are written."""
+        self._works += start_all_reduce(self.tokens[first:last], self._group).works
+
+    def wait(self) -> Tensor:
+        return Pending(self.tokens, tuple(self._works)).wait()

@@ -162,7 +162,7 @@ class LinearCrossEntropy(nn.Module):
         """
         group = self.tp_group
         if self.sequence_parallel:
-            hidden = collectives.start_gather_tokens(hidden, group).wait()
+            hidden = collectives.gather_tokens(hidden, group)
         scale, softcap = self.loss_options["logit_scale"], self.loss_options["softcap"]
         z = F.linear(hidden, self.weight) * scale
         if self.bias is not None:
@@ -174,7 +174,7 @@ class LinearCrossEntropy(nn.Module):
         # All shards but the last ones are equally long: padded to that, ids stay in their order.
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
-        columns = collectives.start_gather_tokens(columns, group).wait()
+        columns = collectives.gather_tokens(columns, group)
         return columns[: self.vocab_size].movedim(0, -1)
 
     def extra_repr(self) -> str:

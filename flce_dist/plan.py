@@ -5,6 +5,7 @@ ranks walk alike and issue the same collectives. T = tokens, V = rows of the lar
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,9 @@ _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
 _WAVE = 8448  # columns, 64 * 132: products over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
 
+
+_SPLIT_FROM = 2048  # gathered tokens of a first chunk
+_HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
 
 _FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
@@ -45,7 +49,8 @@ class Plan:
 
     ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
     others are recomputed in backward, ``window_v`` columns at a time. ``first_t`` tokens are walked
-    at once (all of them but for in_forward), then ``chunk_t`` at a time. ``logits_bytes`` is the
+    at once (all of them but for in_forward), then ``chunk_t`` at a time. Where tokens are gathered
+    from other ranks, ``head_t`` of the first chunk come before its others. ``logits_bytes`` is the
     most that cache and window take together, beside what ``lending`` places in dweight's memory.
     Cached columns and lending are those of the first chunk; later ones cache all.
     """
@@ -57,6 +62,7 @@ class Plan:
     window_v: int
     first_t: int
     chunk_t: int
+    head_t: int
     logits_bytes: int
     lending: Lending | None = None
 
@@ -68,6 +74,12 @@ class Plan:
         """Token chunks ``(start, end)``, the same on every rank."""
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
         return list(zip(starts, [*starts[1:], self.T], strict=True))
+
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Token ranges that are gathered one after the other: the chunks, the first in two."""
+        (start, end), *later = self.chunks()
+        head = [(start, self.head_t), (self.head_t, end)] if self.head_t < end else [(start, end)]
+        return (*head, *later)
 
 
 @functools.lru_cache
@@ -82,6 +94,7 @@ def plan(
     converts: bool = False,
     dweight_row_bytes: tuple[int, int] = (0, 0),
     reduces: bool = False,
+    gathers_from: int = 1,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -102,11 +115,13 @@ def plan(
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
+        gathers_from: ranks whose tokens are gathered; pieces hold as many of each.
     """
     column_bytes = max(1, T * itemsize)
+    tokens = _Tokens(T, gathers_from)
     if schedule == "in_forward":
         budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
-        return _in_forward(T, V, itemsize, budget, converts, dweight_row_bytes)
+        return _in_forward(tokens, V, itemsize, budget, converts, dweight_row_bytes)
 
     caching = schedule == "cached" or (schedule == "auto" and expressible)
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
@@ -129,28 +144,53 @@ def plan(
     else:
         assert limit is not None  # else all is cached
         if reduces and schedule == "auto":
-            at_once = _in_forward(T, V, itemsize, limit, converts, dweight_row_bytes)
+            at_once = _in_forward(tokens, V, itemsize, limit, converts, dweight_row_bytes)
             if at_once.first_t == T:
                 return at_once
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
     held_bytes = held * column_bytes if T else 0
-    return Plan(name, T, V, cached, window, T, max(1, T), held_bytes)
+    return Plan(name, T, V, cached, window, T, max(1, T), tokens.head(T), held_bytes)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """T tokens, in pieces of whole tiles that hold as many of each rank's."""
+
+    T: int
+    P: int
+
+    @property
+    def unit(self) -> int:
+        return math.lcm(_TILE, self.P)
+
+    def rounded_up(self, n: int) -> int:
+        return -(-n // self.unit) * self.unit
+
+    def rounded_down(self, n: int) -> int:
+        return n // self.unit * self.unit
+
+    def head(self, first_t: int) -> int:
+        """Tokens of the first piece of a first chunk."""
+        if self.P == 1 or first_t < _SPLIT_FROM:
+            return first_t
+        return min(first_t, self.rounded_up(-(-first_t // _HEAD_SHARE)))
 
 
 def _in_forward(
-    T: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
+    tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
 ) -> Plan:
     """Take all tokens at once if they fit, with dweight's memory or without; else chunks."""
+    T = tokens.T
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
     if not 0 < T <= chunk:
-        chunk = max(_TILE, _round_down(chunk))
+        chunk = max(tokens.unit, tokens.rounded_down(chunk))
 
     def later(rest: int) -> int:
-        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
+        return max(1, min(rest, tokens.rounded_up(-(-rest // max(1, -(-rest // chunk))))))
 
     lends = bool(row_bytes[1]) and chunk < T and not converts
     first = None
@@ -158,15 +198,18 @@ def _in_forward(
         most = round(V * _MOST_RECOMPUTED)
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
-        return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
-    for first_t in range(_round_down(T - 1), chunk, -_TILE) if lends else ():
+        return Plan("in_forward", T, V, *first[:2], T, max(1, T), tokens.head(T), *first[2:])
+    for first_t in range(tokens.rounded_down(T - 1), chunk, -tokens.unit) if lends else ():
         first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
-            return Plan("in_forward", T, V, *first[:2], first_t, rest, held_bytes, first[3])
+            head = tokens.head(first_t)
+            return Plan("in_forward", T, V, *first[:2], first_t, rest, head, held_bytes, first[3])
     chunk = later(T)
-    return Plan("in_forward", T, V, V, window, min(chunk, T), chunk, chunk * held * itemsize)
+    first_t = min(chunk, T)
+    head = tokens.head(first_t)
+    return Plan("in_forward", T, V, V, window, first_t, chunk, head, chunk * held * itemsize)
 
 
 def _lend(

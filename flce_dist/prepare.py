@@ -10,6 +10,7 @@ from flce_dist import checks, collectives
 from flce_dist.options import LossOptions
 from flce_dist.plan import Plan, plan
 from flce_dist.steps import Call, kernels_of
+from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import VocabShard
 
 
@@ -35,8 +36,8 @@ class Prepared(NamedTuple):
     hidden: Tensor  # [T or T / P, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    labels: Tensor  # [T] int64
-    token_weight: Tensor | None  # [T]
+    labels: Tensor  # [T] int64, in the order of the walk
+    token_weight: Tensor | None  # [T], likewise
 
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
@@ -89,12 +90,18 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
     impl = impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
+    chosen = _plan(arguments, needs, P, auto_in_forward)
+    known = isinstance(chosen.T, int) and isinstance(chosen.chunk_t, int)  # else only shapes count
+    order = TokenOrder(1, ((0, chosen.T),))
+    if known:
+        order = TokenOrder(P if options.sequence_parallel else 1, chosen.pieces())
     vocab_size = V * P if vocab_size is None else vocab_size
     start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
     call = Call(
         options=options,
         shard=VocabShard(start, end, vocab_size),
-        plan=_plan(arguments, needs, P, auto_in_forward),
+        plan=chosen,
+        order=order,
         kernels=kernels_of(impl),
         tp_group=tp_group,
     )
@@ -103,8 +110,8 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
         hidden.reshape(-1, H),
         weight,
         bias,
-        labels.reshape(-1).long().contiguous(),
-        None if token_weight is None else token_weight.reshape(-1).contiguous(),
+        order.walked(labels.reshape(-1).long().contiguous()),
+        None if token_weight is None else order.walked(token_weight.reshape(-1).contiguous()),
     )
 
 
@@ -129,4 +136,5 @@ def _plan(arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
         converts=hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if lends else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
+        gathers_from=P if known and options.sequence_parallel else 1,
     )

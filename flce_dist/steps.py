@@ -3,6 +3,7 @@
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,6 +20,7 @@ from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.plan import Plan
+from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import VocabShard
 
 
@@ -29,6 +31,7 @@ class Call:
     options: LossOptions
     shard: VocabShard
     plan: Plan
+    order: TokenOrder
     kernels: ModuleType  # flce_dist.kernels.gpu or flce_dist.kernels.eager
     tp_group: dist.ProcessGroup | None
 
@@ -66,6 +69,8 @@ class Call:
         """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
         if self.options.reduction != "mean":
             return None
+        if token_weight is not None:  # a caller's order decides the bits
+            labels, token_weight = map(self.order.restored, (labels, token_weight))
         return self.kernels.loss_norm(labels, token_weight, self.options.ignore_index, dtype)
 
     @property
@@ -74,17 +79,17 @@ class Call:
         options = self.options
         return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
 
-    def start_gather(self, hidden: Tensor) -> collectives.Pending:
-        """Begin to gather the tokens of all ranks, or hand over the ones that are all here."""
+    def gather(self, hidden: Tensor) -> collectives.TokenGather:
+        """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
         group = self.tp_group if self.options.sequence_parallel else None
-        return collectives.start_gather_tokens(hidden, group)
+        return collectives.TokenGather(hidden, self.order, group)
 
-    def start_reduce_dhidden(self, dhidden: Tensor) -> collectives.Pending:
-        """Begin to sum this shard's share of dhidden over ranks."""
+    def sum_dhidden(self, share: Tensor) -> collectives.TokenScatter | collectives.TokenSum:
+        """Return what sums this shard's share of dhidden over ranks."""
         if self.options.sequence_parallel:
-            return collectives.start_scatter_tokens(dhidden, self.tp_group)
-        group = self.tp_group if self.reduces_dhidden else None
-        return collectives.start_all_reduce(dhidden, group)
+            assert self.tp_group is not None
+            return collectives.TokenScatter(share, self.order, self.tp_group)
+        return collectives.TokenSum(share, self.tp_group if self.reduces_dhidden else None)
 
 
 def kernels_of(impl: str) -> ModuleType:
@@ -126,23 +131,45 @@ def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: b
 
 
 def token_loss(
-    call: Call, logits: ShardLogits, token_weight: Tensor | None, cache: ColumnCache
+    call: Call,
+    logits: ShardLogits,
+    gather: collectives.TokenGather,
+    tokens: tuple[int, int],
+    token_weight: Tensor | None,
+    cache: ColumnCache,
 ) -> tuple[TokenStats, Tensor]:
-    """Return the statistics of the whole vocabulary and the weighted loss [T] of each token.
+    """Return the statistics of the whole vocabulary and the weighted loss of some tokens, each [T].
 
-    Three all-reduces: SUM of the label's logit [T], MAX of the others [T], SUM of the sums
-    [1 to 3, T]. They are issued whether or not any row needs the rescue, so that ranks never
-    disagree. ``cache`` receives D of its columns (see ``row_gradient``); its labels' columns now,
-    not in backward: a saved tensor must not change between two backward passes.
+    They are whole pieces of the gather, each waited for where it is needed. All-reduces: the SUM of
+    the label's logit [T] piece by piece, MAX of the others [T], SUM of the sums [1 to 3, T]. They
+    are issued whether or not any row needs the rescue, so that ranks never disagree. ``cache``
+    receives D of its columns (see ``row_gradient``); its labels' columns now, not in backward: a
+    saved tensor must not change between two backward passes.
     """
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
-    label_logit = kernels.label_logit(logits, vocab_size=call.shard.vocab_size)
-    label_logit = collectives.all_reduce_sum(label_logit, group)
-    others_max, sums = kernels.linear_stats(
-        logits, label_logit, cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy
-    )
+    found = []
+    first, last = tokens
+    for piece, (start, end) in call.order.between(first, last):
+        gather.wait(piece)
+        part = logits.tokens(start, end)
+        label_logit = kernels.label_logit(part, vocab_size=call.shard.vocab_size)
+        pending = collectives.start_all_reduce(label_logit, group)
+        # Behind this sum, which the statistics wait for, and beside them.
+        gather.start(piece + 1)
+        label_logit = pending.wait()
+        others_max, sums = kernels.linear_stats(
+            part,
+            label_logit,
+            cache=cache.tokens(start - first, end - first),
+            with_sum_z=with_sum_z,
+            with_entropy=with_entropy,
+        )
+        found.append((label_logit, others_max, sums))
+    label_logit, others_max, sums = (_joined(parts) for parts in zip(*found, strict=True))
+
+    logits = logits.tokens(first, last)
     others_max = collectives.all_reduce_max(others_max, group)
     kernels.rescue(logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy)
     sums = collectives.all_reduce_sum(sums, group)
@@ -162,6 +189,17 @@ def token_loss(
             )
     sum_ez = sums[1] if with_entropy else None
     return TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez), loss
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Put [..., T] of several pieces beside each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:
+    """Return the loss that was asked for of each token's [T]: in a caller's order, or reduced."""
+    loss = call.order.restored(loss)  # before it is summed, so that this order decides the bits
+    return loss if call.options.reduction == "none" else call.kernels.reduce_loss(loss, norm)
 
 
 def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -244,6 +282,85 @@ class Dlogits:
         return self._window[:, :columns]
 
 
+@dataclass
+class Gradients:
+    """Sums dhidden [T, H], dweight [V, H] and dbias [V] over pieces of D, those that are wanted.
+
+    ``dweight`` has rows beyond the vocabulary's, which become 0; in the dtype in which products
+    accumulate it sums several chunks of tokens, else there must be one.
+    """
+
+    call: Call
+    share: Tensor | None  # of dhidden, this shard's
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+    def __post_init__(self) -> None:
+        self._dhidden = None if self.share is None else self.call.sum_dhidden(self.share)
+        if self.dweight is not None:
+            self.dweight[self.call.shard.V :] = 0.0
+
+    def add(
+        self,
+        tokens: tuple[int, int],
+        logits: Callable[[], ShardLogits],
+        weight: Tensor,
+        labels: Tensor,
+        rows: RowGradient,
+        dlogits: Dlogits,
+    ) -> None:
+        """Take all columns of ``tokens``, once for each token.
+
+        ``logits`` of them is called where their hidden states are needed, not before. The sum of
+        dhidden over ranks starts before the last dweight.
+        """
+        call, dweight = self.call, self.dweight
+        share = None if self.share is None else self.share[slice(*tokens)]
+        acc = None if share is None else rows.scale.new_empty(share.shape)
+        # Until dhidden is written, at the end, its memory is free.
+        lent = None if call.reduces_dhidden else share
+
+        @functools.cache
+        def scaled() -> tuple[Tensor, Tensor | None]:
+            out = weight.new_empty(len(labels), weight.shape[1]) if lent is None else lent
+            return scaled_hidden(call, logits(), rows, out)
+
+        def finish_dhidden() -> None:
+            if self._dhidden is not None and acc is not None and share is not None:
+                write_dhidden(call, acc, weight, labels, rows, share)
+                self._dhidden.start(*tokens)
+
+        pieces = dlogits.pieces()
+        for start, end, cached in pieces:
+            d = dlogits.piece(start, end, cached, logits)
+            if acc is not None:
+                gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
+            if call.reduces_dhidden and (start, end) == pieces[-1][:2]:
+                finish_dhidden()
+            if dweight is not None:
+                self._add_dweight(d, *scaled(), out=dweight[start:end], first=tokens[0] == 0)
+            if self.dbias is not None:
+                self.dbias[start:end] += dbias_piece(call, d, rows)
+        if not call.reduces_dhidden:
+            finish_dhidden()
+
+    def _add_dweight(
+        self, d: Tensor, hidden: Tensor, row: Tensor | None, *, out: Tensor, first: bool
+    ) -> None:
+        one_chunk = out.dtype == d.dtype and len(self.call.plan.chunks()) == 1
+        if one_chunk:
+            gemm.weight_grad(d, hidden, row=row, out=out)
+            return
+        gemm.add_matmul(out, d.T, hidden, first=first)
+        if row is not None:
+            out += row
+
+    def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias."""
+        dhidden = None if self._dhidden is None else self._dhidden.wait()
+        return dhidden, self.dweight, self.dbias
+
+
 def scaled_hidden(
     call: Call, logits: ShardLogits, rows: RowGradient, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -261,7 +378,7 @@ def scaled_hidden(
     return out, row
 
 
-def finish_dhidden(
+def write_dhidden(
     call: Call, acc: Tensor, weight: Tensor, labels: Tensor, rows: RowGradient, out: Tensor
 ) -> None:
     """Write this shard's share of dhidden, [T, H], from ``acc = D @ weight``."""

@@ -28,9 +28,9 @@ class ColumnCache:
             yield start, window
             start += window.shape[1]
 
-    def tokens(self, T: int) -> "ColumnCache":
-        """The windows of the leading T tokens."""
-        return ColumnCache(tuple(window[:T] for window in self.windows))
+    def tokens(self, start: int, end: int) -> "ColumnCache":
+        """The windows of tokens ``start <= t < end``."""
+        return ColumnCache(tuple(window[start:end] for window in self.windows))
 
     def walk(self, V: int, step: int, cached_step: int) -> Iterator[tuple[int, int, Tensor | None]]:
         """Cut V columns into pieces ``(start, end, cached)`` of at most ``step`` columns.

@@ -66,13 +66,14 @@ TABLE = {
     "options": LEAF,
     "plan": LEAF,
     "vocab": LEAF,
-    "collectives": Rule(),
+    "token_order": Rule(),
+    "collectives": Rule(ours=ours("token_order")),
     "memory": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
-    "steps": Rule(ours=LEAVES | ours("kernels", "collectives")),
+    "steps": Rule(ours=LEAVES | ours("kernels", "collectives", "token_order")),
     "autograd": Rule(ours=LEAVES | ours("kernels", "collectives", "steps")),
-    "prepare": Rule(ours=LEAVES | ours("checks", "collectives", "steps")),
+    "prepare": Rule(ours=LEAVES | ours("checks", "collectives", "steps", "token_order")),
     "library": Rule(
         ours=LEAVES | ours("autograd", "checks", "collectives", "kernels", "prepare", "steps")
     ),

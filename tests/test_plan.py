@@ -211,7 +211,7 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """Ranks that planned from their own free memory or row count would issue other collectives."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
-        "dweight_row_bytes", "reduces",
+        "dweight_row_bytes", "reduces", "gathers_from",
     }  # fmt: skip
 
 
@@ -257,5 +257,5 @@ def test_a_plan_is_frozen_and_says_what_it_does():
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
         "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
-        "chunk_t=8192, logits_bytes=525336576, lending=None)"
+        "chunk_t=8192, head_t=8192, logits_bytes=525336576, lending=None)"
     )

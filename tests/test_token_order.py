@@ -1,0 +1,210 @@
+"""Tokens of sequence-parallel ranks come in pieces: every order of the walk gives the same results.
+
+The sizes from which a first chunk is split are made small here; forked ranks, whose collectives
+really are in flight, and threads, which list them.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist import plan as planning
+from flce_dist.plan import Plan, plan
+from flce_dist.testing import relative_rms, run_ranks
+from flce_dist.token_order import TokenOrder
+from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
+from tests.problems import forget_plans
+
+T, H, P = 48, 32, 4
+PROBLEM = Problem(T=T, H=H, V_all=507)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "none": {"reduction": "none"},
+    "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, T)},
+    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
+    "few bytes": {},
+}
+FEW = {"max_logits_bytes": 9_000}  # in_forward: several chunks
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    before = {name: getattr(planning, name) for name in ("_SPLIT_FROM", "_TILE", "_MIN_WINDOW")}
+    planning._SPLIT_FROM, planning._TILE, planning._MIN_WINDOW = 16, 8, 8
+    forget_plans()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(planning, name, value)
+        forget_plans()
+
+
+def in_pieces(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+    """``rank_step``, also in a forked rank, where a fixture's changes would not be seen."""
+    return rank_step(group, problem, sequence_parallel=True, **options)
+
+
+def in_pieces_forked(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+    with small_pieces():
+        return in_pieces(group, problem, **options)
+
+
+def on_threads(problem: Problem, **options: Any) -> Outcome:
+    with small_pieces():
+        ranks = run_ranks(lambda group: in_pieces(group, problem, **options), P)
+    return joined(ranks, sequence_parallel=True)
+
+
+CASES = [
+    (name, schedule)
+    for name, schedule in itertools.product(OPTIONS, SCHEDULES)
+    if schedule != "in_forward" or OPTIONS[name].get("reduction") != "none"
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_gradients_are_right(name, schedule):
+    problem, few = PROBLEM.changed(options=OPTIONS[name]), FEW if name == "few bytes" else {}
+    outcome = on_threads(problem, schedule=schedule, **few)
+    assert misses(outcome, problem) == []
+    gathers = [call for call in outcome.calls if call.startswith("allgather")]
+    assert len(gathers) >= 2, "hidden came in one piece: the test shows nothing"
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_in_flight(gloo_ranks, ranks, schedule):
+    for few in ({}, FEW):
+        outcomes = gloo_ranks(ranks).run(in_pieces_forked, PROBLEM, schedule=schedule, **few)
+        assert misses(joined(outcomes, sequence_parallel=True), PROBLEM) == []
+
+
+def test_triton_writes_pieces_into_one_cache(gloo_ranks):
+    problem = Problem(T=32, H=64, V_all=201, seed=3)
+    for schedule in ("cached", "in_forward"):
+        ranks = gloo_ranks(2).run(in_pieces_forked, problem, schedule=schedule, impl="triton")
+        assert misses(joined(ranks, sequence_parallel=True), problem) == []
+
+
+def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
+    """Its gather stands behind the sum that those wait for, and before the sums after them."""
+    sums = ("allreduce MAX float32[48]", "allreduce SUM float32[48]")
+    scatters = ("reduce_scatter SUM float32[256]", "reduce_scatter SUM float32[1280]")
+    gathers = ("allgather float32[64]", "allgather float32[320]")
+    forward = (
+        gathers[0], "allreduce SUM float32[8]", gathers[1], "allreduce SUM float32[40]", *sums,
+    )  # fmt: skip
+    assert on_threads(PROBLEM, schedule="cached").calls == (*forward, *gathers, *scatters)
+    assert on_threads(PROBLEM, schedule="in_forward").calls == (*forward, *scatters)
+
+
+def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
+    calls = on_threads(PROBLEM, schedule="in_forward", **FEW).calls
+    kinds = [call.split()[0] for call in calls]
+    first_scatter = kinds.index("reduce_scatter")
+    assert kinds.count("reduce_scatter") == kinds.count("allgather") > 2
+    assert "allreduce" in kinds[first_scatter:]
+
+
+def test_metrics_and_their_gradients():
+    """Each token's own, in a caller's order: as without a group."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, _, labels = PROBLEM.tensors
+    upstream = torch.randn(4, T, generator=generator)
+
+    def step(group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        mine = hidden.chunk(ranks)[rank].clone().requires_grad_()
+        shard = weight[: 4 * 126].chunk(ranks)[rank].clone().requires_grad_()
+        out = linear_cross_entropy_with_metrics(
+            mine, shard, labels.clamp(max=503), tp_group=group, reduction="none",
+            sequence_parallel=group is not None,
+        )  # fmt: skip
+        found = (out.loss, out.lse, out.logprob, out.entropy)
+        torch.autograd.backward(found, list(upstream))
+        assert mine.grad is not None and shard.grad is not None
+        return (*(x.detach() for x in (*found, out.correct.float())), mine.grad, shard.grad)
+
+    whole = step(None)
+    with small_pieces():
+        ranks = run_ranks(step, P)
+    for i, expected in enumerate(whole):
+        parts = [rank[i] for rank in ranks]
+        assert relative_rms(torch.cat(parts) if i > 4 else parts[0], expected) < 1e-5
+        assert i > 4 or all(torch.equal(part, parts[0]) for part in parts)
+
+
+@pytest.mark.parametrize("forgotten", ["walked", "restored"])
+def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
+    monkeypatch.setattr(TokenOrder, forgotten, lambda self, x: x)
+    problem = PROBLEM.changed(options=OPTIONS["none"])
+    assert misses(on_threads(problem, schedule="cached"), problem) != []
+
+
+def test_a_piece_that_is_not_waited_for_would_show(gloo_ranks):
+    """Else the tests over gloo could pass by luck."""
+    with pytest.raises(AssertionError):
+        problem = PROBLEM.changed(T=4096, H=256)
+        ranks = gloo_ranks(2).run(_without_waiting, problem)
+        assert misses(joined(ranks, sequence_parallel=True), problem) == []
+
+
+def _without_waiting(group: dist.ProcessGroup, problem: Problem) -> Outcome:
+    from flce_dist.collectives import TokenGather
+
+    wait, TokenGather.wait = TokenGather.wait, TokenGather.start  # type: ignore[method-assign]
+    try:
+        return in_pieces_forked(group, problem, schedule="cached")
+    finally:
+        TokenGather.wait = wait  # type: ignore[method-assign]
+
+
+def test_the_order_by_an_example():
+    """Two ranks of four tokens: their first ones, then the other three of each."""
+    order = TokenOrder(2, ((0, 2), (2, 8)))
+    callers = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
+    assert order.walked(callers).tolist() == [0, 10, 1, 2, 3, 11, 12, 13]
+    assert order.restored(order.walked(callers)).equal(callers)
+    assert [order.local(k) for k in range(2)] == [slice(0, 1), slice(1, 4)]
+    assert list(order.between(2, 8)) == [(1, (2, 8))]
+    assert TokenOrder(2, ((0, 8),)).walked(callers) is callers
+    assert TokenOrder(1, ((0, 2), (2, 8))).restored(callers) is callers
+
+
+sizes = st.integers(0, 40_000)
+
+
+@given(sizes, st.integers(1, 300_000), st.integers(1, 12), st.sampled_from(["auto", "in_forward"]))
+def test_pieces_hold_as_many_tokens_of_each_rank(t, V, ranks, schedule):
+    chosen = _plan(t * ranks, V, ranks, schedule)
+    pieces, chunks = chosen.pieces(), chosen.chunks()
+    assert pieces[0][0] == 0 and pieces[-1][1] == t * ranks
+    assert all(bound % ranks == 0 for piece in pieces for bound in piece)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+    order = TokenOrder(ranks, pieces)
+    for first, last in chunks:  # whole pieces each
+        of_chunk = [bounds for _, bounds in order.between(first, last)]
+        assert (of_chunk[0][0], of_chunk[-1][1]) == (first, last)
+
+
+def test_familiar_pieces():
+    assert _plan(8192, 32064, 4, "cached").pieces() == ((0, 1024), (1024, 8192))
+    assert _plan(8192, 32064, 1, "cached").pieces() == ((0, 8192),)
+    assert _plan(1024, 32064, 4, "cached").pieces() == ((0, 1024),)
+    assert _plan(8190, 32064, 3, "cached").pieces() == ((0, 1536), (1536, 8190))
+
+
+def _plan(tokens: int, V: int, ranks: int, schedule: Any) -> Plan:
+    return plan(
+        T=tokens, V=V, itemsize=2, schedule=schedule, max_logits_bytes=None, gathers_from=ranks,
+        dweight_row_bytes=(8192, 16384),
+    )  # fmt: skip
