@@ -43,6 +43,7 @@ def linear_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
+    reduce_in_fp32: bool = False,
     vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
@@ -76,6 +77,8 @@ def linear_cross_entropy(
         sequence_parallel: hidden is split by token over ``tp_group``.
         reduce_dhidden: sum dhidden over ``tp_group`` in backward; False leaves that to the caller
             (one who wraps hidden in Megatron's copy_to_tensor_model_parallel_region).
+        reduce_in_fp32: send dhidden in fp32 and round the sum once; else each rank's share is
+            rounded to hidden's dtype and summed in it, at half of the bytes.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; by default rank r
             holds rows [r * V, (r + 1) * V). Needs vocab_size.
         schedule: what backward does for the probabilities. "recompute" computes logits again,
@@ -108,6 +111,7 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
+        reduce_in_fp32=reduce_in_fp32,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
     )
@@ -135,6 +139,7 @@ def linear_cross_entropy_with_metrics(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
+    reduce_in_fp32: bool = False,
     vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
@@ -155,6 +160,7 @@ def linear_cross_entropy_with_metrics(
         logit_scale=logit_scale,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
+        reduce_in_fp32=reduce_in_fp32,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
         with_metrics=True,

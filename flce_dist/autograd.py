@@ -119,12 +119,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
         share = dweight = dbias = None
         if need_hidden:
-            share = weight.new_empty(len(labels), weight.shape[1])
+            share = call.share_of_dhidden(len(labels), weight)
         if need_weight:
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias)
-        results = steps.Gradients(call, share, dweight, dbias)
+        results = steps.Gradients(call, hidden.dtype, share, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
         dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
         results.add((0, len(labels)), functools.cache(logits), weight, labels, rows, dlogits)
@@ -157,14 +157,14 @@ class InForwardFunction(torch.autograd.Function):
 
         share = dweight = dbias = None
         if need_hidden:
-            share = torch.empty_like(logits.hidden, memory_format=torch.contiguous_format)
+            share = call.share_of_dhidden(logits.T, weight)
         if need_weight:
             rounds_once = len(chunks) == 1 and weight.dtype != torch.float16
             dtype = weight.dtype if rounds_once else logits.stats_dtype
             dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-        results = steps.Gradients(call, share, dweight, dbias)
+        results = steps.Gradients(call, hidden.dtype, share, dweight, dbias)
         losses, metrics = [], []
 
         for first, last in chunks:

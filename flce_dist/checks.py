@@ -41,6 +41,11 @@ def check_options(options: LossOptions, impl: str | None) -> None:
             "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
             "sequence_parallel=True it is part of the reduce-scatter; drop one of the two"
         )
+    if options.reduce_in_fp32 and not options.reduce_dhidden:
+        raise ValueError(
+            "reduce_in_fp32=True is how dhidden is summed over ranks, but reduce_dhidden=False "
+            "leaves that to the caller; drop one of the two"
+        )
     if options.schedule == "in_forward" and options.reduction == "none":
         raise NotImplementedError(
             "schedule='in_forward' knows one scalar upstream gradient, so reduction='none' needs "

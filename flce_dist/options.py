@@ -26,6 +26,7 @@ class LossOptions:
     logit_scale: float = 1.0
     sequence_parallel: bool = False
     reduce_dhidden: bool = True
+    reduce_in_fp32: bool = False
     schedule: Schedule = "auto"
     max_logits_bytes: int | None = None
     with_metrics: bool = False

@@ -42,6 +42,7 @@ def check_ranks(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
+    reduce_in_fp32: bool = False,
     vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
@@ -78,6 +79,7 @@ def check_ranks(
         logit_scale=logit_scale,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
+        reduce_in_fp32=reduce_in_fp32,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
     )

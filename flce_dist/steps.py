@@ -79,6 +79,12 @@ class Call:
         options = self.options
         return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
 
+    def share_of_dhidden(self, T: int, weight: Tensor) -> Tensor:
+        """Return memory for what this shard adds to dhidden, [T, H], as it will be sent."""
+        wide = self.options.reduce_in_fp32 and self.reduces_dhidden
+        dtype = gemm.acc_dtype(weight.dtype) if wide else weight.dtype
+        return weight.new_empty(T, weight.shape[1], dtype=dtype)
+
     def gather(self, hidden: Tensor) -> collectives.TokenGather:
         """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
         group = self.tp_group if self.options.sequence_parallel else None
@@ -291,6 +297,7 @@ class Gradients:
     """
 
     call: Call
+    dtype: torch.dtype  # of hidden
     share: Tensor | None  # of dhidden, this shard's
     dweight: Tensor | None
     dbias: Tensor | None
@@ -347,7 +354,7 @@ class Gradients:
     def _add_dweight(
         self, d: Tensor, hidden: Tensor, row: Tensor | None, *, out: Tensor, first: bool
     ) -> None:
-        one_chunk = out.dtype == d.dtype and len(self.call.plan.chunks()) == 1
+        one_chunk = out.dtype == self.dtype and len(self.call.plan.chunks()) == 1
         if one_chunk:
             gemm.weight_grad(d, hidden, row=row, out=out)
             return
@@ -357,7 +364,7 @@ class Gradients:
 
     def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias."""
-        dhidden = None if self._dhidden is None else self._dhidden.wait()
+        dhidden = None if self._dhidden is None else self._dhidden.wait().to(self.dtype)
         return dhidden, self.dweight, self.dbias
 
 

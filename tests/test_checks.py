@@ -49,6 +49,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
         "sequence_parallel=True it is part of the reduce-scatter; drop one of the two",
     ),
+    (
+        {"reduce_in_fp32": True, "reduce_dhidden": False},
+        "reduce_in_fp32=True is how dhidden is summed over ranks, but reduce_dhidden=False "
+        "leaves that to the caller; drop one of the two",
+    ),
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -1,5 +1,6 @@
 """torch.compile keeps the op whole, for any number of tokens, alone and on simulated ranks."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.options import LossOptions
 from flce_dist.testing import RankPool, relative_rms
 
 ROOT = Path(__file__).parents[1]
@@ -112,14 +114,17 @@ def test_in_forward_with_metrics_is_refused():
 def test_opcheck(schedule, reduction, with_metrics, dtype):
     """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
     hidden, weight, bias, labels = inputs(9, dtype=dtype)
-    options = (reduction, -100, 0.1, 0.01, None, 0.5, False, True, schedule, None, with_metrics)
+    options = LossOptions(
+        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, schedule=schedule,
+        with_metrics=with_metrics,
+    )  # fmt: skip
     arguments = (
         hidden,
         weight,
         labels,
         bias,
         None,
-        *options,
+        *dataclasses.astuple(options),
         None,
         None,
         None,

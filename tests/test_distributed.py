@@ -275,6 +275,25 @@ class TestDhidden:
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_summed_in_fp32(self, schedule, sequence_parallel):
+        """The sum of bf16 shares adds their roundings; that of fp32 ones rounds once."""
+        problem = UNEVEN.changed(dtype=torch.bfloat16, T=64)
+        truth = problem.textbook(torch.float64).dhidden
+        errors = []
+        for wide in (False, True):
+            outcome = on_threads(
+                8, problem, schedule=schedule, sequence_parallel=sequence_parallel,
+                reduce_in_fp32=wide,
+            )  # fmt: skip
+            assert misses(outcome, problem) == []
+            assert outcome.dhidden.dtype == torch.bfloat16
+            sent = [call for call in outcome.calls if str(64 * 32) in call]
+            assert sent and all(("float32" in call) == wide for call in sent)
+            errors.append(relative_rms(outcome.dhidden, truth))
+        assert errors[1] < 0.8 * errors[0]
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
     def test_frozen_inputs(self, frozen, schedule, sequence_parallel):
         def rank(group):

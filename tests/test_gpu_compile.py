@@ -136,6 +136,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         "logit_scale": 0.5,
         "sequence_parallel": False,
         "reduce_dhidden": True,
+        "reduce_in_fp32": False,
         "schedule": schedule,
         "with_metrics": with_metrics,
         "needs": [True] * 3,

@@ -122,6 +122,7 @@ OPTIONS: dict[str, Any] = dict(
     softcap=30.0,
     logit_scale=0.5,
     reduce_dhidden=False,
+    reduce_in_fp32=True,
     schedule="recompute",
     max_logits_bytes=1 << 20,
 )
