@@ -143,6 +143,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 gemm.weight_grad(d, scaled, row=row, out=dweight[start:end])
             if dbias is not None:
                 dbias[start:end] = steps.dbias_piece(call, d, rows)
+        if gather is not None:
+            gather.wait()  # maybe nobody has: frozen weight, all cached, metrics without gradients
         if acc is not None and share is not None and not call.reduces_dhidden:
             steps.finish_dhidden(call, acc, weight, labels, rows, share)
             return share, dweight, dbias, None, None, None

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import collectives, linear_cross_entropy_with_metrics
+from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import run_ranks
 from flce_dist.vocab import vocab_range
 from tests.parallel_problem import (
@@ -85,6 +85,51 @@ class TestCollectives:
         options = {"schedule": schedule, "max_logits_bytes": max_logits_bytes}
         outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
         assert misses(outcome, problem) == []
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+    @pytest.mark.parametrize("frozen", ["nothing", "hidden", "weight"])
+    @pytest.mark.parametrize("with_metrics", [False, True])
+    def test_each_one_in_flight_is_waited_for(
+        self, with_metrics, frozen, schedule, sequence_parallel, monkeypatch
+    ):
+        """Else its buffers go while it runs, and CUDA graphs refuse what does not come back."""
+        pending: list[collectives.Pending] = []
+        waited: set[int] = set()
+        for name in ("start_all_reduce", "start_gather_tokens", "start_scatter_tokens"):
+            real = getattr(collectives, name)
+
+            def start(x, group, real=real):
+                pending.append(real(x, group))
+                return pending[-1]
+
+            monkeypatch.setattr(collectives, name, start)
+        wait = collectives.Pending.wait
+
+        def noted(self):
+            waited.add(id(self.result))
+            return wait(self)
+
+        monkeypatch.setattr(collectives.Pending, "wait", noted)
+
+        def rank(group):
+            hidden, weight, _, labels = EVEN.tensors
+            if sequence_parallel:
+                hidden = hidden.chunk(2)[group.rank()]
+            hidden = hidden.clone().requires_grad_(frozen != "hidden")
+            weight = weight.chunk(2)[group.rank()].clone().requires_grad_(frozen != "weight")
+            call: Any = linear_cross_entropy
+            if with_metrics:
+                call = linear_cross_entropy_with_metrics
+            out = call(
+                hidden, weight, labels, tp_group=group, schedule=schedule,
+                sequence_parallel=sequence_parallel,
+            )  # fmt: skip
+            (out.loss if with_metrics else out).backward()
+
+        run_ranks(rank, 2)
+        started = {id(one.result) for one in pending if one.work is not None}
+        assert len(started) >= 2 * (2 + sequence_parallel) and started <= waited
 
 
 class TestMutations:
