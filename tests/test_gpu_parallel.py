@@ -20,7 +20,8 @@ from tests import gpu_parallel, parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks, plan_of, problem, ways
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 170
+TIMEOUT_S = 150  # more than a collective may take
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 40)  # and what torchrun leaves workers to end
 CPU_CHECKS = [name for name in gpu_parallel.CHECKS if name not in gpu_parallel.GPU_ONLY]
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 PROGRAM = ["-m", "tests.gpu_parallel"]
@@ -34,12 +35,20 @@ def on_gpus(count: int) -> list[pytest.MarkDecorator]:
 def torchrun(
     world_size: int, program: list[str], *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run to the end, or until time is over: the agent then ends its workers and says so."""
     kept = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     defaults = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*COMMAND, str(world_size), *program, *arguments], cwd=ROOT, capture_output=True,
-        text=True, timeout=TIMEOUT_S, env={**kept, **defaults, **environment},
-    )  # fmt: skip
+    command = [*COMMAND, str(world_size), *program, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**kept, **defaults, **environment},
+    ) as agent:  # fmt: skip
+        try:
+            output = agent.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            agent.terminate()
+            output = agent.communicate()
+        return subprocess.CompletedProcess(command, agent.returncode, *output)
 
 
 def failing(done: subprocess.CompletedProcess[str]) -> str:
