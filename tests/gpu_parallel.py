@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 4 -m tests.gpu_parallel
     torchrun --standalone --nproc-per-node 2 -m tests.gpu_parallel --device cpu   # over gloo
 
-Each check runs on all ranks at once (see parallel_checks.py and parallel_device_checks.py). Ranks
-tell each other through a store what they found, which needs no working collective; one line per
-check is printed, with every rank's findings below it. The exit status is 1 if there are any.
+Each check runs on all ranks at once (see parallel_checks.py and its neighbours). Ranks tell each
+other through a store what they found, which needs no working collective; one line per check is
+printed, with every rank's findings below it. The exit status is 1 if there are any.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import parallel_checks, parallel_device_checks
+from tests import parallel_autograd_checks, parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks
 
 Check = Callable[[Ranks], Iterator[str]]
@@ -32,9 +32,9 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "graphs": parallel_device_checks.captured,
     "subgroups": parallel_checks.subgroups,
-    "heads": parallel_checks.several_heads,
-    "checkpointing": parallel_checks.activation_checkpointing,
-    "compile": parallel_checks.under_compile,
+    "heads": parallel_autograd_checks.several_heads,
+    "checkpointing": parallel_autograd_checks.activation_checkpointing,
+    "compile": parallel_autograd_checks.under_compile,
     "host": parallel_device_checks.no_waiting_host,
     "check_ranks": parallel_checks.ranks_that_disagree,
     "memory": parallel_device_checks.memory,

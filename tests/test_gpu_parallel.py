@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import autograd, collectives, library, rank_check
-from tests import gpu_parallel, parallel_checks, parallel_device_checks
+from tests import (
+    gpu_parallel,
+    parallel_autograd_checks,
+    parallel_checks,
+    parallel_device_checks,
+)
 from tests.parallel_checks import Ranks, plan_of, problem, ways
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +107,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def replace_op(patch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
     """Let every check call ``wrong(op, hidden, weight, labels, **options)`` for the op."""
-    for module in (parallel_checks, parallel_device_checks):
+    for module in (parallel_checks, parallel_autograd_checks, parallel_device_checks):
         op = module.linear_cross_entropy
         patch.setattr(module, "linear_cross_entropy", lambda *a, op=op, **kw: wrong(op, *a, **kw))
 
