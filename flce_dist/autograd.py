@@ -128,6 +128,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         windows = ColumnCache(() if cache is None else (cache,))
         dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
         results.add((0, len(labels)), functools.cache(logits), weight, labels, rows, dlogits)
+        if gather is not None:
+            gather.wait_all()  # also where nothing needed it: its memory must outlive it
         return *results.finished(), None, None, None
 
 

@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole inputs of a loss. ``rows`` of the weight beyond V_all are padding."""
+    """Whole inputs of a loss, drawn on the CPU. ``rows`` of the weight beyond V_all are padding."""
 
     T: int = 24
     H: int = 32
@@ -40,6 +40,7 @@ class Problem:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     ignored: float = 0.2
+    device: str | torch.device = "cpu"
 
     def changed(self, **changes: Any) -> "Problem":
         return replace(self, **changes)
@@ -58,14 +59,16 @@ class Problem:
         labels = torch.randint(self.V_all, (self.T,), generator=generator)
         labels[torch.rand(self.T, generator=generator) < self.ignored] = -100
         weight[self.V_all :] *= 50.0
-        return hidden.to(self.dtype), weight.to(self.dtype), bias.to(self.dtype), labels
+        hidden, weight, bias = (x.to(self.device, self.dtype) for x in (hidden, weight, bias))
+        return hidden, weight, bias, labels.to(self.device)
 
     @cached_property
     def upstream(self) -> Tensor:
         """Gradient of the loss: a scalar, or one per token under reduction="none"."""
         if self.options.get("reduction") != "none":
-            return torch.tensor(0.7 * max(1, self.T))
-        return torch.randn(self.T, generator=torch.Generator().manual_seed(self.seed + 1))
+            return torch.tensor(0.7 * max(1, self.T), device=self.device)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(self.T, generator=generator).to(self.device)
 
     def textbook(self, dtype: torch.dtype) -> Outcome:
         """Loss and gradients by textbook PyTorch in ``dtype``."""
@@ -83,6 +86,30 @@ def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return dhidden, dweight, dbias
 
 
+class Share(NamedTuple):
+    """Operands of one rank, which nobody else holds, and all labels."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    labels: Tensor
+    vocab_range: tuple[int, int]
+
+
+def share_of(
+    group: dist.ProcessGroup | None, problem: Problem, *, sequence_parallel: bool
+) -> Share:
+    """Cut ``problem`` as ``vocab_range`` does and take what this rank holds."""
+    P = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    hidden, weight, bias, labels = problem.tensors
+    start, end = vocab_range(problem.n_rows, rank, P)
+    if sequence_parallel:
+        hidden = hidden.tensor_split(P)[rank]
+    hidden, weight, bias = (x.clone() for x in (hidden, weight[start:end], bias[start:end]))
+    return Share(hidden, weight, bias, labels, (start, end))
+
+
 def rank_step(
     group: dist.ProcessGroup | None,
     problem: Problem,
@@ -93,22 +120,17 @@ def rank_step(
     labels: Tensor | None = None,
     **options: Any,
 ) -> Outcome:
-    """Loss and gradients of this rank's share of ``problem``, cut as ``vocab_range`` does."""
-    P = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    hidden, weight, bias, all_labels = problem.tensors
-    start, end = vocab_range(problem.n_rows, rank, P)
-    if options.get("sequence_parallel"):
-        hidden = hidden.tensor_split(P)[rank]
-    shard = weight[start:end], bias[start:end]
-    leaves = [x.clone().requires_grad_() for x in (hidden, *shard)]
+    """Loss and gradients of this rank's share of ``problem``."""
+    sequence_parallel = options.get("sequence_parallel", False)
+    share = share_of(group, problem, sequence_parallel=sequence_parallel)
+    leaves = [x.requires_grad_() for x in share[:3]]
     loss = call(
         leaves[0],
         leaves[1],
-        all_labels if labels is None else labels,
+        share.labels if labels is None else labels,
         bias=leaves[2],
         vocab_size=problem.V_all,
-        vocab_range=rows or (start, end),
+        vocab_range=rows or share.vocab_range,
         tp_group=group,
         **{**problem.options, **options},
     )
@@ -136,7 +158,11 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
 
 def misses(outcome: Outcome, problem: Problem) -> list[str]:
     """Return what is beyond its budget; empty if all is well."""
-    oracle, eager = problem.textbook(torch.float64), problem.textbook(problem.dtype)
+    return beyond_budget(outcome, problem.textbook(torch.float64), problem.textbook(problem.dtype))
+
+
+def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str]:
+    """Return what of ``outcome`` is too far from ``oracle``, in fp64, for what ``eager`` grants."""
     found = []
     error = relative_rms(outcome.loss, oracle.loss)
     if not error <= 1e-5:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import collectives, linear_cross_entropy_with_metrics
+from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import run_ranks
 from flce_dist.vocab import vocab_range
 from tests.parallel_problem import (
@@ -19,6 +19,17 @@ from tests.parallel_problem import (
     on_threads,
     rank_step,
 )
+
+
+class NotedWork:
+    """A collective in flight that knows whether it was waited for."""
+
+    def __init__(self, work: dist.Work):
+        self.work, self.waited = work, False
+
+    def wait(self) -> None:
+        self.waited = True
+        self.work.wait()
 
 
 class TestCollectives:
@@ -85,6 +96,49 @@ class TestCollectives:
         options = {"schedule": schedule, "max_logits_bytes": max_logits_bytes}
         outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
         assert misses(outcome, problem) == []
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+    @pytest.mark.parametrize("frozen", ["nothing", "hidden", "weight"])
+    @pytest.mark.parametrize("with_metrics", [False, True])
+    def test_each_one_in_flight_is_waited_for(
+        self, with_metrics, frozen, schedule, sequence_parallel, monkeypatch
+    ):
+        """Else its buffers go while it runs, and CUDA graphs refuse what does not come back."""
+        works: list[NotedWork] = []
+
+        def note(real):
+            def start(*args, async_op=False, **kwargs):
+                work = real(*args, async_op=async_op, **kwargs)
+                if not async_op:
+                    return work
+                works.append(NotedWork(work))
+                return works[-1]
+
+            return start
+
+        monkeypatch.setattr(dist, "all_reduce", note(dist.all_reduce))
+        for name in ("all_gather", "reduce_scatter"):
+            monkeypatch.setattr(collectives, name, note(getattr(collectives, name)))
+
+        def rank(group):
+            hidden, weight, _, labels = EVEN.tensors
+            if sequence_parallel:
+                hidden = hidden.chunk(2)[group.rank()]
+            hidden = hidden.clone().requires_grad_(frozen != "hidden")
+            weight = weight.chunk(2)[group.rank()].clone().requires_grad_(frozen != "weight")
+            call: Any = linear_cross_entropy
+            if with_metrics:
+                call = linear_cross_entropy_with_metrics
+            out = call(
+                hidden, weight, labels, tp_group=group, schedule=schedule,
+                sequence_parallel=sequence_parallel,
+            )  # fmt: skip
+            (out.loss if with_metrics else out).backward()
+
+        run_ranks(rank, 2)
+        assert len(works) >= 2 * (2 + sequence_parallel)
+        assert all(work.waited for work in works)
 
 
 class TestMutations:

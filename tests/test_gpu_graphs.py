@@ -23,7 +23,7 @@ Step = Callable[[], list[Tensor]]
 class Replayed:
     """``step`` captured with all that it launches; its results stay where capture put them."""
 
-    def __init__(self, step: Step, device: str) -> None:
+    def __init__(self, step: Step, device: str, *, capture_error_mode: str = "global") -> None:
         self.graph: Any = None
         self.step = step
         if device == "cpu":
@@ -36,7 +36,7 @@ class Replayed:
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, capture_error_mode=capture_error_mode):
             self.results = step()
 
     def replay(self) -> None:

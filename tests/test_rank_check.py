@@ -215,7 +215,7 @@ def agreeing(group: dist.ProcessGroup, changes: dict[str, Any]) -> list[Any]:
 AGREEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all ignored": dict(labels=torch.full((T,), -100)),
-    "options": {k: v for k, v in OPTIONS.items() if k != "softcap"},
+    "options": {k: v for k, v in OPTIONS.items() if k not in ("softcap", "reduce_dhidden")},
     "no tokens": dict(
         hidden=leaf(0, H), labels=torch.arange(0), token_weight=None, reduction="sum"
     ),

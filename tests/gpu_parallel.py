@@ -1,0 +1,169 @@
+"""Check linear_cross_entropy on several GPUs of one host over NCCL, one process a GPU:
+
+    torchrun --standalone --nproc-per-node 4 -m tests.gpu_parallel
+    torchrun --standalone --nproc-per-node 2 -m tests.gpu_parallel --device cpu   # over gloo
+
+Each check runs on all ranks at once (see parallel_checks.py and its neighbours). Ranks tell each
+other through a store what they found, which needs no working collective; one line per check is
+printed, with every rank's findings below it. The exit status is 1 if there are any.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import parallel_autograd_checks, parallel_checks, parallel_device_checks
+from tests.parallel_checks import Ranks
+
+Check = Callable[[Ranks], Iterator[str]]
+CHECKS: dict[str, Check] = {
+    "gradients": parallel_checks.gradients_against_fp64,
+    "bits": parallel_checks.equal_bits,
+    "streams": parallel_device_checks.other_streams,
+    "graphs": parallel_device_checks.captured,
+    "subgroups": parallel_checks.subgroups,
+    "heads": parallel_autograd_checks.several_heads,
+    "checkpointing": parallel_autograd_checks.activation_checkpointing,
+    "compile": parallel_autograd_checks.under_compile,
+    "host": parallel_device_checks.no_waiting_host,
+    "check_ranks": parallel_checks.ranks_that_disagree,
+    "memory": parallel_device_checks.memory,
+}
+GPU_ONLY = ("host",)
+MOST_LINES = 12  # of one rank's findings that are printed
+
+
+@dataclass
+class Finding:
+    """What one rank found in one check. ``raised`` names an exception's type."""
+
+    messages: list[str] = field(default_factory=list)
+    raised: str = ""
+
+    def lines(self, rank: int) -> list[str]:
+        left_out = len(self.messages) - MOST_LINES
+        more = [f"and {left_out} more"] if left_out > 0 else []
+        return [f"  rank {rank}: {text}" for text in (*self.messages[:MOST_LINES], *more)]
+
+
+def run_check(check: Check, ranks: Ranks) -> Finding:
+    """Run a check to its end, or to what it raises."""
+    found = Finding()
+    try:
+        for message in check(ranks):
+            found.messages.append(message)
+        if ranks.on_gpu:
+            torch.cuda.synchronize()
+    except Exception as error:
+        found.raised = type(error).__name__
+        found.messages.append(traceback.format_exc().rstrip())
+        # At once: if the other ranks wait for this one now, there may be no later.
+        print(f"rank {ranks.rank} raised {found.messages[-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Findings of all ranks, through the store that they met at."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    patience: timedelta
+
+    def of_all(self, name: str, mine: Finding) -> list[Finding]:
+        """Return every rank's finding; of one that does not answer in time, that it did not."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(vars(mine)))
+        found = []
+        for rank in range(self.world_size):
+            key = f"{name}/{rank}"
+            try:
+                self.store.wait([key], self.patience)
+                found.append(Finding(**json.loads(self.store.get(key))))
+            except RuntimeError:  # DistStoreError
+                text = f"nothing heard within {self.patience.total_seconds():g} s"
+                found.append(Finding([text], "Timeout"))
+        return found
+
+
+def run_checks(names: list[str], ranks: Ranks, exchange: Exchange) -> bool:
+    """Run checks and print what came of them; return whether all is well.
+
+    Stops where some ranks raised and others did not: they are no longer in step.
+    """
+    failed: list[str] = []
+    for i, name in enumerate(names):
+        started = time.monotonic()
+        if ranks.rank == 0:
+            print(f"{name}: ", end="", flush=True)
+        found = exchange.of_all(name, run_check(CHECKS[name], ranks))
+        lines = [line for rank, one in enumerate(found) for line in one.lines(rank)]
+        if ranks.rank == 0:
+            verdict = "FAILED" if lines else "ok"
+            print(f"{verdict} ({time.monotonic() - started:.1f} s)", *lines, sep="\n")
+            sys.stdout.flush()
+        if lines:
+            failed.append(name)
+        if len({one.raised for one in found}) > 1:
+            failed += names[i + 1 :]
+            break
+    if ranks.rank == 0:
+        total = f"{len(names) - len(failed)} of {len(names)} checks passed on {ranks.P} ranks"
+        print(total, f"failed or not run: {', '.join(failed)}" if failed else "ok", sep="\n")
+        sys.stdout.flush()
+    return not failed
+
+
+def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "--device", {"default": "cuda" if torch.cuda.is_available() else "cpu"}
+    yield "--impl", {"default": None, "help": "triton or eager; by default by device"}
+    yield "--checks", {"nargs": "+", "choices": list(CHECKS), "help": "by default all"}
+    yield "--timeout-s", {"type": float, "default": 120.0, "help": "of a collective"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_parallel")
+    for name, kwargs in options():
+        parser.add_argument(name, **kwargs)
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    names = arguments.checks or [name for name in CHECKS if on_gpu or name not in GPU_ONLY]
+    device = torch.device(arguments.device)
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    timeout = timedelta(seconds=arguments.timeout_s)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    assert dist.group.WORLD is not None
+    ranks = Ranks(dist.group.WORLD, device, arguments.impl)
+    # A rank that waits for another in a collective gives up before those who wait for it here.
+    exchange = Exchange(dist.PrefixStore("found", store), rank, world_size, 2 * timeout)
+    if run_checks(names, ranks, exchange):
+        dist.destroy_process_group()
+        return 0
+    # Out of step, the ranks might wait for each other while they leave.
+    exchange.of_all("done", Finding())
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

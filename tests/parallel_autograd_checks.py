@@ -1,0 +1,167 @@
+"""Checks of the op on several ranks: what autograd and its tools do around it.
+
+The same kind of checks as in parallel_checks.py: several calls in flight, checkpointing, compiling.
+T tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flce_dist import linear_cross_entropy
+from flce_dist.testing import relative_rms
+from flce_dist.vocab import vocab_range
+from tests.parallel_checks import (
+    Options,
+    Ranks,
+    Truth,
+    different_ways,
+    differing,
+    outcome,
+    problem,
+    said,
+    step,
+)
+from tests.parallel_problem import Outcome, Problem, share_of
+
+HEADS = 3
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Several calls with one weight; head i has the i-th part of one problem's tokens.
+
+    So the sum of their losses is the loss of that problem, whose reduction is "sum".
+    """
+
+    ranks: Ranks
+    one: Problem
+    sequence_parallel: bool
+    options: Options
+
+    def tokens(self, sequence_parallel: bool) -> list[Tensor]:
+        """Indices of each head's tokens: all of them, or those whose hidden this rank holds."""
+        ranks = self.ranks
+        heads = torch.arange(self.one.T, device=ranks.device).tensor_split(HEADS)
+        if not sequence_parallel:
+            return list(heads)
+        return [tokens.tensor_split(ranks.P)[ranks.rank] for tokens in heads]
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return hidden of each head, ``[weight, bias]``, and the losses; all are in flight."""
+        ranks, sp = self.ranks, self.sequence_parallel
+        whole, weight, bias, labels, _ = share_of(ranks.group, self.one, sequence_parallel=False)
+        shared = [weight.requires_grad_(), bias.requires_grad_()]
+        hidden = [whole[mine].requires_grad_() for mine in self.tokens(sp)]
+        losses = [
+            linear_cross_entropy(
+                mine, weight, labels[of_head], bias=bias, reduction="sum", tp_group=ranks.group,
+                sequence_parallel=sp, impl=ranks.impl, **self.options,
+            )
+            for mine, of_head in zip(hidden, self.tokens(False), strict=True)
+        ]  # fmt: skip
+        return hidden, shared, losses
+
+    def together(self) -> list[Outcome]:
+        """One backward of the sum, and a second one of the same graph."""
+        hidden, shared, losses = self.forward()
+        loss = sum(losses[1:], losses[0])
+        found = []
+        for retain_graph in (True, False):
+            *dhidden, dweight, dbias = torch.autograd.grad(
+                loss, [*hidden, *shared], self.one.upstream, retain_graph=retain_graph
+            )
+            found.append(Outcome(loss.detach(), torch.cat(dhidden), dweight, dbias))
+        return found
+
+    def one_by_one(self, order: list[int]) -> list[Outcome]:
+        """A backward of each head's loss, in this order; outcomes by head."""
+        hidden, shared, losses = self.forward()
+        found = {}
+        for i in order:
+            gradients = torch.autograd.grad(losses[i], [hidden[i], *shared], self.one.upstream)
+            found[i] = outcome(losses[i], gradients)
+        return [found[i] for i in range(HEADS)]
+
+
+def several_heads(ranks: Ranks) -> Iterator[str]:
+    """All heads in flight before the first backward; in any order the same bits."""
+    one = problem(ranks.device, options={"reduction": "sum"})
+    truth = Truth.of(one)
+    rows = slice(*vocab_range(one.n_rows, ranks.rank, ranks.P))
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            heads = Heads(ranks, one, sp, options)
+            first, second = heads.together()
+            yield from said(way, sp, truth.misses(first, torch.cat(heads.tokens(sp)), rows))
+            yield from differing(f"{way}, second backward", sp, second, first)
+            onwards = heads.one_by_one([0, 1, 2])
+            backwards = heads.one_by_one([2, 1, 0])
+            for i in range(HEADS):
+                where = f"{way}, head {i}, backward in either order"
+                yield from differing(where, sp, backwards[i], onwards[i])
+            if not torch.equal(torch.cat([head.dhidden for head in onwards]), first.dhidden):
+                yield from said(way, sp, ["dhidden of heads alone not the same bits"])
+
+
+def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
+    """The op within activation checkpointing."""
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
+        def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+
+        return checkpoint(
+            layer, hidden, weight, bias, use_reentrant=use_reentrant, preserve_rng_state=False
+        )
+
+    return call
+
+
+def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
+    """The same bits, with forward run once more in backward."""
+    one = problem(ranks.device)
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            plain = step(ranks, one, sequence_parallel=sp, **options)
+            for use_reentrant in (False, True):
+                call = checkpointed(use_reentrant)
+                mine = step(ranks, one, call=call, sequence_parallel=sp, **options)
+                if use_reentrant and options["schedule"] == "in_forward":
+                    # Its first forward makes no gradients, and sums tokens in another order.
+                    error = relative_rms(mine.loss, plain.loss)
+                    if not error <= 1e-6:
+                        yield from said(way, sp, [f"loss: error {error:.3g} exceeds 1e-06"])
+                    mine = mine._replace(loss=plain.loss)
+                where = f"{way}, use_reentrant={use_reentrant}"
+                yield from differing(where, sp, mine, plain)
+
+
+def compiled_call(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
+) -> Tensor:
+    def layer(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+
+    torch._dynamo.reset()
+    # The same graphs as inductor makes, in a tenth of the time.
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    return compiled(hidden, weight, bias, labels)
+
+
+def under_compile(ranks: Ranks) -> Iterator[str]:
+    """One graph without breaks, and the same bits."""
+    one = problem(ranks.device)
+    for schedule in ("recompute", "cached", "in_forward"):
+        for sp in (False, True):
+            options: Options = {"schedule": schedule, "sequence_parallel": sp}
+            plain, mine = (
+                step(ranks, one, call=call, **options)
+                for call in (linear_cross_entropy, compiled_call)
+            )
+            yield from differing(schedule, sp, mine, plain)
+    torch._dynamo.reset()

@@ -1,0 +1,206 @@
+"""Checks of the op on several ranks: how it runs there. Streams, graphs, waiting hosts, memory.
+
+The same kind of checks as in parallel_checks.py. A CPU has neither streams nor graphs: there the
+steps of these checks just run again, which proves the comparisons; ``no_waiting_host`` needs a GPU.
+T tokens, H hidden size, V vocabulary rows here.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from flce_dist.memory import peak_memory
+from flce_dist.vocab import vocab_range
+from tests.parallel_checks import (
+    Options,
+    Ranks,
+    different_ways,
+    differing,
+    outcome,
+    problem,
+    said,
+    step,
+)
+from tests.parallel_problem import Outcome, Problem, share_of
+from tests.test_gpu_execution import host_must_not_wait
+from tests.test_gpu_graphs import Replayed
+
+MIB = 1 << 20
+REPEATS = 2
+
+
+def operands(ranks: Ranks, one: Problem, sequence_parallel: bool) -> list[Tensor]:
+    """This rank's ``[hidden, weight, bias, labels]``, in memory of their own."""
+    share = share_of(ranks.group, one, sequence_parallel=sequence_parallel)
+    return [*share[:3], share.labels.clone()]
+
+
+def call(ranks: Ranks, one: Problem, tensors: list[Tensor], **options: Any) -> Tensor:
+    """The op on this rank's ``operands``."""
+    hidden, weight, bias, labels = tensors
+    bounds = vocab_range(one.n_rows, ranks.rank, ranks.P)
+    return linear_cross_entropy(
+        hidden, weight, labels, bias=bias, vocab_size=one.V_all, vocab_range=bounds,
+        tp_group=ranks.group, impl=ranks.impl, **one.options, **options,
+    )  # fmt: skip
+
+
+# --- streams
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def late(ranks: Ranks, turn: int) -> None:
+    """Hold up this rank's stream, another rank's longer each turn: collectives stay in flight.
+
+    Meanwhile the hosts go on, and hand out again whatever memory they believe to be free.
+    """
+    if ranks.on_gpu:
+        torch.cuda._sleep(10_000_000 * (1 + 3 * ((ranks.rank + turn) % ranks.P)))  # from 6 ms on
+
+
+def poison(ranks: Ranks, one: Problem, like: list[Tensor]) -> None:
+    """Take free memory of every size that the op uses, write NaN to it, and let it go again."""
+    T, V = one.T, like[1].shape[0]
+    shapes = [*(x.shape for x in like), torch.Size((T, one.H)), torch.Size((T,))]
+    kinds = [(shape, dtype) for shape in shapes for dtype in (one.dtype, torch.float32)]
+    kinds.append((torch.Size((T, -(-V // 16) * 16)), one.dtype))
+    for shape, dtype in kinds:
+        spoiled = [torch.full(shape, torch.nan, dtype=dtype, device=ranks.device) for _ in range(4)]
+        del spoiled
+
+
+def step_on_streams(
+    ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
+) -> Outcome:
+    """Forward and backward on these streams, in memory that held NaN before and holds it after."""
+    *leaves, labels = operands(ranks, one, options["sequence_parallel"])
+    leaves = [x.requires_grad_() for x in leaves]
+    streams = [s for s in (forward_on, backward_on) if s is not None]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    with on(forward_on):
+        poison(ranks, one, leaves)
+        late(ranks, turn)
+        mine = [leaf.clone() for leaf in leaves]  # nobody holds them but the op
+        loss = call(ranks, one, [*mine, labels], **options)
+        del mine
+        poison(ranks, one, leaves)
+    poison(ranks, one, leaves)
+    if backward_on is not None:
+        backward_on.wait_stream(forward_on)
+    with on(backward_on):
+        late(ranks, turn + 1)
+        gradients = torch.autograd.grad(loss, leaves, one.upstream)
+        poison(ranks, one, leaves)
+    with on(forward_on):
+        poison(ranks, one, leaves)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    copies = outcome(loss.clone(), [x.clone() for x in gradients])
+    del loss, gradients
+    poison(ranks, one, leaves)
+    if ranks.on_gpu:
+        torch.cuda.synchronize()
+    return copies
+
+
+def other_streams(ranks: Ranks) -> Iterator[str]:
+    """The same bits on a side stream, and with backward on another one than forward."""
+    one = problem(ranks.device)
+    first, second = (torch.cuda.Stream() if ranks.on_gpu else None for _ in range(2))
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            expected = step(ranks, one, sequence_parallel=sp, **options)
+            for backward_on, name in ((first, "a side stream"), (second, "two streams")):
+                for turn in range(REPEATS):
+                    mine = step_on_streams(
+                        ranks, one, turn, first, backward_on, sequence_parallel=sp, **options
+                    )
+                    yield from differing(f"{way}, {name}, turn {turn}", sp, mine, expected)
+
+
+# --- CUDA graphs
+
+
+def captured(ranks: Ranks) -> Iterator[str]:
+    """Forward and backward with their collectives in one graph, replayed on other data."""
+    batches = [problem(ranks.device, seed=seed) for seed in range(3)]
+    for way, options in different_ways(batches[0], ranks.P).items():
+        for sp in (False, True):
+            found = list(replays(ranks, batches, sequence_parallel=sp, **options))
+            yield from said(way, sp, found)
+
+
+def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[str]:
+    """Capture with the first batch, then replay with each, the first one last."""
+    one = batches[0]
+
+    def forward_and_backward(tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in tensors[:3]]
+        loss = call(ranks, one, tensors, **options)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, one.upstream)]
+
+    def batch(i: int) -> list[Tensor]:
+        return operands(ranks, batches[i], options["sequence_parallel"])
+
+    def results(tensors: list[Tensor]) -> Outcome:
+        return outcome(tensors[0], tensors[1:])
+
+    def load(i: int) -> None:
+        with torch.no_grad():
+            for buffer, new in zip(static, batch(i), strict=True):
+                buffer.copy_(new)
+
+    static = batch(0)
+    expected = [results(forward_and_backward(batch(i))) for i in range(3)]
+    # NCCL's watchdog asks after events from a thread of its own while this one captures.
+    replayed = Replayed(
+        lambda: forward_and_backward(static), ranks.device.type, capture_error_mode="thread_local"
+    )
+    for i in (1, 2, 0):
+        load(i)
+        if torch.equal(replayed.results[0], expected[i].loss):
+            yield f"batch {i}: its loss was there before the replay"
+        replayed.replay()
+        yield from differing(f"batch {i}", False, results(replayed.results), expected[i])
+    if ranks.on_gpu:
+        torch.cuda.synchronize()  # a graph must not go while it runs
+
+
+# --- the host, and memory
+
+
+def no_waiting_host(ranks: Ranks) -> Iterator[str]:
+    """Nothing in forward and backward makes the host wait for the GPU."""
+    one = problem(ranks.device)
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            expected = step(ranks, one, sequence_parallel=sp, **options)  # compiles
+            with host_must_not_wait():
+                mine = step(ranks, one, sequence_parallel=sp, **options)
+            yield from differing(way, sp, mine, expected)
+
+
+def memory(ranks: Ranks) -> Iterator[str]:
+    """recompute under sequence parallelism holds one window of logits, whatever the vocabulary."""
+    T, H, V, window = (4096, 1024, 32768, 64 * MIB) if ranks.on_gpu else (512, 32, 32768, 4 * MIB)
+    one = problem(ranks.device, T=T, H=H, V_all=V * ranks.P)
+    tensors = operands(ranks, one, True)
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    options: Options = {"schedule": "recompute", "max_logits_bytes": window}
+    for _ in range(2):  # at first, workspaces that stay
+        with peak_memory(ranks.device) as peak:
+            loss = call(ranks, one, tensors, sequence_parallel=True, **options)
+            gradients = torch.autograd.grad(loss, leaves, one.upstream)
+            del loss, gradients
+    beyond = peak.bytes - sum(leaf.nbytes for leaf in leaves)
+    limit = T * H * one.dtype.itemsize + 4 * T * H + window + 64 * MIB
+    if not 0 < beyond <= limit:
+        yield f"{beyond / MIB:.1f} MiB beyond gradients, outside (0, {limit / MIB:.1f}]"

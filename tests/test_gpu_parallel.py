@@ -1,0 +1,315 @@
+"""tests/gpu_parallel.py under torchrun, on GPUs over NCCL and on a CPU over gloo; planted mistakes.
+
+The mistakes are planted on two gloo ranks, one for each check, and must be found by that check.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import autograd, collectives, library, rank_check
+from tests import (
+    gpu_parallel,
+    parallel_autograd_checks,
+    parallel_checks,
+    parallel_device_checks,
+)
+from tests.parallel_checks import Ranks, plan_of, problem, ways
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 150  # more than a collective may take
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 40)  # and what torchrun leaves workers to end
+CPU_CHECKS = [name for name in gpu_parallel.CHECKS if name not in gpu_parallel.GPU_ONLY]
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+PROGRAM = ["-m", "tests.gpu_parallel"]
+
+
+def on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    too_few = torch.cuda.device_count() < count
+    return [pytest.mark.gpu, pytest.mark.skipif(too_few, reason=f"needs {count} CUDA devices")]
+
+
+def torchrun(
+    world_size: int, program: list[str], *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, or until time is over: the agent then ends its workers and says so."""
+    kept = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    defaults = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, str(world_size), *program, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**kept, **defaults, **environment},
+    ) as agent:  # fmt: skip
+        try:
+            output = agent.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            agent.terminate()
+            output = agent.communicate()
+        return subprocess.CompletedProcess(command, agent.returncode, *output)
+
+
+def failing(done: subprocess.CompletedProcess[str]) -> str:
+    """What the program says of failing checks, for a message; else the end of its errors."""
+    lines = [line for line in done.stdout.splitlines() if ": ok (" not in line]
+    return "\n".join(lines + (done.stderr[-4000:].splitlines() if done.returncode else []))
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=on_gpus(n)) for n in (2, 4)])
+@pytest.mark.parametrize("one_connection", [False, True])
+def test_every_check_passes_over_nccl(one_connection, world_size):
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one_connection else {}
+    done = torchrun(world_size, PROGRAM, "--device", "cuda", **environment)
+    print(done.stdout)
+    assert done.returncode == 0, failing(done)
+    total = len(gpu_parallel.CHECKS)
+    assert done.stdout.endswith(f"{total} of {total} checks passed on {world_size} ranks\nok\n")
+
+
+def test_every_check_passes_over_gloo():
+    done = torchrun(2, PROGRAM, "--device", "cpu", "--impl", "eager", "--timeout-s", "60")
+    assert done.returncode == 0, failing(done)
+    total = len(CPU_CHECKS)
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:total]] == CPU_CHECKS
+    assert done.stdout.endswith(f"{total} of {total} checks passed on 2 ranks\nok\n")
+
+
+@pytest.mark.parametrize("check", ["subgroups", "heads", "check_ranks"])
+def test_on_four_ranks(check, gloo_ranks):
+    assert gloo_ranks(4).run(found_with, check, None) == [[]] * 4
+
+
+@pytest.mark.parametrize("P", [2, 4])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("fewer", [0, 61, 66])
+def test_ways_are_what_they_are_called(fewer, device, P):
+    one = problem(torch.device(device))
+    one = one.changed(V_all=one.V_all - fewer)
+    plans = {way: plan_of(one, P, options) for way, options in ways(one, P).items()}
+    V = plans["cached"].V
+    cached = {way: found.cached_v for way, found in plans.items()}
+    assert cached["recompute"] == 0 and cached["cached"] == V
+    assert 0 < cached["part cached"] < V
+    assert len(plans["in_forward"].chunks()) == 1 < len(plans["in_forward, chunks"].chunks())
+
+
+# --- planted mistakes
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def replace_op(patch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
+    """Let every check call ``wrong(op, hidden, weight, labels, **options)`` for the op."""
+    for module in (parallel_checks, parallel_autograd_checks, parallel_device_checks):
+        op = module.linear_cross_entropy
+        patch.setattr(module, "linear_cross_entropy", lambda *a, op=op, **kw: wrong(op, *a, **kw))
+
+
+def never_the_same(patch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 1e-3 * next(calls)))
+
+
+def another_loss_on_rank_1(patch: pytest.MonkeyPatch) -> None:
+    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 3e-7 * dist.get_rank()))
+
+
+def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
+    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        return op(hidden, 0.9 * weight + 0.1 * weight.detach(), *args, **options)
+
+    replace_op(patch, wrong)
+
+
+def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
+    def own_part(self: collectives.TokenScatter) -> torch.Tensor:
+        group = self._group
+        return self.tokens.tensor_split(group.size())[group.rank()].clone()
+
+    patch.setattr(collectives.TokenScatter, "start", lambda self, first, last: None)
+    patch.setattr(collectives.TokenScatter, "wait", own_part)
+
+
+def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    real = collectives.all_reduce_sum
+    patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
+
+
+def sums_over_no_ranks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(collectives, "all_reduce_sum", lambda x, _: x)
+
+
+def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        return op(hidden, weight.detach() if next(calls) % 2 else weight, *args, **options)
+
+    replace_op(patch, wrong)
+
+
+def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        loss = op(*args, **options)
+        seen.append(loss.detach().clone())
+        return loss * 0 + seen[0]
+
+    replace_op(patch, wrong)
+
+
+def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
+    class Halved:
+        def __init__(self, call: Any) -> None:
+            self.real = autograd.function_of(call)
+            self.forward = self.real.forward
+
+        def backward(self, *args: Any) -> Any:
+            dhidden, dweight, *rest = self.real.backward(*args)
+            return dhidden, dweight / 2, *rest
+
+    patch.setattr(library, "function_of", Halved)
+
+
+def no_difference_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_check, "_differences", lambda facts: [])
+
+
+def all_logits_held(patch: pytest.MonkeyPatch) -> None:
+    changes = {"schedule": "cached", "max_logits_bytes": None}
+    replace_op(patch, lambda op, *a, **kw: op(*a, **{**kw, **changes}))
+
+
+def rank_1_raises(patch: pytest.MonkeyPatch) -> None:
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("only here")
+        return op(*args, **options)
+
+    replace_op(patch, wrong)
+
+
+def host_waits(patch: pytest.MonkeyPatch) -> None:
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        loss = op(*args, **options)
+        loss.item()
+        return loss
+
+    replace_op(patch, wrong)
+
+
+def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(collectives.Pending, "wait", lambda self: self.result)
+    patch.setattr(collectives.TokenGather, "wait", collectives.TokenGather.start)
+
+
+MISTAKES: list[tuple[str, Plant, str]] = [
+    ("gradients", dhidden_not_summed, "recompute, SP: dhidden: error"),
+    ("gradients", sums_over_no_ranks, "cached: loss: error"),
+    ("gradients", a_tenth_of_dweight_missing, "in_forward, chunks, SP: dweight: error"),
+    ("gradients", another_loss_on_rank_1, "part cached: loss differs between ranks"),
+    ("bits", never_the_same, "part cached, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
+    ("bits", another_loss_on_rank_1, "repeat 2: loss differs between ranks"),
+    ("streams", never_the_same, "cached, two streams, turn 1, SP: loss, dhidden, dweight, dbias"),
+    ("graphs", never_the_same, "in_forward, chunks, SP: batch 2: loss, dhidden, dweight, dbias"),
+    ("graphs", the_first_loss_for_ever, "batch 1: its loss was there before the replay"),
+    ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
+    ("heads", every_other_weight_detached, "recompute: dweight: error"),
+    ("heads", never_the_same, "head 0, backward in either order, SP: loss, dhidden, dweight"),
+    ("checkpointing", never_the_same, "use_reentrant=True, SP: dhidden, dweight, dbias not"),
+    ("checkpointing", never_the_same, "in_forward, chunks, SP: loss: error"),
+    ("compile", compiled_dweight_halved, "cached, SP: dweight not the same bits"),
+    ("check_ranks", no_difference_seen, "vocab_size: check_ranks said None"),
+    ("memory", all_logits_held, "MiB beyond gradients"),
+]
+
+
+def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> list[str]:
+    """What ``check`` finds here with a planted mistake."""
+    ranks = Ranks(group, torch.device("cpu"), "eager")
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        return gpu_parallel.run_check(gpu_parallel.CHECKS[check], ranks).messages
+
+
+@pytest.mark.parametrize(
+    ("check", "plant", "message"),
+    MISTAKES,
+    ids=[f"{check}-{plant.__name__}-{i}" for i, (check, plant, _) in enumerate(MISTAKES)],
+)
+def test_a_mistake_is_found(check, plant, message, gloo_ranks):
+    for found in gloo_ranks(2).run(found_with, check, plant):
+        assert any(message in line for line in found), found
+
+
+def test_each_check_has_a_mistake_to_find():
+    assert {check for check, _, _ in MISTAKES} == set(CPU_CHECKS)
+
+
+PLANTED = """
+import sys
+import pytest
+from tests import gpu_parallel, test_gpu_parallel
+getattr(test_gpu_parallel, sys.argv.pop(1))(pytest.MonkeyPatch())
+sys.exit(gpu_parallel.main())
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``planted(plant, *arguments)`` runs the program on two ranks with a mistake in it."""
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED)
+
+    def run(plant: Plant, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return torchrun(2, [str(script), plant.__name__], *arguments)
+
+    return run
+
+
+def test_the_program_names_what_failed(planted):
+    done = planted(dhidden_not_summed, "--device", "cpu", "--checks", "gradients", "memory")
+    assert done.returncode == 1
+    assert "gradients: FAILED (" in done.stdout
+    for rank in range(2):
+        assert f"\n  rank {rank}: even, mean: recompute, SP: dhidden: error" in done.stdout
+    assert "\nmemory: ok (" in done.stdout
+    end = "1 of 2 checks passed on 2 ranks\nfailed or not run: gradients\n"
+    assert done.stdout.endswith(end)
+
+
+def test_a_rank_that_fails_alone_does_not_hang_the_others(planted):
+    timeout = ["--timeout-s", "3"]
+    done = planted(rank_1_raises, "--device", "cpu", *timeout, "--checks", "bits", "memory")
+    assert done.returncode == 1
+    assert "bits: FAILED (" in done.stdout
+    assert "\n  rank 1: Traceback" in done.stdout and "ArithmeticError: only here" in done.stdout
+    assert "\n  rank 0: Traceback" in done.stdout  # waited for rank 1 in a collective
+    assert "memory: " not in done.stdout
+    assert "failed or not run: bits, memory" in done.stdout
+    assert "rank 1 raised Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("check", "plant", "message"),
+    [
+        pytest.param("host", host_waits, "synchronizing", marks=on_gpus(2)),
+        pytest.param(
+            "streams", nobody_waits_for_a_collective, "not the same bits", marks=on_gpus(2)
+        ),
+        pytest.param("graphs", never_the_same, "not the same bits", marks=on_gpus(2)),
+    ],
+)
+def test_a_mistake_is_found_on_gpus(check, plant, message, planted):
+    done = planted(plant, "--device", "cuda", "--checks", check)
+    assert done.returncode == 1, done.stdout
+    assert f"{check}: FAILED (" in done.stdout and message in done.stdout, failing(done)
