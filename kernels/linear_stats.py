@@ -218,11 +218,9 @@ def linear_stats(
     sums = label_logit.new_empty(rows, T, dtype=torch.float64)
     if T == 0 or V == 0:
         return others_max.fill_(-torch.inf), sums.zero_()
-    groups = tile_launch(logits).config.BLOCK_V // exact_sums.GROUP_V
-    part_rows = 1 + (1 + with_entropy + with_sum_z) * groups
-    segment = segment_columns(logits, part_rows)
+    segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
     block_t = min(32, triton.next_power_of_2(T))  # 32: 128 bytes of a row of partial statistics
-    part = label_logit.new_empty(part_rows * T * segment.num_v)
+    part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
     for start, end, window in cache.walk(V, segment.columns, segment.columns):
         launch = tile_launch(logits.columns(start, end), window)
         _linear_stats_kernel[launch.grid](
@@ -249,6 +247,7 @@ def linear_stats(
             FIRST=start == 0,
             HEADROOM=exact_sums.HEADROOM,
             ENTROPY_HEADROOM=exact_sums.ENTROPY_HEADROOM,
-            GROUPS=groups, BLOCK_N=4096 // block_t, BLOCK_T=block_t,
+            GROUPS=launch.config.BLOCK_V // exact_sums.GROUP_V,
+            BLOCK_N=4096 // block_t, BLOCK_T=block_t,
         )  # fmt: skip
     return others_max, sums

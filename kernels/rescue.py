@@ -87,7 +87,7 @@ def _rescue_kernel(
                 x = other_columns(x, column, offs_v, V, EVEN_V)
                 e = exp(x)
                 terms = tl.trans(group_sums(e, GROUP_V))
-                more_high, unused, more_low = slice_sums(terms, bin, HEADROOM, 2)
+                more_high, _unused, more_low = slice_sums(terms, bin, HEADROOM, 2)
                 high += more_high
                 low += more_low
                 if WITH_ENTROPY:
