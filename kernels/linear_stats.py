@@ -219,7 +219,9 @@ def linear_stats(
     if T == 0 or V == 0:
         return others_max.fill_(-torch.inf), sums.zero_()
     segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
-    block_t = min(32, triton.next_power_of_2(T))  # 32: 128 bytes of a row of partial statistics
+    # Tokens of a merging program: 32 bytes of a row of partial statistics at least, 128 at most.
+    tokens = triton.next_power_of_2(T)
+    block_t = min(tokens, 32, max(8, tokens // 256))
     part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
     for start, end, window in cache.walk(V, segment.columns, segment.columns):
         launch = tile_launch(logits.columns(start, end), window)
@@ -248,6 +250,6 @@ def linear_stats(
             HEADROOM=exact_sums.HEADROOM,
             ENTROPY_HEADROOM=exact_sums.ENTROPY_HEADROOM,
             GROUPS=launch.config.BLOCK_V // exact_sums.GROUP_V,
-            BLOCK_N=4096 // block_t, BLOCK_T=block_t,
+            BLOCK_N=8192 // block_t, BLOCK_T=block_t, num_warps=8,
         )  # fmt: skip
     return others_max, sums

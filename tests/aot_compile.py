@@ -103,8 +103,8 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
         ),
         "merge": linear_stats._merge_kernel.warmup(
             fp32, fp32, fp32, fp64, 132, T, T, WITH_ENTROPY=False, WITH_SUM_Z=False, FIRST=False,
-            GROUPS=config.BLOCK_V // exact_sums.GROUP_V, BLOCK_N=128, BLOCK_T=32, **headroom,
-            grid=(T // 32,),
+            GROUPS=config.BLOCK_V // exact_sums.GROUP_V, BLOCK_N=256, BLOCK_T=32, num_warps=8,
+            **headroom, grid=(T // 32,),
         ),
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
@@ -124,6 +124,23 @@ def spilled_bytes(ptx: str, capability: int) -> int:
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
 
+def orders_of_a_group(ttgir: str) -> set[str]:
+    """Which columns of a group are added inside a thread, a warp and a block, in which order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.M))
+    orders = set()
+    for layout in re.findall(r'"tt.reduce".*?tensor<\d+x\d+x\d+xf32, (#\w+)>', ttgir, re.S):
+        text = layouts[layout]
+        linear = [
+            [int(basis[2]) for basis in json.loads(bases) if basis[2]]
+            for bases in re.findall(r"(?:register|lane|warp) = (\[\[.*?\]\]|\[\])", text)
+        ]
+        blocked = re.findall(
+            r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[\d+, \d+, (\d+)", text
+        )
+        orders.add(str(linear or blocked))
+    return orders
+
+
 def main() -> None:
     for arch, itemsize, stores, config in tuning.all_configs():
         capability = int(arch.removeprefix("sm_"))
@@ -140,6 +157,7 @@ def main() -> None:
                 "wgmma": "wgmma.mma_async" in ptx,
                 "tma": "cp.async.bulk.tensor" in ptx,
                 "tcgen05": "tcgen05.mma" in ptx,
+                "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
             }
             print(json.dumps(facts), flush=True)
 

@@ -56,3 +56,14 @@ def test_hopper_and_blackwell_use_their_tensor_cores_and_tma(compiled):
     unit = {"sm_90": "wgmma", "sm_100": "tcgen05"}
     missing = [describe(f) for f in half if not f[unit[f["arch"]]]]
     assert half and not missing
+
+
+def test_a_group_of_columns_is_summed_in_one_order_whatever_the_tile(compiled):
+    """Shards and schedules that differ in tiles, caches and tokens give the same bits."""
+    stats = [f for f in compiled if f["kernel"].startswith("linear_stats")]
+    assert all(f["orders"] for f in stats)
+    for arch in SHARED_BYTES:
+        for itemsize in (2, 4):
+            same = [f["orders"] for f in stats if (f["arch"], f["itemsize"]) == (arch, itemsize)]
+            assert len(same) >= 2 and len(same[0]) == 1
+            assert all(orders == same[0] for orders in same), (arch, itemsize, same)
