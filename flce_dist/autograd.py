@@ -49,8 +49,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedules recompute and cached.
 
     Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden, then
-    three all-reduces: SUM of label logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local
-    hidden, weight, bias, labels, three [T] vectors, and the cached columns [T, cached_v].
+    three all-reduces: SUM of label logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3
+    rows in the dtype of statistics). Saved: the local hidden, weight, bias, labels, three [T]
+    vectors, and the cached columns [T, cached_v].
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
     sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;
@@ -155,8 +156,8 @@ class InForwardFunction(torch.autograd.Function):
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
     exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
     several chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of hidden
-    before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
-    [1 to 3, chunk_t] per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
+    before and a reduce-scatter (else an all-reduce) of dhidden after; the three all-reduces of the
+    other schedules for each chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
 
     Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
     """
