@@ -50,8 +50,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden in two
     pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
-    logits [T], MAX [T], SUM of sums [1 to 3, T]. Saved: the local hidden, weight, bias, labels,
-    three [T] vectors, and the cached columns [T, cached_v].
+    logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3 rows in the dtype of
+    statistics). Saved: the local hidden, weight, bias, labels, three [T] vectors, and the cached
+    columns [T, cached_v].
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
     sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;

@@ -100,17 +100,18 @@ def rescue(
     *,
     cache: ColumnCache,
     with_entropy: bool,
-) -> None:
-    """Replace the sums [k, T] of ``linear_stats`` where they overflow, see ``pick_reference``.
+) -> Tensor:
+    """Return what is to be summed over ranks: ``sums`` itself, written in place.
 
-    ``others_max`` is the maximum over all ranks. The rescued rows of sums and of the cache are
-    relative to it; the sum of ``z - label_logit`` does not depend on the reference and stays.
-    Reads on the host which rows these are, so on a GPU this implementation waits once per forward.
+    ``others_max`` is the maximum over all ranks. The sums of ``linear_stats`` that overflow, see
+    ``pick_reference``, are replaced: these rows of sums and of the cache are relative to the
+    maximum. The sum of ``z - label_logit`` does not depend on the reference and stays. Reads on the
+    host which rows these are, so on a GPU this implementation waits once per forward.
     """
     reference = pick_reference(label_logit, others_max)
     rows = (reference != label_logit).nonzero().squeeze(1)
     if rows.numel() == 0:
-        return
+        return sums
     sums[: 1 + with_entropy, rows] = 0.0
     few = replace(logits, hidden=logits.hidden[rows], labels=logits.labels[rows])
     for start, z, other in _windows(few):
@@ -120,6 +121,7 @@ def rescue(
         if with_entropy:
             sums[1, rows] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
         _store(cache, rows, start, e, z, other, logits.softcap)
+    return sums
 
 
 def token_loss(
@@ -127,22 +129,26 @@ def token_loss(
     token_weight: Tensor | None,
     label_logit: Tensor,
     others_max: Tensor,
-    others: Tensor,
-    sum_z: Tensor | None,
+    sums: Tensor,
     terms: LossTerms,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(reference, loss, label_value)``, each [T].
+    *,
+    with_entropy: bool,
+) -> tuple[TokenStats, Tensor, Tensor]:
+    """Return ``(stats, loss, label_value)``, each [T].
 
-    The statistics are those of the whole vocabulary, [T]. loss is weighted, and 0 where ignored;
-    label_value is D at the label's column, relative to reference (see ``row_gradient``).
+    label_logit, others_max and sums (of ``rescue``) are those of the whole vocabulary. loss is
+    weighted, and 0 where ignored; label_value is D at the label's column, relative to the reference
+    of stats (see ``row_gradient``).
     """
     reference = pick_reference(label_logit, others_max)
-    stats = TokenStats(label_logit, reference, others, others_max, sum_z)
+    sum_z = sums[-1] if terms.label_smoothing else None
+    sum_ez = sums[1] if with_entropy else None
+    stats = TokenStats(label_logit, reference, sums[0], others_max, sum_z, sum_ez)
     loss = loss_of(stats, terms)
     if token_weight is not None:
         loss = loss * token_weight
     loss = loss.where(labels != terms.ignore_index, 0.0)
-    return reference, loss, label_value(stats, reference, terms)
+    return stats, loss, label_value(stats, reference, terms)
 
 
 def loss_norm(

@@ -3,10 +3,12 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 
 One product ``hidden @ weight.T`` in a persistent grid; its epilogue turns each tile of logits into
-exponentials relative to the token's label, takes their sum and maximum over the other columns, and
-stores them where a cache wants them. Each tile writes its own row of partial statistics, so there
-are no atomics and equal runs are bitwise equal. Long vocabularies are walked in segments of whole
-waves, whose partial statistics stay within a few MiB however large T and V are.
+exponentials relative to the token's label, takes their maximum over the other columns and their sum
+over groups of these, and stores them where a cache wants them. Each tile writes rows of partial
+statistics of its own, so there are no atomics. Their sums are exact (``exact_sums``), so that they
+are bitwise equal however columns are cut into shards, windows and tiles. Long vocabularies are
+walked in segments of whole waves, whose partial statistics stay within 40 MiB however large T and V
+are.
 """
 
 import torch
@@ -14,7 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels import exact_sums
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.exact_sums import (
+    group_sums,
+    load_limbs,
+    lower_limbs,
+    slice_sums,
+    store_limbs,
+    sum_z_slice,
+    top_bin,
+)
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.primitives import (
     exp,
@@ -41,16 +53,16 @@ def other_columns(x, column, offs_v, V, EVEN_V: tl.constexpr):
 
 
 @triton.jit
-def row_sum_ex(e, x):
-    """Row sums of ``e * x``, without the excluded columns: there x is -inf, and 0 * -inf NaN."""
-    return tl.sum(tl.where(x == -float("inf"), 0.0, e * x), axis=1)
+def times_exponent(e, x):
+    """``e * x``, but 0 in the excluded columns: there x is -inf, and 0 * -inf NaN."""
+    return tl.where(x == -float("inf"), 0.0, e * x)
 
 
 @triton.jit
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr,  # in:  [T] fp32
-    part_ptr,  # out: [2 + WITH_ENTROPY + WITH_SUM_Z, num_v, T] fp32: max, then sums
+    part_ptr,  # out: [num_v * (1 + sums * groups), T] fp32: each tile's max, then groups' sums
     cache,  # out: [T, cached_v]
     T, V, H, cached_v,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
@@ -58,9 +70,11 @@ def _linear_stats_kernel(
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
+    GROUP_V: tl.constexpr,
 ):  # fmt: skip
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
-    plane = num_v.to(tl.int64) * T
+    groups: tl.constexpr = BLOCK_V // GROUP_V
+    plane = num_v.to(tl.int64) * groups * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
@@ -81,18 +95,20 @@ def _linear_stats_kernel(
         if HAS_CACHE:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
-        row = part_ptr + pid_v.to(tl.int64) * T + offs_t
         row_max = tl.where(counted, tl.max(x, axis=1) + label_logit, -float("inf"))
-        tl.store(row, row_max, mask=mask_t)
-        tl.store(row + plane, tl.where(counted, tl.sum(e, axis=1), 0.0), mask=mask_t)
+        tl.store(part_ptr + pid_v.to(tl.int64) * T + offs_t, row_max, mask=mask_t)
+        rows = num_v + pid_v * groups + tl.arange(0, groups)
+        cells = part_ptr + rows.to(tl.int64)[None, :] * T + offs_t[:, None]
+        stored, filled = mask_t[:, None], counted[:, None]
+        tl.store(cells, tl.where(filled, group_sums(e, GROUP_V), 0.0), mask=stored)
         if WITH_ENTROPY:
-            sum_ex = tl.where(counted, row_sum_ex(e, x), 0.0)
-            tl.store(row + 2 * plane, sum_ex, mask=mask_t)
+            sum_ex = group_sums(times_exponent(e, x), GROUP_V)
+            tl.store(cells + plane, tl.where(filled, sum_ex, 0.0), mask=stored)
         if WITH_SUM_Z:
             # Not of x: a bias of -inf makes this sum -inf, an excluded column does not.
             other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :]
-            sum_z = tl.where(counted, tl.sum(tl.where(other, z_above, 0.0), axis=1), 0.0)
-            tl.store(row + (2 + WITH_ENTROPY) * plane, sum_z, mask=mask_t)
+            sum_z = group_sums(tl.where(other, z_above, 0.0), GROUP_V)
+            tl.store(cells + (1 + WITH_ENTROPY) * plane, tl.where(filled, sum_z, 0.0), mask=stored)
         if HAS_CACHE:
             if HAS_SOFTCAP:
                 e = tl.where(counted[:, None], e * softcap_slope(z, softcap), 0.0)
@@ -103,34 +119,80 @@ def _linear_stats_kernel(
 
 
 @triton.jit
+def _merge_limbs(
+    part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
+    HEADROOM: tl.constexpr, LIMBS: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add [N, T] terms to the limbs of a sum, whose top bin has risen to ``bin``."""
+    high = tl.zeros(bin.shape, tl.float64)
+    middle, low = high, high
+    if not FIRST:
+        high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
+        high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
+    for start in range(0, N, BLOCK_N):
+        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        mask = (n < N) & mask_t[None, :]
+        terms = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
+        more_high, more_middle, more_low = slice_sums(terms, bin, HEADROOM, LIMBS)
+        high += more_high
+        middle += more_middle
+        low += more_low
+    store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
+
+
+@triton.jit
 def _merge_kernel(
-    part_ptr,  # in:  [1 + K, num_v, T] fp32: max, then sums
-    max_ptr, sums_ptr,  # in, out: [T], [K, T] fp32
-    num_v, T,
-    K: tl.constexpr, FIRST: tl.constexpr,
+    part_ptr, label_logit_ptr,  # in:  as _linear_stats_kernel writes it, [T] fp32
+    max_ptr, sums_ptr,  # in, out: [T] fp32, [rows, T] fp64
+    num_v, T, stride_sums,
+    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, FIRST: tl.constexpr,
+    HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < T
+    label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
     row_max = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     if not FIRST:
         row_max = tl.load(max_ptr + offs_t, mask=mask_t, other=0.0)
+    bin_before = top_bin(row_max, label_logit)
     for start in range(0, num_v, BLOCK_N):
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < num_v) & mask_t[None, :]
         part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=-float("inf"))
         row_max = tl.maximum(row_max, tl.max(part, axis=0))
     tl.store(max_ptr + offs_t, row_max, mask=mask_t)
-    for k in tl.static_range(K):
-        row_sum = tl.zeros((BLOCK_T,), tl.float32)
+
+    bin = top_bin(row_max, label_logit)
+    risen = bin - bin_before
+    N = num_v * GROUPS
+    part_ptr += num_v.to(tl.int64) * T
+    plane = N.to(tl.int64) * T
+    _merge_limbs(
+        part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
+        HEADROOM, 2, FIRST, BLOCK_N,
+    )  # fmt: skip
+    sums_ptr += 2 * stride_sums
+    part_ptr += plane
+    if WITH_ENTROPY:
+        _merge_limbs(
+            part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
+            ENTROPY_HEADROOM, 3, FIRST, BLOCK_N,
+        )  # fmt: skip
+        sums_ptr += 3 * stride_sums
+        part_ptr += plane
+    if WITH_SUM_Z:
+        sum_z = tl.zeros((BLOCK_T,), tl.float64)
         if not FIRST:
-            row_sum = tl.load(sums_ptr + k * T + offs_t, mask=mask_t, other=0.0)
-        for start in range(0, num_v, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N) + (k + 1) * num_v).to(tl.int64)[:, None]
-            mask = (n < (k + 2) * num_v) & mask_t[None, :]
-            part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
-            row_sum += tl.sum(part, axis=0)
-        tl.store(sums_ptr + k * T + offs_t, row_sum, mask=mask_t)
+            sum_z = tl.load(sums_ptr + offs_t, mask=mask_t, other=0.0)
+        for start in range(0, N, BLOCK_N):
+            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+            mask = (n < N) & mask_t[None, :]
+            terms = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
+            sum_z += tl.sum(sum_z_slice(terms), axis=0)
+        tl.store(sums_ptr + offs_t, sum_z, mask=mask_t)
+        sums_ptr += stride_sums
+    tl.store(sums_ptr + offs_t, bin.to(tl.float64), mask=mask_t)
 
 
 def linear_stats(
@@ -141,21 +203,26 @@ def linear_stats(
     with_sum_z: bool,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return this shard's ``(others_max [T], sums [k, T])``, fp32.
+    """Return this shard's ``(others_max [T] fp32, sums [rows, T] fp64)``.
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
-    entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
+    entropy also of ``exp(x) * x``; with sum_z also of ``x``. Rows of sums are limbs
+    (``exact_sums``): 2 of the first sum, 3 of the second, the third itself, and last the number of
+    the top bin, all of which only ``rescue`` and ``token_loss`` understand. ``exp(x)`` may
     overflow to inf: ``rescue`` comes after. The columns that cache has store
     ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
     T, V = logits.T, logits.V
-    k = 1 + with_entropy + with_sum_z
+    rows = 2 + 3 * with_entropy + with_sum_z + 1
+    others_max = torch.empty_like(label_logit)
+    sums = label_logit.new_empty(rows, T, dtype=torch.float64)
     if T == 0 or V == 0:
-        return label_logit.new_full((T,), -float("inf")), label_logit.new_zeros(k, T)
-    others_max, sums = torch.empty_like(label_logit), label_logit.new_empty(k, T)
-    segment = segment_columns(logits, 1 + k)
-    block_t = min(32, triton.next_power_of_2(T))  # 32: 128 bytes of a row of partial statistics
-    part = label_logit.new_empty((1 + k) * T * segment.num_v)
+        return others_max.fill_(-torch.inf), sums.zero_()
+    segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
+    # Tokens of a merging program: 32 bytes of a row of partial statistics at least, 128 at most.
+    tokens = triton.next_power_of_2(T)
+    block_t = min(tokens, 32, max(8, tokens // 256))
+    part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
     for start, end, window in cache.walk(V, segment.columns, segment.columns):
         launch = tile_launch(logits.columns(start, end), window)
         _linear_stats_kernel[launch.grid](
@@ -170,12 +237,19 @@ def linear_stats(
             WITH_SUM_Z=with_sum_z,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
+            GROUP_V=exact_sums.GROUP_V,
             **launch.constexprs(),
         )  # fmt: skip
         _merge_kernel[(-(-T // block_t),)](
-            part,
+            part, label_logit,
             others_max, sums,
-            launch.num_v, T,
-            K=k, FIRST=start == 0, BLOCK_N=4096 // block_t, BLOCK_T=block_t,
+            launch.num_v, T, sums.stride(0),
+            WITH_ENTROPY=with_entropy,
+            WITH_SUM_Z=with_sum_z,
+            FIRST=start == 0,
+            HEADROOM=exact_sums.HEADROOM,
+            ENTROPY_HEADROOM=exact_sums.ENTROPY_HEADROOM,
+            GROUPS=launch.config.BLOCK_V // exact_sums.GROUP_V,
+            BLOCK_N=8192 // block_t, BLOCK_T=block_t, num_warps=8,
         )  # fmt: skip
     return others_max, sums

@@ -3,17 +3,28 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 
 Such rows take the largest logit over all ranks as their reference and are computed again. Both
-kernels are launched always and are done at once where there is no such row, so the host need not
-know; the rows' columns are spread over all programs, so that a single one costs little.
+kernels are launched always, so the host need not know whether there is one. The first is done at
+once where there is none; the rows' columns are spread over all programs, so that a single row costs
+little. The second replaces the sums of these rows, and brings those of the others to the top bin
+that follows from the maximum over all ranks.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels import exact_sums
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.exact_sums import (
+    group_sums,
+    load_limbs,
+    lower_limbs,
+    slice_sums,
+    store_limbs,
+    top_bin,
+)
 from flce_dist.kernels.launching import MAX_PART_BYTES, tile_launch
-from flce_dist.kernels.linear_stats import other_columns, row_sum_ex
+from flce_dist.kernels.linear_stats import other_columns, times_exponent
 from flce_dist.kernels.merge import RESCUE_ABOVE
 from flce_dist.kernels.primitives import (
     cast,
@@ -37,7 +48,7 @@ def _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
 def _rescue_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
-    part_ptr,  # out: [1 + WITH_ENTROPY, programs, T] fp32, only flagged rows
+    part_ptr,  # out: [limbs, programs, T] fp64, only flagged rows
     cache_ptr,  # out: [T, V], the same rows
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
@@ -45,6 +56,7 @@ def _rescue_kernel(
     ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
+    GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
     BLOCK_SCAN: tl.constexpr,
 ):  # fmt: skip
     any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
@@ -60,8 +72,9 @@ def _rescue_kernel(
         flagged, reference = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
         if tl.max(flagged.to(tl.int32), axis=0) > 0:
             column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-            others = tl.zeros((BLOCK_T,), tl.float32)
-            sum_ex = tl.zeros((BLOCK_T,), tl.float32)
+            bin = tl.zeros((BLOCK_T,), tl.int32)  # the largest exponential is 1
+            high = tl.zeros((BLOCK_T,), tl.float64)
+            low, ex_high, ex_middle, ex_low = high, high, high, high
             for pid_v in range(tl.program_id(0), tl.cdiv(V, BLOCK_V), tl.num_programs(0)):
                 start_v = pid_v * BLOCK_V
                 z = logits_tile(
@@ -73,9 +86,16 @@ def _rescue_kernel(
                 x = z - reference[:, None]
                 x = other_columns(x, column, offs_v, V, EVEN_V)
                 e = exp(x)
-                others += tl.sum(e, axis=1)
+                terms = tl.trans(group_sums(e, GROUP_V))
+                more_high, _unused, more_low = slice_sums(terms, bin, HEADROOM, 2)
+                high += more_high
+                low += more_low
                 if WITH_ENTROPY:
-                    sum_ex += row_sum_ex(e, x)
+                    terms = tl.trans(group_sums(times_exponent(e, x), GROUP_V))
+                    more_high, more_middle, more_low = slice_sums(terms, bin, ENTROPY_HEADROOM, 3)
+                    ex_high += more_high
+                    ex_middle += more_middle
+                    ex_low += more_low
                 if HAS_CACHE:
                     if HAS_SOFTCAP:
                         e *= softcap_slope(z, softcap)
@@ -83,30 +103,59 @@ def _rescue_kernel(
                     cells = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
                     mask = flagged[:, None] & (offs_v < V)[None, :]
                     tl.store(cache_ptr + cells, cast(e, cache_ptr.dtype.element_ty), mask=mask)
-            tl.store(part_ptr + offs_t, others, mask=flagged)
+            store_limbs(part_ptr, plane, offs_t, flagged, high, high, low, 2)
             if WITH_ENTROPY:
-                tl.store(part_ptr + plane + offs_t, sum_ex, mask=flagged)
+                ex_ptr = part_ptr + 2 * plane
+                store_limbs(ex_ptr, plane, offs_t, flagged, ex_high, ex_middle, ex_low, 3)
+
+
+@triton.jit
+def _final_limbs(
+    part_ptr, sums_ptr, pieces, N, T, stride_piece, stride_sums, offs_t, flagged, any_flagged,
+    risen, LIMBS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring a sum's limbs to the final top bin; in flagged rows, replace them."""
+    mask_t = offs_t < T
+    high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
+    high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
+    store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
+    if any_flagged > 0:
+        for limb in tl.static_range(LIMBS):
+            total = tl.zeros(risen.shape, tl.float64)
+            for start in range(0, pieces * N, BLOCK_N):
+                n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+                rows = n // N * stride_piece + (limb * N + n % N) * T
+                mask = (n < pieces * N)[:, None] & flagged[None, :]
+                part = tl.load(part_ptr + rows[:, None] + offs_t[None, :], mask=mask, other=0.0)
+                total += tl.sum(part, axis=0)
+            tl.store(sums_ptr + limb * stride_sums + offs_t, total, mask=flagged)
 
 
 @triton.jit
 def _replace_sums_kernel(
-    part_ptr, label_logit_ptr, max_ptr,  # in:  [pieces, K, N, T], [T], [T] fp32
-    sums_ptr,  # out: [K, T] fp32, only flagged rows
-    pieces, N, T,
-    ABOVE: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    part_ptr, label_logit_ptr, max_ptr,  # in:  [pieces, limbs, N, T] fp64, [T], [T] fp32
+    sums_ptr,  # in, out: [limbs + WITH_SUM_Z + 1, T] fp64
+    pieces, N, T, stride_piece, stride_sums,
+    ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
-    if tl.max(flagged.to(tl.int32), axis=0) > 0:
-        for k in tl.static_range(K):
-            row_sum = tl.zeros((BLOCK_T,), tl.float32)
-            for start in range(0, pieces * N, BLOCK_N):
-                n = start + tl.arange(0, BLOCK_N)
-                row = (n // N * K + k) * N + n % N
-                cells = row.to(tl.int64)[:, None] * T + offs_t[None, :]
-                mask = (n < pieces * N)[:, None] & flagged[None, :]
-                row_sum += tl.sum(tl.load(part_ptr + cells, mask=mask, other=0.0), axis=0)
-            tl.store(sums_ptr + k * T + offs_t, row_sum, mask=flagged)
+    flagged, maximum = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+    any_flagged = tl.max(flagged.to(tl.int32), axis=0)
+    label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
+    bin_ptr = sums_ptr + (2 + 3 * WITH_ENTROPY + WITH_SUM_Z) * stride_sums
+    bin_here = tl.load(bin_ptr + offs_t, mask=offs_t < T, other=0.0).to(tl.int32)
+    risen = top_bin(maximum, label_logit) - bin_here
+    _final_limbs(
+        part_ptr, sums_ptr, pieces, N, T, stride_piece, stride_sums, offs_t, flagged, any_flagged,
+        risen, 2, BLOCK_N,
+    )  # fmt: skip
+    if WITH_ENTROPY:
+        part_ptr += 2 * N.to(tl.int64) * T
+        _final_limbs(
+            part_ptr, sums_ptr + 2 * stride_sums, pieces, N, T, stride_piece, stride_sums, offs_t,
+            flagged, any_flagged, risen, 3, BLOCK_N,
+        )  # fmt: skip
 
 
 def rescue(
@@ -117,22 +166,24 @@ def rescue(
     *,
     cache: ColumnCache,
     with_entropy: bool,
-) -> None:
-    """Replace the sums [k, T] of ``linear_stats`` where they overflow, see ``pick_reference``.
+) -> Tensor:
+    """Return what is to be summed over ranks: a view of ``sums``, written in place.
 
-    ``others_max`` is the maximum over all ranks. The rescued rows of sums and of the cache are
-    relative to it; the sum of ``z - label_logit`` does not depend on the reference and stays.
+    ``others_max`` is the maximum over all ranks. The sums of ``linear_stats`` that overflow, see
+    ``pick_reference``, are replaced: these rows of sums and of the cache are relative to the
+    maximum. The sum of ``z - label_logit`` does not depend on the reference and stays.
     """
     T, V = logits.T, logits.V
+    final = sums[:-1]
     if T == 0 or V == 0:
-        return
-    k = 1 + with_entropy
+        return final
+    limbs = 2 + 3 * with_entropy
     pieces = list(cache.walk(V, V, V))
-    most = MAX_PART_BYTES // (4 * k * T * len(pieces))
+    most = MAX_PART_BYTES // (8 * limbs * T * len(pieces))
     # By pointers: descriptors would cost the host more, call by call, than they save here.
     launches = [tile_launch(logits.columns(*piece[:2]), pointers=True) for piece in pieces]
     programs = max(1, min(launches[0].programs, most, *(launch.num_v for launch in launches)))
-    part = sums.new_empty(len(pieces), k, programs, T)
+    part = sums.new_empty(len(pieces), limbs, programs, T)
     for i, (start, end, window) in enumerate(pieces):
         launch = launches[i]
         _rescue_kernel[(programs,)](
@@ -147,12 +198,19 @@ def rescue(
             WITH_ENTROPY=with_entropy,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
+            GROUP_V=exact_sums.GROUP_V,
+            HEADROOM=exact_sums.HEADROOM,
+            ENTROPY_HEADROOM=exact_sums.ENTROPY_HEADROOM,
             BLOCK_SCAN=2048,
             **launch.constexprs(),
         )  # fmt: skip
     _replace_sums_kernel[(-(-T // 128),)](
         part, label_logit, others_max,
         sums,
-        len(pieces), programs, T,
-        ABOVE=RESCUE_ABOVE, K=k, BLOCK_N=32, BLOCK_T=128,
+        len(pieces), programs, T, part.stride(0), sums.stride(0),
+        ABOVE=RESCUE_ABOVE,
+        WITH_ENTROPY=with_entropy,
+        WITH_SUM_Z=final.shape[0] > limbs,
+        BLOCK_N=32, BLOCK_T=128,
     )  # fmt: skip
+    return final

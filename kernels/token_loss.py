@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms
+from flce_dist.kernels.exact_sums import load_limbs
+from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms, TokenStats
 from flce_dist.kernels.primitives import exp, log1p, softcap_slope
 
 
@@ -44,19 +45,28 @@ def z_loss_factor(lse, z_loss_weight):
 @triton.jit
 def _token_loss_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
-    label_logit_ptr, max_ptr, others_ptr, sum_z_ptr,  # in:  [T] fp32 each
+    label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
     reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
-    T,
+    others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
+    T, stride_sums,
     ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
-    ABOVE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_T: tl.constexpr,
+    ABOVE: tl.constexpr, HAS_WEIGHT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
     label_logit = tl.load(label_logit_ptr + offs_t, mask=mask, other=0.0)
     others_max = tl.load(max_ptr + offs_t, mask=mask, other=0.0)
-    others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
+    high, _, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 2)
+    others = (high + low).to(tl.float32)
+    tl.store(others_ptr + offs_t, others, mask=mask)
+    sums_ptr += 2 * stride_sums
+    if WITH_ENTROPY:
+        high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 3)
+        tl.store(sum_ez_ptr + offs_t, (high + middle + low).to(tl.float32), mask=mask)
+        sums_ptr += 3 * stride_sums
 
     reference = tl.where(others_max - label_logit > ABOVE, others_max, label_logit)
     label_above = label_logit - reference
@@ -64,7 +74,9 @@ def _token_loss_kernel(
     lse = reference + log_total
     loss = log_total - label_above
     if HAS_SMOOTHING:
-        loss -= smoothing_share * tl.load(sum_z_ptr + offs_t, mask=mask, other=0.0)
+        sum_z = tl.load(sums_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+        tl.store(sum_z_ptr + offs_t, sum_z, mask=mask)
+        loss -= smoothing_share * sum_z
     loss += z_loss_weight * lse * lse
     if HAS_WEIGHT:
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
@@ -119,34 +131,41 @@ def token_loss(
     token_weight: Tensor | None,
     label_logit: Tensor,
     others_max: Tensor,
-    others: Tensor,
-    sum_z: Tensor | None,
+    sums: Tensor,
     terms: LossTerms,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(reference, loss, label_value)``, each [T] fp32.
+    *,
+    with_entropy: bool,
+) -> tuple[TokenStats, Tensor, Tensor]:
+    """Return ``(stats, loss, label_value)``, each [T] fp32.
 
-    The statistics are those of the whole vocabulary, [T] fp32. loss is weighted, and 0 where
-    ignored; label_value is D at the label's column, relative to reference (see ``row_gradient``).
+    label_logit, others_max and sums (of ``rescue``) are those of the whole vocabulary. loss is
+    weighted, and 0 where ignored; label_value is D at the label's column, relative to the reference
+    of stats (see ``row_gradient``).
     """
     T = len(labels)
-    reference, loss, label_value = (torch.empty_like(label_logit) for _ in range(3))
+    reference, loss, label_value, others = (torch.empty_like(label_logit) for _ in range(4))
+    sum_z = torch.empty_like(label_logit) if terms.label_smoothing else None
+    sum_ez = torch.empty_like(label_logit) if with_entropy else None
+    stats = TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez)
     if T == 0:
-        return reference, loss, label_value
+        return stats, loss, label_value
     _token_loss_kernel[(-(-T // 128),)](
         labels, token_weight,
-        label_logit, others_max, others, sum_z,
+        label_logit, others_max, sums,
         reference, loss, label_value,
-        T,
+        others, sum_ez, sum_z,
+        T, sums.stride(0),
         terms.ignore_index, terms.softcap or 1.0,
         terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
         ABOVE=RESCUE_ABOVE,
         HAS_WEIGHT=token_weight is not None,
+        WITH_ENTROPY=with_entropy,
         HAS_SMOOTHING=sum_z is not None,
         HAS_EXCESS=terms.has_excess,
         HAS_SOFTCAP=terms.softcap is not None,
         BLOCK_T=128,
     )  # fmt: skip
-    return reference, loss, label_value
+    return stats, loss, label_value
 
 
 def loss_norm(

@@ -16,7 +16,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, tuning
+from flce_dist.kernels import dlogits, exact_sums, label_logit, linear_stats, rescue, tuning
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -62,17 +62,23 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
     launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
     cells = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
-    fp32, labels = torch.empty(16), logits.labels
+    fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
+    labels = logits.labels
     operands = (*launch.operands(), labels)
     strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
     common = {**launch.constexprs(), "grid": (132,)}
     stats = linear_stats._linear_stats_kernel.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
+    group = {"GROUP_V": exact_sums.GROUP_V}
+    headroom = {
+        "HEADROOM": exact_sums.HEADROOM,
+        "ENTROPY_HEADROOM": exact_sums.ENTROPY_HEADROOM,
+    }
     if stores:
         return {
             "linear_stats cached": stats(
                 *operands, fp32, fp32, cells, T, V, H, V, *strides, V, *scalars,
-                HAS_CACHE=True, **plain, **common,
+                HAS_CACHE=True, **plain, **group, **common,
             ),
             "dlogits": dlogits._dlogits_kernel.warmup(
                 *operands, fp32, None, None, None, cells, T, V, H, *strides, V, *scalars[1:],
@@ -87,13 +93,18 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
     return {
         "linear_stats": stats(
             *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
-            HAS_CACHE=False, **plain, **common,
+            HAS_CACHE=False, **plain, **group, **common,
         ),
         "rescue": rescue._rescue_kernel.warmup(
-            *pointers.operands(), labels, fp32, fp32, fp32, pointer, T, V, H,
+            *pointers.operands(), labels, fp32, fp32, fp64, pointer, T, V, H,
             *strides, V, *scalars, ABOVE=50.0, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            BLOCK_SCAN=2048, **pointers.constexprs(),
+            BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
             grid=(132,),
+        ),
+        "merge": linear_stats._merge_kernel.warmup(
+            fp32, fp32, fp32, fp64, 132, T, T, WITH_ENTROPY=False, WITH_SUM_Z=False, FIRST=False,
+            GROUPS=config.BLOCK_V // exact_sums.GROUP_V, BLOCK_N=256, BLOCK_T=32, num_warps=8,
+            **headroom, grid=(T // 32,),
         ),
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
@@ -113,6 +124,23 @@ def spilled_bytes(ptx: str, capability: int) -> int:
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
 
+def orders_of_a_group(ttgir: str) -> set[str]:
+    """Which columns of a group are added inside a thread, a warp and a block, in which order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.M))
+    orders = set()
+    for layout in re.findall(r'"tt.reduce".*?tensor<\d+x\d+x\d+xf32, (#\w+)>', ttgir, re.S):
+        text = layouts[layout]
+        linear = [
+            [int(basis[2]) for basis in json.loads(bases) if basis[2]]
+            for bases in re.findall(r"(?:register|lane|warp) = (\[\[.*?\]\]|\[\])", text)
+        ]
+        blocked = re.findall(
+            r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[\d+, \d+, (\d+)", text
+        )
+        orders.add(str(linear or blocked))
+    return orders
+
+
 def main() -> None:
     for arch, itemsize, stores, config in tuning.all_configs():
         capability = int(arch.removeprefix("sm_"))
@@ -129,6 +157,7 @@ def main() -> None:
                 "wgmma": "wgmma.mma_async" in ptx,
                 "tma": "cp.async.bulk.tensor" in ptx,
                 "tcgen05": "tcgen05.mma" in ptx,
+                "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
             }
             print(json.dumps(facts), flush=True)
 

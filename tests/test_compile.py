@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 # The kernels of the ordinary path; the rescue of overflowing rows and metrics may spill a little.
-HOT = ("linear_stats", "linear_stats cached", "dlogits", "label_logit")
+HOT = ("linear_stats", "linear_stats cached", "merge", "dlogits", "label_logit")
 
 # Kernels that read by pointers, for which there are no descriptors.
-POINTERS = ("label_logit", "rescue")
+POINTERS = ("label_logit", "merge", "rescue")
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +56,14 @@ def test_hopper_and_blackwell_use_their_tensor_cores_and_tma(compiled):
     unit = {"sm_90": "wgmma", "sm_100": "tcgen05"}
     missing = [describe(f) for f in half if not f[unit[f["arch"]]]]
     assert half and not missing
+
+
+def test_a_group_of_columns_is_summed_in_one_order_whatever_the_tile(compiled):
+    """Shards and schedules that differ in tiles, caches and tokens give the same bits."""
+    stats = [f for f in compiled if f["kernel"].startswith("linear_stats")]
+    assert all(f["orders"] for f in stats)
+    for arch in SHARED_BYTES:
+        for itemsize in (2, 4):
+            same = [f["orders"] for f in stats if (f["arch"], f["itemsize"]) == (arch, itemsize)]
+            assert len(same) >= 2 and len(same[0]) == 1
+            assert all(orders == same[0] for orders in same), (arch, itemsize, same)

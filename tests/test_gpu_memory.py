@@ -97,7 +97,7 @@ def test_cached_takes_its_exponentials_and_little_more(device):
 @each_device
 def test_a_forward_without_gradients_needs_next_to_nothing(device):
     T, V, H = (512, 16384, 32) if device == "cpu" else (32768, 131072, 512)
-    limit = 52 * MIB if device == "cpu" else 40 * MIB  # eager works on windows of 16 MiB
+    limit = 52 * MIB if device == "cpu" else 44 * MIB  # eager works on windows of 16 MiB
     inputs = inputs_on(device, T, V, H, torch.bfloat16)
     with torch.no_grad():
         for _ in range(2):

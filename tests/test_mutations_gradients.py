@@ -32,8 +32,8 @@ from tests.problems import both, each_schedule, forget_plans
 def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
     """The loss is right then, and only the gradients tell."""
 
-    def forget(original: Any, *args: Any, **kw: Any) -> None:
-        original(*args, **{**kw, "cache": ColumnCache()})
+    def forget(original: Any, *args: Any, **kw: Any) -> Tensor:
+        return original(*args, **{**kw, "cache": ColumnCache()})
 
     mutate(steps.kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="dhidden: "):

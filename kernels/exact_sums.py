@@ -1,0 +1,124 @@
+"""Sums whose bits do not depend on the order of their terms.  T = tokens, N = terms of a token.
+
+A sum that is rounded after each addition depends on where a shard begins, on how its columns are
+cut and on the number of ranks. So only ``GROUP_V`` neighbouring columns are added in fp32, always
+in the same order; what they come to, a *term*, is cut into slices, and slices are added exactly.
+
+Bin b holds multiples of ``unit(b) = 2 ** (BIN_BITS * b + headroom)``. A term's slice in the top bin
+is the nearest of them, what is left has its slice in the bin below, and so on through 2 or 3 bins;
+the rest is dropped. A *limb* is the sum of one bin's slices. In fp64 no such addition rounds: limbs
+stay below 2 ** 53 units for up to 2 ** 20 columns of all ranks.
+
+A token's top bin is that of its largest exponential m, ``2 ** (BIN_BITS * b) <= m``, or of the
+largest so far: as terms are at most ``2 ** (headroom - 2) * m``, below half a unit of bin b + 1,
+their slices in higher bins are 0. So when later columns or other ranks raise the top bin, limbs
+move down, zeros take the places above, and each limb is what it would be had m been known before.
+Limbs thus depend on the terms alone. What is dropped of a term is at most half a unit of the lowest
+bin: 2 ** -32 of m with 2 limbs, 2 ** -63 with 3 limbs and the headroom of an entropy.
+
+NaN stays: a limb that moves out is multiplied by 0 before it is forgotten.
+"""
+
+import triton
+import triton.language as tl
+
+from flce_dist.kernels.primitives import LOG2E
+
+GROUP_V = 32
+"""Columns added in fp32. Shards that begin at multiples of it have equal bits for any cut."""
+
+HEADROOM = GROUP_V.bit_length() + 1
+"""log2 of a bin's unit over its least m: GROUP_V exponentials are at most a quarter of it."""
+
+ENTROPY_HEADROOM = HEADROOM + 7
+"""The same where terms are sums of exp(x) * x: |x| is at most 104 wherever fp32 holds exp(x)."""
+
+BIN_BITS = tl.constexpr(38)
+_BINS_PER_NAT = tl.constexpr(LOG2E.value / 38)
+_SUM_Z_UNIT = tl.constexpr(2.0**-16)
+
+
+@triton.jit
+def group_sums(x, GROUP_V: tl.constexpr):
+    """Sums of GROUP_V neighbouring columns: [BLOCK_T, BLOCK_V] to [BLOCK_T, BLOCK_V // GROUP_V].
+
+    The order of additions follows from a column's place in its group alone.
+    """
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP_V, GROUP_V)), axis=2)
+
+
+@triton.jit
+def top_bin(others_max, label_logit):
+    """The bin, int32, of the largest exponential relative to the label's logit."""
+    # Comparisons with NaN are false. fp32 holds no exponential below exp(-104); rows above exp(50)
+    # are rescued, and then relative to their maximum.
+    nats = others_max - label_logit
+    nats = tl.where(nats > -120.0, nats, -120.0)
+    nats = tl.where(nats < 120.0, nats, 120.0)
+    return tl.floor(nats * _BINS_PER_NAT).to(tl.int32)
+
+
+@triton.jit
+def slice_in(x, bin, HEADROOM: tl.constexpr):
+    """The multiple of the bin's unit that is nearest to fp64 x, of a size below 2 ** 51 units."""
+    exponent = (bin * BIN_BITS + (HEADROOM + 1023)).to(tl.int64)
+    # Numbers near this one are spaced by the unit.
+    far = 6755399441055744.0 * (exponent << 52).to(tl.float64, bitcast=True)  # 1.5 * 2 ** 52
+    return (x + far) - far
+
+
+@triton.jit
+def slice_sums(terms, bin, HEADROOM: tl.constexpr, LIMBS: tl.constexpr):
+    """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; no middle if LIMBS is 2."""
+    rest = terms.to(tl.float64)
+    piece = slice_in(rest, bin[None, :], HEADROOM)
+    high = tl.sum(piece, axis=0)
+    rest -= piece
+    middle = high * 0.0
+    if LIMBS == 3:
+        piece = slice_in(rest, bin[None, :] - 1, HEADROOM)
+        middle = tl.sum(piece, axis=0)
+        rest -= piece
+    low = tl.sum(slice_in(rest, bin[None, :] - (LIMBS - 1), HEADROOM), axis=0)
+    return high, middle, low
+
+
+@triton.jit
+def load_limbs(sums_ptr, stride, offs_t, mask, LIMBS: tl.constexpr):
+    """``(high, middle, low)`` from as many rows of [rows, T] fp64; no middle if LIMBS is 2."""
+    high = tl.load(sums_ptr + offs_t, mask=mask, other=0.0)
+    middle = high * 0.0
+    if LIMBS == 3:
+        middle = tl.load(sums_ptr + stride + offs_t, mask=mask, other=0.0)
+    low = tl.load(sums_ptr + (LIMBS - 1) * stride + offs_t, mask=mask, other=0.0)
+    return high, middle, low
+
+
+@triton.jit
+def store_limbs(sums_ptr, stride, offs_t, mask, high, middle, low, LIMBS: tl.constexpr):
+    tl.store(sums_ptr + offs_t, high, mask=mask)
+    if LIMBS == 3:
+        tl.store(sums_ptr + stride + offs_t, middle, mask=mask)
+    tl.store(sums_ptr + (LIMBS - 1) * stride + offs_t, low, mask=mask)
+
+
+@triton.jit
+def lower_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
+    """The same sums when the top bin has risen by ``bins`` >= 0."""
+    none = high * 0.0
+    if LIMBS == 3:
+        low = tl.where(bins == 0, low, tl.where(bins == 1, middle, tl.where(bins == 2, high, none)))
+        middle = tl.where(bins == 0, middle, tl.where(bins == 1, high, none))
+    else:
+        low = tl.where(bins == 0, low, tl.where(bins == 1, high, none))
+    return tl.where(bins == 0, high, none), middle, low
+
+
+@triton.jit
+def sum_z_slice(x):
+    """Fp32 sums of logits as fp64 multiples of 2 ** -16: no matter for a mean over a vocabulary.
+
+    Their sums are exact up to a mean size of 2 ** 17 over 2 ** 20 columns.
+    """
+    far = 6755399441055744.0 * _SUM_Z_UNIT  # as in slice_in
+    return (x.to(tl.float64) + far) - far

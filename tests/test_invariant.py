@@ -1,0 +1,414 @@
+"""Statistics are the same bits for any number of ranks, however columns and tokens are cut.
+
+T tokens, V_all vocabulary rows, H hidden size, P ranks. Every shard begins at a multiple of
+``GROUP_V`` columns. A tile of the interpreter is 32 tokens x 64 columns.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from flce_dist import linear_cross_entropy_with_metrics, plan
+from flce_dist.kernels import exact_sums, gpu, launching, linear_stats, rescue
+from flce_dist.kernels.exact_sums import GROUP_V
+from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.testing import run_ranks
+from tests.oracle import Inputs
+from tests.problems import each_dtype
+
+RANKS = (1, 2, 4, 8)
+T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows of padding
+ALL = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7}
+OPTIONS: list[dict[str, Any]] = [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}, ALL]
+each_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "smooth", "all"])
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="patches interpreted kernels")
+
+
+class Statistics(NamedTuple):
+    """What must not change by a bit; loss is [T] under reduction="none"."""
+
+    loss: Tensor
+    lse: Tensor
+    logprob: Tensor
+    entropy: Tensor
+
+
+@pytest.fixture(autouse=True)
+def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has one grid for all threads of a process, the compiler one cache."""
+    owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
+    lock, launch = threading.RLock(), owner.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, "run", run)
+
+
+def problem(
+    dtype: torch.dtype = torch.float32,
+    T: int = T,
+    H: int = H,
+    V_all: int = V_ALL,
+    rows: int = ROWS,
+    spread: float = 6.0,
+) -> Inputs:
+    """Exponentials of many sizes: later ones raise the top bin.
+
+    A fifth of the tokens is ignored, of some the hidden state is NaN; a fifth needs the rescue.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator)
+    weight = torch.randn(rows, H, generator=generator) * (spread / H**0.5)
+    bias = torch.randn(rows, generator=generator)
+    bias[::3] -= 40.0
+    labels = torch.randint(V_all, (T,), generator=generator)
+    hidden[::5] *= 0.1  # nearly flat: every column counts
+    hidden[2::5] *= 0.1
+    hidden[3::5] *= 8.0
+    z = (hidden @ weight.T + bias)[:, :V_all]
+    labels[2::5] = z[2::5, : V_all // 2].argmax(1)  # others are below it here, above it elsewhere
+    labels[3::5] = z[3::5].argmin(1)
+    labels[1::5] = -100
+    hidden[1::10] = torch.nan
+    weight[V_all:], bias[V_all:] = torch.nan, torch.inf
+    weights = torch.rand(T, generator=generator)
+    return Inputs(
+        hidden.to(dtype), weight.to(dtype), labels, bias=bias.to(dtype), token_weight=weights
+    )
+
+
+def leading(inputs: Inputs, T: int) -> Inputs:
+    """The first T tokens."""
+    rows = {name: getattr(inputs, name)[:T] for name in ("hidden", "labels", "token_weight")}
+    return replace(inputs, **rows)
+
+
+def shards(P: int, rows: int, step: int = GROUP_V) -> list[tuple[int, int]]:
+    """Uneven ranges of rows that begin at multiples of ``step``; small steps leave none empty."""
+    groups = -(-rows // step)
+    starts = [min(rows, step * (rank * groups // P)) for rank in range(P)] + [rows]
+    return list(itertools.pairwise(starts))
+
+
+def statistics(
+    inputs: Inputs,
+    P: int = 1,
+    *,
+    V_all: int = V_ALL,
+    step: int = GROUP_V,
+    gradients: bool = False,
+    **options: Any,
+) -> Statistics:
+    """Of every rank, the same: what one of P ranks returns."""
+    ranges = shards(P, len(inputs.weight), step)
+
+    def rank(tp_group: dist.ProcessGroup) -> Statistics:
+        start, end = ranges[tp_group.rank()]
+        assert inputs.bias is not None
+        out = linear_cross_entropy_with_metrics(
+            inputs.hidden,
+            inputs.weight[start:end].clone().requires_grad_(gradients),
+            inputs.labels,
+            bias=inputs.bias[start:end].clone(),
+            token_weight=inputs.token_weight,
+            vocab_size=V_all,
+            vocab_range=(start, end),
+            tp_group=tp_group if P > 1 else None,
+            impl="triton",
+            **{"reduction": "none", **options},
+        )
+        return Statistics(*(x.detach() for x in out[:4]))
+
+    first, *others = run_ranks(rank, P)
+    assert all(differing(first, other) == [] for other in others)
+    counted = inputs.labels != -100
+    return Statistics(
+        first.loss, *(x.where(counted, 0.0) for x in (first.lse, first.logprob, first.entropy))
+    )
+
+
+def differing(one: Statistics, other: Statistics) -> list[str]:
+    """Names of what differs in any bit; NaN equals NaN."""
+    pairs = zip(one._fields, one, other, strict=True)
+    ints = {4: torch.int32, 8: torch.int64}
+    return [
+        name
+        for name, a, b in pairs
+        if not torch.equal(a.view(ints[a.element_size()]), b.view(ints[b.element_size()]))
+    ]
+
+
+# --- the same bits
+
+
+@pytest.fixture
+def merged(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The sums of all ranks from which each call made its statistics: limbs, in fp64."""
+    seen: list[Tensor] = []
+    original = gpu.token_loss
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[4].clone())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(gpu, "token_loss", spy)
+    return seen
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((torch.float32, options) for options in OPTIONS),
+        (torch.bfloat16, ALL),
+        (torch.float16, ALL),
+    ],
+)
+def test_any_number_of_ranks(
+    merged: list[Tensor], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    inputs = problem(dtype)
+    one = statistics(inputs, **options)
+    assert all(x.isfinite().all() for x in one)
+    for P in RANKS[1:]:
+        assert differing(statistics(inputs, P, **options), one) == [], f"{P} ranks"
+        assert torch.equal(merged[-1], merged[0]), f"{P} ranks"
+
+
+@interpreted
+def test_the_problem_has_what_could_go_wrong() -> None:
+    """Rows of the rescue, bins that rise between ranks, and losses that are right."""
+    inputs = problem()
+    counted = inputs.labels != -100
+    hidden, weight = inputs.hidden[counted].double(), inputs.weight[:V_ALL].double()
+    assert inputs.bias is not None
+    z = hidden @ weight.T + inputs.bias[:V_ALL]
+    labels = inputs.labels[counted][:, None]
+    others = z.scatter(1, labels, -torch.inf) - z.gather(1, labels)
+    assert 4 <= (others.amax(1) > 50).sum() < counted.sum() - 4
+    shard_max = torch.stack([others[:, :128].amax(1), others[:, 128:].amax(1)])
+    bins = (shard_max / torch.log(torch.tensor(2.0)) / 38).floor()
+    assert (bins[0] != bins[1]).any()
+
+    _, lse, _, entropy, _ = reference_linear_cross_entropy(
+        hidden,
+        weight,
+        inputs.labels[counted],
+        bias=inputs.bias[:V_ALL].double(),
+        reduction="none",
+        vocab_size=V_ALL,
+    )
+    mine = statistics(inputs, 4)
+    torch.testing.assert_close(mine.lse[counted].double(), lse, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(mine.entropy[counted].double(), entropy, rtol=1e-4, atol=2e-5)
+
+
+@interpreted
+@each_option
+@pytest.mark.parametrize("P", [1, 2])
+def test_any_schedule_and_budget(
+    monkeypatch: pytest.MonkeyPatch, P: int, options: dict[str, Any]
+) -> None:
+    """Windows of 32 and 64 columns, cached to the end, for a part, and not at all."""
+    monkeypatch.setattr(plan, "_TILE", 32)
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 32)
+    inputs = problem()
+    one = statistics(inputs, schedule="recompute", **options)
+    budgets: list[dict[str, Any]] = [{"max_logits_bytes": 4 * T * n} for n in (64, 160, 288)]
+    schedules = [{"schedule": "auto", **budget} for budget in budgets]
+    if not ("softcap" in options and "label_smoothing" in options):
+        schedules += [{"schedule": "cached"}]
+    for schedule in schedules:
+        many = statistics(inputs, P, gradients=True, **schedule, **options)
+        assert differing(many, one) == [], schedule
+
+
+@interpreted
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -> None:
+    """Chunks of 32 tokens and 8: each has the same statistics, and the sum has the same order."""
+    monkeypatch.setattr(plan, "_TILE", 32)
+    inputs = problem()
+    one = statistics(inputs, schedule="recompute", reduction=reduction)
+    for budget in (None, 1):
+        many = statistics(
+            inputs,
+            P,
+            schedule="in_forward",
+            max_logits_bytes=budget,
+            gradients=True,
+            reduction=reduction,
+        )
+        assert differing(many, one) == []
+
+
+@interpreted
+@each_option
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_segments(monkeypatch: pytest.MonkeyPatch, tiles: int, options: dict[str, Any]) -> None:
+    inputs = problem()
+    one = statistics(inputs, **options)
+    monkeypatch.setattr(launching, "MAX_PART_BYTES", 4 * (1 + 2 * 3) * T * tiles)
+    for P in (1, 2):
+        assert differing(statistics(inputs, P, **options), one) == []
+
+
+@interpreted
+def test_fewer_tokens() -> None:
+    inputs = problem()
+    one, few = statistics(inputs), statistics(leading(inputs, 7), 2)
+    assert differing(few, Statistics(*(x[:7] for x in one))) == []
+
+
+@interpreted
+def test_ranks_without_rows() -> None:
+    """Eight ranks share three groups."""
+    inputs = problem(V_all=90, rows=96)
+    one = statistics(inputs, V_all=90)
+    assert len([r for r in shards(8, 96) if r[0] == r[1]]) == 5
+    assert differing(statistics(inputs, 8, V_all=90), one) == []
+
+
+@interpreted
+@pytest.mark.parametrize("at", [5, 200, 409])
+def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """However much larger the exponentials of other ranks and segments are."""
+    monkeypatch.setattr(launching, "MAX_PART_BYTES", 1)
+    for spread in (1.0, 40.0):
+        inputs = problem(spread=spread)
+        inputs.weight[at] = torch.nan
+        counted = inputs.labels != -100
+        for P in (1, 4):
+            loss = statistics(inputs, P).loss
+            assert loss[counted].isnan().all() and (loss[~counted] == 0).all()
+
+
+# --- on a GPU, at a real size
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_dtype
+@each_option
+def test_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """The compiler sees other kernels where columns are cached, and other tiles for few tokens."""
+    T, V_all, rows = 1000, 32060, 32064
+    inputs = problem(dtype, T, 512, V_all, rows).to(torch.device("cuda"))
+    options = {"V_all": V_all, **options}
+    one = statistics(inputs, schedule="recompute", **options)
+    assert all(x.isfinite().all() for x in one)
+    for P in RANKS[1:]:
+        assert differing(statistics(inputs, P, **options), one) == [], f"{P} ranks"
+
+    schedules: list[dict[str, Any]] = [{"max_logits_bytes": 2 * T * 12800}]
+    if not ("softcap" in options and "label_smoothing" in options):
+        schedules += [{"schedule": "cached"}]
+    for P, schedule in itertools.product((1, 2), schedules):
+        many = statistics(inputs, P, gradients=True, **schedule, **options)
+        assert differing(many, one) == [], f"{P} ranks, {schedule}"
+    for n in (50, 100):
+        few = statistics(leading(inputs, n), 2, **options)
+        assert differing(few, Statistics(*(x[:n] for x in one))) == [], f"{n} tokens"
+
+    if len(schedules) > 1:
+        total = statistics(inputs, reduction="sum", **options)
+        for P, budget in itertools.product((1, 2), (None, 1)):
+            chunks: dict[str, Any] = {
+                "schedule": "in_forward",
+                "max_logits_bytes": budget,
+                "gradients": True,
+            }
+            many = statistics(inputs, P, reduction="sum", **chunks, **options)
+            assert differing(many, total) == [], f"{P} ranks, {chunks}"
+
+    monkeypatch.setattr(launching, "MAX_PART_BYTES", 1 << 20)
+    assert differing(statistics(inputs, 2, **options), one) == [], "segments"
+
+
+# --- where the claim ends, and mistakes that are noticed
+
+
+@interpreted
+def test_shards_at_other_columns_differ_in_rounding_only(merged: list[Tensor]) -> None:
+    inputs = problem()
+    one, many = statistics(inputs), statistics(inputs, 4, step=5)
+    assert not torch.equal(merged[-1], merged[0])
+    for a, b in zip(one, many, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=3e-5)
+
+
+@interpreted
+def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "GROUP_V", 64)
+    monkeypatch.setattr(exact_sums, "HEADROOM", 8)
+    monkeypatch.setattr(exact_sums, "ENTROPY_HEADROOM", 15)
+    inputs = problem()
+    one = statistics(inputs)
+    assert differing(statistics(inputs, 8), one)
+    assert differing(statistics(inputs, 4, step=64), one) == []
+
+
+@triton.jit
+def rounded_slice(x, bin, HEADROOM: tl.constexpr):
+    return x.to(tl.float32)  # as it is: sums then round
+
+
+@triton.jit
+def kept_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
+    return high, middle, low
+
+
+@triton.jit
+def forgotten_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
+    keep = bins == 0
+    return tl.where(keep, high, 0.0), tl.where(keep, middle, 0.0), tl.where(keep, low, 0.0)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
+    """Replace a helper of the kernels wherever it is used."""
+
+    def plant(name: str, wrong: Any) -> None:
+        for owner in (exact_sums, linear_stats, rescue):
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, wrong)
+
+    yield plant
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("slice_in", rounded_slice),
+        ("lower_limbs", kept_limbs),
+        ("lower_limbs", forgotten_limbs),
+    ],
+    ids=["rounded", "kept", "forgotten"],
+)
+def test_sums_that_depend_on_the_order(
+    planted: Callable[[str, Any], None], merged: list[Tensor], name: str, wrong: Any
+) -> None:
+    """Limbs that are kept are off by less than fp32 shows, nearly always."""
+    inputs = problem()
+    planted(name, wrong)
+    one, many = statistics(inputs), statistics(inputs, 4)
+    assert not torch.equal(merged[-1], merged[0])
+    assert wrong is kept_limbs or differing(many, one)
