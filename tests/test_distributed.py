@@ -290,7 +290,7 @@ class TestDhidden:
             sent = [call for call in outcome.calls if str(64 * 32) in call]
             assert sent and all(("float32" in call) == wide for call in sent)
             errors.append(relative_rms(outcome.dhidden, truth))
-        assert errors[1] < 0.8 * errors[0]
+        assert errors[1] < 0.9 * errors[0]
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
