@@ -156,8 +156,9 @@ class InForwardFunction(torch.autograd.Function):
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
     exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
     several chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of hidden
-    before and a reduce-scatter (else an all-reduce) of dhidden after; the three all-reduces of the
-    other schedules for each chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
+    before and a reduce-scatter (else an all-reduce) of dhidden after; three all-reduces of
+    statistics, as above, per chunk. Saved: both gradients of the loss (in fp16 of the sum of
+    losses).
 
     Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
     """
