@@ -19,13 +19,13 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from flce_dist import linear_cross_entropy_with_metrics, plan
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, plan
 from flce_dist.kernels import exact_sums, gpu, launching, linear_stats, rescue
 from flce_dist.kernels.exact_sums import GROUP_V
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
 from tests.oracle import Inputs
-from tests.problems import each_dtype
+from tests.problems import each_dtype, with_logits
 
 RANKS = (1, 2, 4, 8)
 T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows of padding
@@ -285,6 +285,34 @@ def test_ranks_without_rows() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 2),
+        ({"label_smoothing": 0.1}, 3),
+        ({"with_metrics": True}, 5),
+        ({"with_metrics": True, "label_smoothing": 0.1}, 6),
+    ],
+)
+def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
+    inputs = problem()
+    with_metrics = options.pop("with_metrics", False)
+    call = linear_cross_entropy_with_metrics if with_metrics else linear_cross_entropy
+
+    def rank(tp_group: Any) -> list[str]:
+        start, end = shards(2, ROWS)[tp_group.rank()]
+        call(
+            inputs.hidden, inputs.weight[start:end], inputs.labels, vocab_size=V_ALL,
+            vocab_range=(start, end), tp_group=tp_group, impl="triton", **options,
+        )  # fmt: skip
+        return tp_group.calls
+
+    statistics = [f"allreduce SUM float32[{T}]", f"allreduce MAX float32[{T}]"]
+    for calls in run_ranks(rank, 2):
+        assert calls == [*statistics, f"allreduce SUM float64[{rows * T}]"]
+
+
+@interpreted
 @pytest.mark.parametrize("at", [5, 200, 409])
 def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """However much larger the exponentials of other ranks and segments are."""
@@ -296,6 +324,34 @@ def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at:
         for P in (1, 4):
             loss = statistics(inputs, P).loss
             assert loss[counted].isnan().all() and (loss[~counted] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("nats", [5.0, 10.0, 15.0])
+@pytest.mark.parametrize("above", [-30.0, 0.01, 20.0, 26.4, 49.0, 60.0])
+def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) -> None:
+    """0.01 and 26.4 nats lie just above the edge of a bin, where its unit is largest."""
+    V = 2048
+    z = torch.full((2, V), above - nats)
+    z[:, 700], labels = above, torch.tensor([3, 700])
+    z[0, 3] = 0.0
+    inputs = with_logits(z, labels)
+    out = linear_cross_entropy_with_metrics(
+        inputs.hidden, inputs.weight, labels, reduction="none", impl="triton"
+    )
+    z, label = z.double(), labels[:, None]
+    others = (z - z.gather(1, label)).exp().scatter(1, label, 0.0).sum(1)  # without cancellation
+    exact, logprob = -others.log1p(), z.log_softmax(1)
+    entropy = -(logprob * logprob.exp()).sum(1)
+    torch.testing.assert_close(out.logprob.double(), exact, rtol=4e-6, atol=0.0)
+    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_units_that_are_too_large_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "HEADROOM", exact_sums.HEADROOM + 16)
+    with pytest.raises(AssertionError, match="not close"):
+        test_many_small_terms_beside_a_large_one_count(0.01, 15.0)
 
 
 # --- on a GPU, at a real size
