@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.vocab import INVARIANT_ROWS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -173,6 +174,19 @@ def check_parallel_shapes(
         raise ValueError(
             f"vocab_range of the {P} ranks must cover [0, {vocab_size}), "
             f"got {vocab_range} on rank {rank}"
+        )
+
+
+def check_invariant(impl: str, start: int, end: int) -> None:
+    """Check what tp_invariant=True asks of the kernels and of this rank's rows."""
+    if impl != "triton":
+        raise NotImplementedError(
+            f"tp_invariant=True needs impl='triton', whose products have one order, got {impl!r}"
+        )
+    if start < end and start % INVARIANT_ROWS:
+        raise ValueError(
+            f"vocabulary rows of each rank must begin at a multiple of {INVARIANT_ROWS} under "
+            f"tp_invariant=True, got {start}: pad the weight, or cut it by vocab_range"
         )
 
 

@@ -19,8 +19,8 @@ _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? 
 _SPEC = (
     "str reduction, int ignore_index, float label_smoothing, float z_loss_weight, float? softcap, "
     "float logit_scale, bool sequence_parallel, bool reduce_dhidden, bool reduce_in_fp32, "
-    "str schedule, SymInt? max_logits_bytes, bool with_metrics, int? vocab_size, "
-    "int[]? vocab_range, str? group_name, str? impl, bool[] needs"
+    "bool tp_invariant, str schedule, SymInt? max_logits_bytes, bool with_metrics, "
+    "int? vocab_size, int[]? vocab_range, str? group_name, str? impl, bool[] needs"
 )
 _METRICS = 4  # lse, logprob, entropy, correct
 
@@ -64,6 +64,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         options.sequence_parallel,
         options.reduce_dhidden,
         options.reduce_in_fp32,
+        options.tp_invariant,
         options.schedule,
         options.max_logits_bytes,
         options.with_metrics,

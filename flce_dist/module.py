@@ -48,8 +48,8 @@ class LinearCrossEntropy(nn.Module):
             are. Default: normal with standard deviation 0.02.
         device, dtype: of the parameters.
         sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight, softcap,
-        logit_scale, reduce_dhidden, reduce_in_fp32, schedule, max_logits_bytes, impl: as
-            ``linear_cross_entropy``.
+        logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant, schedule, max_logits_bytes,
+        impl: as ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator alone, not on P: with one seed on all
     ranks, shards are bitwise the rows of the one-process weight. Parameters carry Megatron's
@@ -83,6 +83,7 @@ class LinearCrossEntropy(nn.Module):
         logit_scale: float = 1.0,
         reduce_dhidden: bool = True,
         reduce_in_fp32: bool = False,
+        tp_invariant: bool = False,
         schedule: Schedule = "auto",
         max_logits_bytes: int | None = None,
         impl: Impl | None = None,
@@ -108,6 +109,7 @@ class LinearCrossEntropy(nn.Module):
             logit_scale=logit_scale,
             reduce_dhidden=reduce_dhidden,
             reduce_in_fp32=reduce_in_fp32,
+            tp_invariant=tp_invariant,
             schedule=schedule,
             max_logits_bytes=max_logits_bytes,
             impl=impl,

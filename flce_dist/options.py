@@ -27,6 +27,7 @@ class LossOptions:
     sequence_parallel: bool = False
     reduce_dhidden: bool = True
     reduce_in_fp32: bool = False
+    tp_invariant: bool = False
     schedule: Schedule = "auto"
     max_logits_bytes: int | None = None
     with_metrics: bool = False

@@ -97,6 +97,8 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
         order = TokenOrder(P if options.sequence_parallel else 1, chosen.pieces())
     vocab_size = V * P if vocab_size is None else vocab_size
     start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
+    if options.tp_invariant:
+        checks.check_invariant(impl, start, end)
     call = Call(
         options=options,
         shard=VocabShard(start, end, vocab_size),

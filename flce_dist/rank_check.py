@@ -43,6 +43,7 @@ def check_ranks(
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
+    tp_invariant: bool = False,
     vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
@@ -80,6 +81,7 @@ def check_ranks(
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
         reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
     )

@@ -21,7 +21,7 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
-from flce_dist.vocab import VocabShard
+from flce_dist.vocab import INVARIANT_ROWS, VocabShard
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Call:
             ignore_index=self.options.ignore_index,
             logit_scale=self.options.logit_scale,
             softcap=self.options.softcap,
+            group_v=INVARIANT_ROWS if self.options.tp_invariant else None,
         )
 
     def loss_norm(

@@ -13,6 +13,10 @@ def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
+INVARIANT_ROWS = 32
+"""Under tp_invariant, shards begin at multiples of it. 128,256 rows over 8 ranks do."""
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """The rows of one rank: ``weight[i]`` is the output embedding of token ``start + i``.

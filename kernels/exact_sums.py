@@ -1,8 +1,10 @@
 """Sums whose bits do not depend on the order of their terms.  T = tokens, N = terms of a token.
 
 A sum that is rounded after each addition depends on where a shard begins, on how its columns are
-cut and on the number of ranks. So only ``GROUP_V`` neighbouring columns are added in fp32, always
-in the same order; what they come to, a *term*, is cut into slices, and slices are added exactly.
+cut and on the number of ranks. So only a group of neighbouring columns is added in fp32, always in
+the same order; what they come to, a *term*, is cut into slices, and slices are added exactly. A
+group is a tile, or fewer columns where the bits must not depend on where a shard begins: then
+shards that begin at multiples of GROUP_V columns have equal bits for any cut.
 
 Bin b holds multiples of ``unit(b) = 2 ** (BIN_BITS * b + headroom)``. A term's slice in the top bin
 is the nearest of them, what is left has its slice in the bin below, and so on through 2 or 3 bins;
@@ -14,12 +16,13 @@ largest so far: as terms are at most ``2 ** (headroom - 2) * m``, below half a u
 their slices in higher bins are 0. So when later columns or other ranks raise the top bin, limbs
 move down, zeros take the places above, and each limb is what it would be had m been known before.
 Limbs thus depend on the terms alone. What is dropped of a term is at most half a unit of the lowest
-bin: 2 ** -32 of m with 2 limbs, 2 ** -63 with 3 limbs and the headroom of an entropy.
+bin: with groups of 32 columns 2 ** -32 of m with 2 limbs, and 2 ** -63 with 3 limbs and the
+headroom of an entropy; with groups of 256 columns 2 ** -29 and 2 ** -60.
 
 NaN stays: a limb that moves out is multiplied by 0 before it is forgotten.
 
-The cost is 7 fp64 operations and a conversion per token and GROUP_V columns, where the product
-takes 2 * GROUP_V * H flop; a chip whose fp64 units are few will notice.
+The cost is 7 fp64 operations and a conversion per token and group; a chip whose fp64 units are few
+will notice where groups are small.
 """
 
 import triton
@@ -27,18 +30,19 @@ import triton.language as tl
 
 from flce_dist.kernels.primitives import LOG2E
 
-GROUP_V = 32
-"""Columns added in fp32. Shards that begin at multiples of it have equal bits for any cut."""
-
-HEADROOM = GROUP_V.bit_length() + 1
-"""log2 of a bin's unit over its least m: GROUP_V exponentials are at most a quarter of it."""
-
-ENTROPY_HEADROOM = HEADROOM + 7
-"""The same where terms are sums of exp(x) * x: |x| is at most 104 wherever fp32 holds exp(x)."""
-
 BIN_BITS = tl.constexpr(38)
 _BINS_PER_NAT = tl.constexpr(LOG2E.value / 38)
 _SUM_Z_UNIT = tl.constexpr(2.0**-16)
+
+
+def headroom(group_v: int) -> int:
+    """log2 of a bin's unit over its least m: a group's exponentials are at most a quarter of it."""
+    return group_v.bit_length() + 1
+
+
+def entropy_headroom(group_v: int) -> int:
+    """The same where terms are sums of exp(x) * x: |x| is at most 104 wherever fp32 has exp(x)."""
+    return headroom(group_v) + 7
 
 
 @triton.jit

@@ -11,8 +11,11 @@ from flce_dist.kernels import exact_sums, tuning
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 
-MAX_PART_BYTES = 40 << 20
-"""Of partial statistics; 132 tiles of 8192 tokens, a maximum and 8 sums, are 37.1 MiB."""
+MAX_PART_BYTES = 17 << 20
+"""Of partial statistics; 264 tiles of 8192 tokens, a maximum and a sum, are 16.5 MiB."""
+
+MAX_GROUP_PART_BYTES = 40 << 20
+"""The same with sums of small groups; 132 tiles of a maximum and 8 sums are 37.1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,18 @@ class TileLaunch:
         """``(ignore_index, logit_scale, softcap)``."""
         logits = self.logits
         return logits.ignore_index, logits.logit_scale, logits.softcap or 1.0
+
+    @property
+    def group_v(self) -> int:
+        """Columns that are added in fp32."""
+        return self.logits.group_v or self.config.BLOCK_V
+
+    def headrooms(self) -> dict[str, int]:
+        """Of exact sums over groups of these columns."""
+        return {
+            "HEADROOM": exact_sums.headroom(self.group_v),
+            "ENTROPY_HEADROOM": exact_sums.entropy_headroom(self.group_v),
+        }
 
     def constexprs(self) -> dict[str, Any]:
         config, logits = self.config, self.logits
@@ -112,9 +127,10 @@ def segment_columns(logits: ShardLogits, sums: int) -> Segment:
     """
     arch, programs = tuning.device_arch(logits.hidden.device)
     config = tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores=False)
-    part_rows = 1 + sums * (config.BLOCK_V // exact_sums.GROUP_V)
+    part_rows = 1 + sums * (config.BLOCK_V // (logits.group_v or config.BLOCK_V))
     num_v = -(-logits.V // config.BLOCK_V)
-    limit = max(1, MAX_PART_BYTES // (4 * part_rows * logits.T))
+    most = MAX_PART_BYTES if logits.group_v is None else MAX_GROUP_PART_BYTES
+    limit = max(1, most // (4 * part_rows * logits.T))
     if num_v > limit:
         whole_waves = programs // math.gcd(programs, -(-logits.T // config.BLOCK_T))
         num_v = limit // whole_waves * whole_waves or limit

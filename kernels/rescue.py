@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import exact_sums
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.exact_sums import (
     group_sums,
@@ -198,9 +197,8 @@ def rescue(
             WITH_ENTROPY=with_entropy,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
-            GROUP_V=exact_sums.GROUP_V,
-            HEADROOM=exact_sums.HEADROOM,
-            ENTROPY_HEADROOM=exact_sums.ENTROPY_HEADROOM,
+            GROUP_V=launch.group_v,
+            **launch.headrooms(),
             BLOCK_SCAN=2048,
             **launch.constexprs(),
         )  # fmt: skip

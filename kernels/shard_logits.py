@@ -16,7 +16,8 @@ class ShardLogits:
     hidden [T, H], weight [V, H] and bias [V] share a dtype; the matrices may have any strides, bias
     and labels are contiguous. labels are [T] int64 global ids, of which
     ``vocab_start_index <= label < vocab_start_index + V`` are owned here. Rows with
-    ``label == ignore_index`` may hold anything, NaN too, and contribute nothing.
+    ``label == ignore_index`` may hold anything, NaN too, and contribute nothing. ``group_v``
+    neighbouring columns are added in fp32 (see ``exact_sums``), None: as many as a kernel likes.
     """
 
     hidden: Tensor
@@ -27,6 +28,7 @@ class ShardLogits:
     ignore_index: int
     logit_scale: float
     softcap: float | None
+    group_v: int | None = None
 
     @property
     def T(self) -> int:

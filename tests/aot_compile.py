@@ -16,10 +16,11 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from flce_dist.kernels import dlogits, exact_sums, label_logit, linear_stats, rescue, tuning
+from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, tuning
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
+from flce_dist.vocab import INVARIANT_ROWS
 
 T, H, V = 8192, 4096, 32000
 PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -45,8 +46,13 @@ class AbsentGpu:
         return torch.device("cpu")
 
 
-def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> dict[str, Any]:
-    """Compile the kernels around a logits tile as their launchers would with this tile."""
+def compile_all(
+    arch: str, itemsize: int, stores: bool, config: TileConfig, group_v: int | None
+) -> dict[str, Any]:
+    """Compile the kernels around a logits tile as their launchers would with this tile.
+
+    With ``group_v`` those whose sums are over groups of so many columns, else all.
+    """
     dtype = DTYPES[itemsize]
     # Few rows: descriptors and constexprs know none but the strides.
     logits = ShardLogits(
@@ -58,6 +64,7 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
         ignore_index=-100,
         logit_scale=1.0,
         softcap=None,
+        group_v=group_v,
     )
     launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
     cells = launch.output(torch.empty(256, V, dtype=dtype))
@@ -69,17 +76,16 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
     common = {**launch.constexprs(), "grid": (132,)}
     stats = linear_stats._linear_stats_kernel.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
-    group = {"GROUP_V": exact_sums.GROUP_V}
-    headroom = {
-        "HEADROOM": exact_sums.HEADROOM,
-        "ENTROPY_HEADROOM": exact_sums.ENTROPY_HEADROOM,
-    }
+    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms()
     if stores:
+        cached = stats(
+            *operands, fp32, fp32, cells, T, V, H, V, *strides, V, *scalars,
+            HAS_CACHE=True, **plain, **group, **common,
+        )  # fmt: skip
+        if group_v is not None:
+            return {"linear_stats cached": cached}
         return {
-            "linear_stats cached": stats(
-                *operands, fp32, fp32, cells, T, V, H, V, *strides, V, *scalars,
-                HAS_CACHE=True, **plain, **group, **common,
-            ),
+            "linear_stats cached": cached,
             "dlogits": dlogits._dlogits_kernel.warmup(
                 *operands, fp32, None, None, None, cells, T, V, H, *strides, V, *scalars[1:],
                 AFFINE=False, **common,
@@ -90,7 +96,7 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
             ),
         }  # fmt: skip
     pointers = TileLaunch(logits, config, programs=132, tma=False)
-    return {
+    sums = {
         "linear_stats": stats(
             *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
             HAS_CACHE=False, **plain, **group, **common,
@@ -103,9 +109,13 @@ def compile_all(arch: str, itemsize: int, stores: bool, config: TileConfig) -> d
         ),
         "merge": linear_stats._merge_kernel.warmup(
             fp32, fp32, fp32, fp64, 132, T, T, WITH_ENTROPY=False, WITH_SUM_Z=False, FIRST=False,
-            GROUPS=config.BLOCK_V // exact_sums.GROUP_V, BLOCK_N=256, BLOCK_T=32, num_warps=8,
+            GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=256, BLOCK_T=32, num_warps=8,
             **headroom, grid=(T // 32,),
         ),
+    }  # fmt: skip
+    if group_v is not None:
+        return sums
+    return sums | {
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
             HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
@@ -145,13 +155,19 @@ def main() -> None:
     for arch, itemsize, stores, config in tuning.all_configs():
         capability = int(arch.removeprefix("sm_"))
         triton.runtime.driver.set_active(AbsentGpu(capability))
-        for name, kernel in compile_all(arch, itemsize, stores, config).items():
+        kernels = [
+            (name, kernel, group_v)
+            for group_v in (None, INVARIANT_ROWS)
+            for name, kernel in compile_all(arch, itemsize, stores, config, group_v).items()
+        ]
+        for name, kernel, group_v in kernels:
             ptx = kernel.asm["ptx"]
             facts = {
                 "arch": arch,
                 "itemsize": itemsize,
                 "BLOCK_T": config.BLOCK_T,
                 "kernel": name,
+                "group_v": group_v,
                 "shared": kernel.metadata.shared,
                 "spilled": spilled_bytes(ptx, capability),
                 "wgmma": "wgmma.mma_async" in ptx,

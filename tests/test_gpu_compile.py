@@ -137,6 +137,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         "sequence_parallel": False,
         "reduce_dhidden": True,
         "reduce_in_fp32": False,
+        "tp_invariant": False,
         "schedule": schedule,
         "with_metrics": with_metrics,
         "needs": [True] * 3,

@@ -1,7 +1,7 @@
 """Statistics are the same bits for any number of ranks, however columns and tokens are cut.
 
 T tokens, V_all vocabulary rows, H hidden size, P ranks. Every shard begins at a multiple of
-``GROUP_V`` columns. A tile of the interpreter is 32 tokens x 64 columns.
+``INVARIANT_ROWS`` columns. A tile of the interpreter is 32 tokens x 64 columns.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, plan
+from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan, steps
 from flce_dist.kernels import exact_sums, gpu, launching, linear_stats, rescue
-from flce_dist.kernels.exact_sums import GROUP_V
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
+from flce_dist.vocab import INVARIANT_ROWS
 from tests.oracle import Inputs
 from tests.problems import each_dtype, with_logits
 
@@ -97,7 +97,7 @@ def leading(inputs: Inputs, T: int) -> Inputs:
     return replace(inputs, **rows)
 
 
-def shards(P: int, rows: int, step: int = GROUP_V) -> list[tuple[int, int]]:
+def shards(P: int, rows: int, step: int = INVARIANT_ROWS) -> list[tuple[int, int]]:
     """Uneven ranges of rows that begin at multiples of ``step``; small steps leave none empty."""
     groups = -(-rows // step)
     starts = [min(rows, step * (rank * groups // P)) for rank in range(P)] + [rows]
@@ -109,7 +109,7 @@ def statistics(
     P: int = 1,
     *,
     V_all: int = V_ALL,
-    step: int = GROUP_V,
+    step: int = INVARIANT_ROWS,
     gradients: bool = False,
     **options: Any,
 ) -> Statistics:
@@ -129,7 +129,7 @@ def statistics(
             vocab_range=(start, end),
             tp_group=tp_group if P > 1 else None,
             impl="triton",
-            **{"reduction": "none", **options},
+            **{"reduction": "none", "tp_invariant": True, **options},
         )
         return Statistics(*(x.detach() for x in out[:4]))
 
@@ -263,7 +263,7 @@ def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -
 def test_segments(monkeypatch: pytest.MonkeyPatch, tiles: int, options: dict[str, Any]) -> None:
     inputs = problem()
     one = statistics(inputs, **options)
-    monkeypatch.setattr(launching, "MAX_PART_BYTES", 4 * (1 + 2 * 3) * T * tiles)
+    monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 4 * (1 + 2 * 3) * T * tiles)
     for P in (1, 2):
         assert differing(statistics(inputs, P, **options), one) == []
 
@@ -303,7 +303,8 @@ def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
         start, end = shards(2, ROWS)[tp_group.rank()]
         call(
             inputs.hidden, inputs.weight[start:end], inputs.labels, vocab_size=V_ALL,
-            vocab_range=(start, end), tp_group=tp_group, impl="triton", **options,
+            vocab_range=(start, end), tp_group=tp_group, impl="triton", tp_invariant=True,
+            **options,
         )  # fmt: skip
         return tp_group.calls
 
@@ -316,7 +317,7 @@ def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
 @pytest.mark.parametrize("at", [5, 200, 409])
 def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """However much larger the exponentials of other ranks and segments are."""
-    monkeypatch.setattr(launching, "MAX_PART_BYTES", 1)
+    monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 1)
     for spread in (1.0, 40.0):
         inputs = problem(spread=spread)
         inputs.weight[at] = torch.nan
@@ -337,7 +338,7 @@ def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) ->
     z[0, 3] = 0.0
     inputs = with_logits(z, labels)
     out = linear_cross_entropy_with_metrics(
-        inputs.hidden, inputs.weight, labels, reduction="none", impl="triton"
+        inputs.hidden, inputs.weight, labels, reduction="none", impl="triton", tp_invariant=True
     )
     z, label = z.double(), labels[:, None]
     others = (z - z.gather(1, label)).exp().scatter(1, label, 0.0).sum(1)  # without cancellation
@@ -349,7 +350,8 @@ def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) ->
 
 @interpreted
 def test_units_that_are_too_large_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_sums, "HEADROOM", exact_sums.HEADROOM + 16)
+    headroom = exact_sums.headroom
+    monkeypatch.setattr(exact_sums, "headroom", lambda group_v: headroom(group_v) + 16)
     with pytest.raises(AssertionError, match="not close"):
         test_many_small_terms_beside_a_large_one_count(0.01, 15.0)
 
@@ -394,7 +396,7 @@ def test_on_a_gpu(
             many = statistics(inputs, P, reduction="sum", **chunks, **options)
             assert differing(many, total) == [], f"{P} ranks, {chunks}"
 
-    monkeypatch.setattr(launching, "MAX_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 1 << 20)
     assert differing(statistics(inputs, 2, **options), one) == [], "segments"
 
 
@@ -402,8 +404,11 @@ def test_on_a_gpu(
 
 
 @interpreted
-def test_shards_at_other_columns_differ_in_rounding_only(merged: list[Tensor]) -> None:
+def test_shards_at_other_columns_differ_in_rounding_only(
+    monkeypatch: pytest.MonkeyPatch, merged: list[Tensor]
+) -> None:
     inputs = problem()
+    monkeypatch.setattr(checks, "INVARIANT_ROWS", 1)
     one, many = statistics(inputs), statistics(inputs, 4, step=5)
     assert not torch.equal(merged[-1], merged[0])
     for a, b in zip(one, many, strict=True):
@@ -411,10 +416,24 @@ def test_shards_at_other_columns_differ_in_rounding_only(merged: list[Tensor]) -
 
 
 @interpreted
+def test_without_the_option_the_cut_may_show() -> None:
+    inputs = problem()
+    one = statistics(inputs, tp_invariant=False)
+    assert any(differing(statistics(inputs, P, tp_invariant=False), one) for P in (4, 8))
+
+
+@interpreted
+def test_what_it_asks_for_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"must begin at a multiple of 32 .* got \d+: pad"):
+        statistics(problem(), 4, step=1)
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(NotImplementedError, match="tp_invariant=True needs impl='triton'"):
+        linear_cross_entropy(hidden, weight, torch.arange(3), impl="eager", tp_invariant=True)
+
+
+@interpreted
 def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_sums, "GROUP_V", 64)
-    monkeypatch.setattr(exact_sums, "HEADROOM", 8)
-    monkeypatch.setattr(exact_sums, "ENTROPY_HEADROOM", 15)
+    monkeypatch.setattr(steps, "INVARIANT_ROWS", 64)
     inputs = problem()
     one = statistics(inputs)
     assert differing(statistics(inputs, 8), one)

@@ -141,6 +141,11 @@ def test_every_rank_names_an_option_that_differs(name: str) -> None:
     assert said.endswith(f" on ranks 0, 2 and {OPTIONS[name]!r} on rank 1")
 
 
+def test_every_rank_says_whose_kernels_cannot_do_it() -> None:
+    said = say({"tp_invariant": True}) or ""
+    assert "on rank 1: NotImplementedError: tp_invariant=True needs impl='triton'" in said
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [("labels", torch.arange(T).flip(0)), ("token_weight", torch.linspace(0, 1, T))],
@@ -275,6 +280,7 @@ def test_over_gloo(gloo_ranks: Callable[[int], RankPool]) -> None:
 
 FACTS = ["hidden.shape", "hidden.dtype", "labels.shape", "bias", "token_weight", "impl"]
 FACTS += ["torch.is_grad_enabled()", "vocab_size", "sequence_parallel", "with_metrics"]
+FACTS += ["tp_invariant"]
 FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", *OPTIONS]
 
 

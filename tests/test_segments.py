@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from flce_dist.kernels import launching, linear_stats, tuning
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.exact_sums import GROUP_V
 from flce_dist.kernels.launching import Segment, segment_columns
 from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -42,11 +41,9 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def cut(
-    monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T, groups: int = 2
-) -> None:
-    """Let partial statistics, a maximum and ``sums`` per group, cover ``tiles`` tiles, no more."""
-    limit = 4 * (1 + sums * groups) * T * (tiles + 1) - 1
+def cut(monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T) -> None:
+    """Let partial statistics, a maximum and ``sums`` of a tile, cover ``tiles`` tiles, no more."""
+    limit = 4 * (1 + sums) * T * (tiles + 1) - 1
     monkeypatch.setattr(launching, "MAX_PART_BYTES", limit)
 
 
@@ -113,9 +110,7 @@ def test_segments_on_a_gpu(
     """Tiles are 64 to 256 columns wide there; 5000 columns fill no whole number of any."""
     inputs = make_inputs(300, 5000, 128, dtype, bias=True, token_weight=True)
     whole = op(inputs, schedule=schedule, **SOME)
-    arch, _ = tuning.device_arch(device_of("triton"))
-    width = tuning.tile_config(arch, dtype.itemsize, 300, stores=False).BLOCK_V
-    cut(monkeypatch, tiles=7, sums=3, T=300, groups=width // GROUP_V)
+    cut(monkeypatch, tiles=7, sums=3, T=300)
     cut_up = op(inputs, schedule=schedule, **SOME)
     first, *rest = walked
     assert sum(rest) == first
@@ -292,24 +287,32 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("T", "V", "sums", "tiles"),
     [
-        (8192, 128256, 1, 132),  # 64 blocks of tokens: 33 tiles of columns are 16 waves
-        (8192, 128256, 2, 66),
-        (8192, 128256, 3, 33),
-        (8192, 36352, 1, 142),  # as many tiles as the limit allows: not cut
-        (8192, 36353, 1, 132),
+        (8192, 128256, 1, 264),  # 64 blocks of tokens: 33 tiles of columns are 16 waves
+        (8192, 128256, 2, 165),
+        (8192, 128256, 3, 132),
+        (8192, 69632, 1, 272),  # as many tiles as the limit allows: not cut
+        (8192, 69633, 1, 264),
         (8192, 4096, 1, 16),  # all of it
-        (16384, 262144, 1, 66),  # 128 blocks
-        (65536, 262144, 1, 17),  # 33 would pass the limit: waves are not whole
-        (4224, 262144, 1, 272),  # 33 blocks: 4 tiles are a wave
+        (16384, 262144, 1, 132),  # 128 blocks
+        (65536, 262144, 1, 33),
+        (131072, 262144, 1, 17),  # 33 would pass the limit: waves are not whole
+        (4224, 262144, 1, 524),  # 33 blocks: 4 tiles are a wave
         (128, 262144, 1, 1024),
         (1, 262144, 3, 1024),
-        (1 << 20, 128256, 1, 1),
+        (1 << 20, 128256, 1, 2),
         (1 << 23, 128256, 3, 1),  # one tile, though it passes the limit
     ],
 )
 def test_columns_of_a_segment(T: int, V: int, sums: int, tiles: int) -> None:
+    assert segment_columns(shape(T, V), sums) == Segment(256 * tiles, tiles, 1 + sums)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("T", "sums", "tiles"), [(8192, 1, 132), (8192, 2, 66), (65536, 1, 17)])
+def test_columns_of_a_segment_with_small_groups(T: int, sums: int, tiles: int) -> None:
     """A tile has a maximum and 8 groups."""
-    assert segment_columns(shape(T, V), sums) == Segment(256 * tiles, tiles, 1 + 8 * sums)
+    logits = replace(shape(T, 128256), group_v=32)
+    assert segment_columns(logits, sums) == Segment(256 * tiles, tiles, 1 + 8 * sums)
 
 
 @given(st.integers(1, 1 << 17), st.integers(1, 300_000), st.integers(1, 3), st.integers(1, 160))
@@ -321,7 +324,7 @@ def test_segments_are_within_the_limit_and_of_whole_waves(
         columns, num_v, rows = segment_columns(shape(T, V), sums)
         config = launching.tile_launch(shape(T, 1), pointers=True).config
     assert columns == num_v * config.BLOCK_V
-    assert rows == 1 + sums * config.BLOCK_V // GROUP_V
+    assert rows == 1 + sums
     assert num_v >= 1
     assert num_v == 1 or 4 * rows * T * num_v <= launching.MAX_PART_BYTES
     blocks = -(-T // config.BLOCK_T)
