@@ -90,7 +90,7 @@ def _linear_stats_kernel(
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
-    plane = num_v.to(tl.int64) * (BLOCK_V // GROUP_V) * T
+    plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
@@ -113,7 +113,7 @@ def _linear_stats_kernel(
         e = exp(x)
         row_max = tl.where(counted, tl.max(x, axis=1) + label_logit, -float("inf"))
         tl.store(part_ptr + pid_v.to(tl.int64) * T + offs_t, row_max, mask=mask_t)
-        sums_ptr = part_ptr + num_v.to(tl.int64) * T
+        sums_ptr = part_ptr + tl.cast(num_v, tl.int64) * T
         store_sums(sums_ptr, e, pid_v, T, offs_t, mask_t, counted, GROUP_V)
         if WITH_ENTROPY:
             ex = times_exponent(e, x)
@@ -181,8 +181,8 @@ def _merge_kernel(
     bin = top_bin(row_max, label_logit)
     risen = bin - bin_before
     N = num_v * GROUPS
-    part_ptr += num_v.to(tl.int64) * T
-    plane = N.to(tl.int64) * T
+    part_ptr += tl.cast(num_v, tl.int64) * T
+    plane = tl.cast(N, tl.int64) * T
     _merge_limbs(
         part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
         HEADROOM, 2, FIRST, BLOCK_N,

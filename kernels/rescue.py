@@ -150,7 +150,7 @@ def _replace_sums_kernel(
         risen, 2, BLOCK_N,
     )  # fmt: skip
     if WITH_ENTROPY:
-        part_ptr += 2 * N.to(tl.int64) * T
+        part_ptr += 2 * tl.cast(N, tl.int64) * T
         _final_limbs(
             part_ptr, sums_ptr + 2 * stride_sums, pieces, N, T, stride_piece, stride_sums, offs_t,
             flagged, any_flagged, risen, 3, BLOCK_N,
