@@ -107,11 +107,22 @@ def compile_all(
             BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
             grid=(132,),
         ),
-        "merge": linear_stats._merge_kernel.warmup(
-            fp32, fp32, fp32, fp64, 132, T, T, WITH_ENTROPY=False, WITH_SUM_Z=False, FIRST=False,
-            GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=256, BLOCK_T=32, num_warps=8,
-            **headroom, grid=(T // 32,),
-        ),
+        # One tile: the compiler takes a count of 1 for a constant.
+        **{
+            name: linear_stats._merge_kernel.warmup(
+                fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=True, WITH_SUM_Z=True,
+                FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=256, BLOCK_T=32,
+                num_warps=8, **headroom, grid=(T // 32,),
+            )
+            for name, tiles in (("merge", 132), ("merge one tile", 1))
+        },
+        **{
+            name: rescue._replace_sums_kernel.warmup(
+                fp64, fp32, fp32, fp64, 1, programs, T, programs * T, T, ABOVE=50.0,
+                WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_N=32, BLOCK_T=128, grid=(T // 128,),
+            )
+            for name, programs in (("replace sums", 132), ("replace sums of one program", 1))
+        },
     }  # fmt: skip
     if group_v is not None:
         return sums
