@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from flce_dist import steps
+from flce_dist.call import Call
+from flce_dist.gradients import Dlogits, Gradients, from_lse, in_forward_dtype
 from flce_dist.kernels import row_gradient
-from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.steps import Call, Dlogits
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -67,7 +68,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         logits = call.logits(gather.tokens, weight, bias, labels)
         cache, columns = None, call.plan.cached_columns(logits.V)
         if columns:
-            cache = steps.new_window(logits.T, columns, logits.cache_dtype, hidden.device)
+            cache = new_window(logits.T, columns, logits.cache_dtype, hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
         stats, loss = steps.token_loss(call, logits, gather, (0, logits.T), token_weight, windows)
         norm = call.loss_norm(labels, token_weight, logits.stats_dtype)
@@ -104,8 +105,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 stats, token_dloss, metrics, entropy, call.loss_terms
             )
         else:
-            from_lse = steps.from_lse(hidden.dtype)
-            rows = call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse)
+            rows = call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse(hidden.dtype))
 
         # Decided from facts that all ranks share, not from which upstream gradients this rank got:
         # every rank gathers or none does.
@@ -125,10 +125,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias)
-        results = steps.Gradients(call, hidden.dtype, share, dweight, dbias)
+        results = Gradients(call, hidden.dtype, share, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
         dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
-        results.add((0, len(labels)), functools.cache(logits), weight, labels, rows, dlogits)
+        results.add((0, len(labels)), functools.cache(logits), weight, dlogits)
         if gather is not None:
             gather.wait_all()  # also where nothing needed it: its memory must outlive it
         return *results.finished(), None, None, None
@@ -167,7 +167,7 @@ class InForwardFunction(torch.autograd.Function):
             dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-        results = steps.Gradients(call, hidden.dtype, share, dweight, dbias)
+        results = Gradients(call, hidden.dtype, share, dweight, dbias)
         losses, metrics = [], []
 
         for first, last in chunks:
@@ -185,17 +185,17 @@ class InForwardFunction(torch.autograd.Function):
             rows = call.kernels.row_gradient(
                 stats, chunk.labels, weights, None if late_norm is not None else norm, None,
                 call.loss_terms,
-                from_lse=steps.from_lse(hidden.dtype),
+                from_lse=from_lse(hidden.dtype),
             )  # fmt: skip
             dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
             of_chunk = functools.partial(logits.tokens, first, last)
-            results.add((first, last), of_chunk, weight, chunk.labels, rows, dlogits)
+            results.add((first, last), of_chunk, weight, dlogits)
 
         del cache, dlogits  # before dweight is there twice
         loss = steps.reduced_loss(call, torch.cat(losses), norm)
         dhidden, dweight, dbias = results.finished()
         if dweight is not None:
-            dweight = dweight.to(steps.in_forward_dtype(weight.dtype))
+            dweight = dweight.to(in_forward_dtype(weight.dtype))
         ctx.save_for_backward(late_norm, dhidden, dweight, dbias)
         ctx.call, ctx.dtype, ctx.reuses_saved = call, weight.dtype, True
         if not call.options.with_metrics:

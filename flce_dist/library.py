@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist import checks, collectives, steps
+from flce_dist import checks, collectives
 from flce_dist.autograd import function_of
+from flce_dist.gradients import in_forward_dtype
+from flce_dist.kernels.column_cache import new_window
 from flce_dist.options import LossOptions
 from flce_dist.prepare import Arguments, Prepared, prepare
 
@@ -147,11 +149,11 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
         late_norm = call.options.reduction == "mean" and hidden.dtype == torch.float16
         outputs += [new() if late_norm else new(0), dhidden if need_hidden else new(0)]
-        dtype = steps.in_forward_dtype(weight.dtype)
+        dtype = in_forward_dtype(weight.dtype)
         outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
     columns = call.plan.cached_columns(call.shard.V)
-    cache = steps.new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
+    cache = new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
     norm = new() if call.options.reduction == "mean" else new(0)
     return [*outputs, norm, cache, entropy, new(T), new(T), new(T)]

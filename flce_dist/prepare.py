@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import checks, collectives
+from flce_dist.call import Call, kernels_of
 from flce_dist.options import LossOptions
 from flce_dist.plan import Plan, plan
-from flce_dist.steps import Call, kernels_of
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import VocabShard
 

@@ -44,3 +44,9 @@ class ColumnCache:
                 yield first + start, first + start + part.shape[1], part
         for start in range(self.width, V, step):
             yield start, min(start + step, V), None
+
+
+def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised [T, columns] whose rows start on 16 bytes, as TMA stores want."""
+    padded = -(-columns // 16) * 16
+    return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]

@@ -71,11 +71,13 @@ TABLE = {
     "memory": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
-    "steps": Rule(ours=LEAVES | ours("kernels", "collectives", "token_order")),
-    "autograd": Rule(ours=LEAVES | ours("kernels", "collectives", "steps")),
-    "prepare": Rule(ours=LEAVES | ours("checks", "collectives", "steps", "token_order")),
+    "call": Rule(ours=LEAVES | ours("kernels", "collectives", "token_order")),
+    "steps": Rule(ours=LEAVES | ours("kernels", "collectives", "call")),
+    "gradients": Rule(ours=LEAVES | ours("kernels", "call")),
+    "autograd": Rule(ours=LEAVES | ours("kernels", "call", "gradients", "steps")),
+    "prepare": Rule(ours=LEAVES | ours("call", "checks", "collectives", "token_order")),
     "library": Rule(
-        ours=LEAVES | ours("autograd", "checks", "collectives", "kernels", "prepare", "steps")
+        ours=LEAVES | ours("autograd", "checks", "collectives", "gradients", "kernels", "prepare")
     ),
     "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
     "rank_check": Rule(ours=LEAVES | ours("checks", "collectives", "prepare")),

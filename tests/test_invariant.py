@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan, steps
+from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan
 from flce_dist.kernels import exact_sums, gpu, launching, linear_stats, rescue
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
@@ -433,7 +433,7 @@ def test_what_it_asks_for_is_checked() -> None:
 
 @interpreted
 def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "INVARIANT_ROWS", 64)
+    monkeypatch.setattr("flce_dist.call.INVARIANT_ROWS", 64)
     inputs = problem()
     one = statistics(inputs)
     assert differing(statistics(inputs, 8), one)

@@ -154,7 +154,7 @@ def test_every_rank_borrows_from_its_own_shard(
 
 def test_windows_in_the_wrong_order_would_show(small_windows, monkeypatch):
     """Taken from the last to the first, a window is overwritten before it was used."""
-    from flce_dist.steps import Dlogits
+    from flce_dist.gradients import Dlogits
 
     pieces = Dlogits.pieces
     monkeypatch.setattr(Dlogits, "pieces", lambda self: pieces(self)[::-1])

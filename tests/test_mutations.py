@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import steps
+from flce_dist.call import Call, kernels_of
 from flce_dist.kernels import eager, gemm
 from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
@@ -78,7 +78,7 @@ def break_shard(original: Any, *args: Any, **kwargs: Any) -> ShardLogits:
 @each_schedule
 def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
     check(inputs(), schedule=schedule)
-    mutate(steps.Call, "logits", break_shard)
+    mutate(Call, "logits", break_shard)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), schedule=schedule)
 
@@ -87,7 +87,7 @@ def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
 def test_labels_owned_by_every_rank(mutate: Patch, impl: str) -> None:
     """As if two ranks added the label's logit."""
     mutate(
-        steps.kernels_of(impl),
+        kernels_of(impl),
         "label_logit",
         lambda original, *args, **kw: 2 * original(*args, **kw),
     )
@@ -107,12 +107,12 @@ def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @both
 def test_smoothing_averaged_over_a_shard(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
     check(inputs(), impl=impl, label_smoothing=0.1)
-    terms = steps.Call.loss_terms.fget  # type: ignore[attr-defined]
+    terms = Call.loss_terms.fget  # type: ignore[attr-defined]
 
-    def of_shard(call: steps.Call) -> LossTerms:
+    def of_shard(call: Call) -> LossTerms:
         return terms(call)._replace(vocab_size=V // 2)
 
-    monkeypatch.setattr(steps.Call, "loss_terms", property(of_shard))
+    monkeypatch.setattr(Call, "loss_terms", property(of_shard))
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), impl=impl, label_smoothing=0.1)
 
@@ -140,7 +140,7 @@ def test_rescue_forgets_the_sums(mutate: Patch, nats: float, impl: str) -> None:
         before = sums.clone()
         return before[: len(original(logits, label_logit, others_max, sums, **kw))]
 
-    mutate(steps.kernels_of(impl), "rescue", forget)
+    mutate(kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="loss: "):
         check(label_below(nats), impl=impl)
 
@@ -156,7 +156,7 @@ def test_rescue_forgets_the_entropy(mutate: Patch, impl: str) -> None:
         return sums
 
     check(label_below(60.0), impl=impl, with_metrics=True)
-    mutate(steps.kernels_of(impl), "rescue", forget)
+    mutate(kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="entropy: "):
         check(label_below(60.0), impl=impl, with_metrics=True)
 
@@ -167,7 +167,7 @@ def test_token_weights_ignored(mutate: Patch, schedule: str, impl: str) -> None:
     def ignore(original: Any, labels: Tensor, token_weight: Tensor, *args: Any, **kw: Any) -> Any:
         return original(labels, None, *args, **kw)
 
-    mutate(steps.kernels_of(impl), "token_loss", ignore)
+    mutate(kernels_of(impl), "token_loss", ignore)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), impl=impl, schedule=schedule)
 
@@ -187,7 +187,7 @@ def test_a_mean_over_the_wrong_weights(
 
     options: dict[str, Any] = {"impl": impl, "reduction": "mean", "schedule": schedule}
     check(inputs(), **options)
-    mutate(steps.kernels_of(impl), "loss_norm", wrong)
+    mutate(kernels_of(impl), "loss_norm", wrong)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), **options)
 
@@ -214,6 +214,6 @@ def test_a_phantom_column(mutate: Patch, impl: str) -> None:
         sums[0] += (-label_logit).exp()
         return others_max, sums
 
-    mutate(steps.kernels_of(impl), "linear_stats", one_more)
+    mutate(kernels_of(impl), "linear_stats", one_more)
     with pytest.raises(AssertionError, match="loss: "):
         check(problem, impl=impl)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import autograd, linear_cross_entropy, plan, steps
+from flce_dist import autograd, gradients, linear_cross_entropy, plan
+from flce_dist.call import Call, kernels_of
 from flce_dist.kernels import eager, gemm, row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import LossTerms, TokenStats
@@ -35,7 +36,7 @@ def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
     def forget(original: Any, *args: Any, **kw: Any) -> Tensor:
         return original(*args, **{**kw, "cache": ColumnCache()})
 
-    mutate(steps.kernels_of(impl), "rescue", forget)
+    mutate(kernels_of(impl), "rescue", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(label_below(60.0), impl=impl, schedule="cached")
 
@@ -63,7 +64,7 @@ def test_upstream_gradient_ignored(mutate: Patch, reduction: str, schedule: str,
     problem = make_inputs(T, V, H, ignored=0.0)
     options: dict[str, Any] = {"impl": impl, "reduction": reduction, "schedule": schedule}
     check(problem, Upstream(g), **options)
-    mutate(steps.kernels_of(impl), "row_gradient", without("dloss"))
+    mutate(kernels_of(impl), "row_gradient", without("dloss"))
     with pytest.raises(AssertionError, match="dhidden: "):
         check(problem, Upstream(g), **options)
 
@@ -75,7 +76,7 @@ def test_norm_or_weights_ignored_by_the_gradients(
     mutate: Patch, schedule: str, name: str, impl: str
 ) -> None:
     check(inputs(), impl=impl, schedule=schedule)
-    mutate(steps.kernels_of(impl), "row_gradient", without(name))
+    mutate(kernels_of(impl), "row_gradient", without(name))
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), impl=impl, schedule=schedule)
 
@@ -94,9 +95,9 @@ def test_norm_not_kept_for_the_gradients(
         return torch.ones_like(norms[-1])
 
     check(inputs(dtype), impl=impl, schedule=schedule)
-    mutate(steps.kernels_of(impl), "loss_norm", forget)
+    mutate(kernels_of(impl), "loss_norm", forget)
     mutate(
-        steps.kernels_of(impl),
+        kernels_of(impl),
         "reduce_loss",
         lambda original, loss, norm: original(loss, norms[-1]),
     )
@@ -118,7 +119,7 @@ def test_norm_that_divides_twice(mutate: Patch, impl: str) -> None:
 
     problem = inputs(torch.float16)
     check(problem, impl=impl, schedule="in_forward")
-    mutate(steps.kernels_of(impl), "row_gradient", divide_too)
+    mutate(kernels_of(impl), "row_gradient", divide_too)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(problem, impl=impl, schedule="in_forward")
 
@@ -140,7 +141,7 @@ def test_gradients_of_in_forward_left_unscaled(mutate: Patch, impl: str) -> None
     def copy(original: Any, x: Tensor, factor: Tensor, *, out: Tensor) -> None:
         out.copy_(x)
 
-    mutate(steps.kernels_of(impl), "scale", copy)
+    mutate(kernels_of(impl), "scale", copy)
     check(inputs(), Upstream(1.0), impl=impl, schedule="in_forward")
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), Upstream(3.0), impl=impl, schedule="in_forward")
@@ -163,7 +164,7 @@ def test_an_option_that_backward_forgets(mutate: Patch, option: str, impl: str) 
         return original(*others, terms._replace(**{option: 0.0}), **kwargs)
 
     check(inputs(), **options)
-    mutate(steps.kernels_of(impl), "row_gradient", forget)
+    mutate(kernels_of(impl), "row_gradient", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), **options)
 
@@ -174,7 +175,7 @@ def test_the_labels_column_left_out(mutate: Patch, impl: str) -> None:
         rows = original(*args, **kw)
         return rows._replace(label_value=torch.zeros_like(rows.label_value))
 
-    mutate(steps.kernels_of(impl), "row_gradient", forget)
+    mutate(kernels_of(impl), "row_gradient", forget)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), impl=impl, schedule="recompute")
 
@@ -186,7 +187,7 @@ def test_the_labels_column_not_written_into_the_cache(
     mutate: Patch, schedule: str, dtype: torch.dtype, impl: str
 ) -> None:
     """fp16 caches in bf16, and writes the label's column when it converts."""
-    mutate(steps.kernels_of(impl), "write_label_value", lambda original, *args, **kw: None)
+    mutate(kernels_of(impl), "write_label_value", lambda original, *args, **kw: None)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(dtype), impl=impl, schedule=schedule)
 
@@ -223,7 +224,7 @@ def test_a_chunk_that_is_never_added(mutate: Patch) -> None:
         else:
             results.share[slice(*tokens)] = 0.0
 
-    mutate(steps.Gradients, "add", skip_the_last)
+    mutate(gradients.Gradients, "add", skip_the_last)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(problem, **options)
 
@@ -249,10 +250,10 @@ def test_accumulation_in_half_precision(mutate: Patch, monkeypatch: pytest.Monke
 
 
 def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
-    def unscaled(original: Any, call: steps.Call, d: Tensor, rows: Any) -> Tensor:
+    def unscaled(original: Any, call: Call, d: Tensor, rows: Any) -> Tensor:
         return original(call, d, rows._replace(scale=torch.ones_like(rows.scale)))
 
-    mutate(steps, "dbias_piece", unscaled)
+    mutate(gradients, "dbias_piece", unscaled)
     with pytest.raises(AssertionError, match="dbias: "):
         check(inputs())
 
@@ -277,7 +278,7 @@ def test_a_cache_that_backward_changes(mutate: Patch) -> None:
 
     hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H)
     loss = linear_cross_entropy(hidden, weight, torch.zeros(T).long(), schedule="cached")
-    mutate(steps.Dlogits, "piece", in_place)
+    mutate(gradients.Dlogits, "piece", in_place)
     torch.autograd.grad(loss, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, hidden)

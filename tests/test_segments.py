@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flce_dist.call import kernels_of
 from flce_dist.kernels import launching, linear_stats, tuning
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.launching import Segment, segment_columns
 from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import Schedule
-from flce_dist.steps import kernels_of
 from tests.oracle import (
     METRICS,
     Inputs,

@@ -1,0 +1,106 @@
+"""One call, apart from its tensors: what the schedules and their steps are told.
+
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import collectives
+from flce_dist.kernels import gemm
+from flce_dist.kernels.merge import LossTerms
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.options import LossOptions
+from flce_dist.plan import Plan
+from flce_dist.token_order import TokenOrder
+from flce_dist.vocab import INVARIANT_ROWS, VocabShard
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about one call that is not a tensor."""
+
+    options: LossOptions
+    shard: VocabShard
+    plan: Plan
+    order: TokenOrder
+    kernels: ModuleType  # flce_dist.kernels.gpu or flce_dist.kernels.eager
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        options = self.options
+        return LossTerms(
+            label_smoothing=options.label_smoothing,
+            z_loss_weight=options.z_loss_weight,
+            vocab_size=self.shard.vocab_size,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            ignore_index=options.ignore_index,
+        )
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    ) -> ShardLogits:
+        """This shard's logits over its real rows; hidden and labels are those of all T tokens."""
+        V = self.shard.V
+        return ShardLogits(
+            hidden=hidden,
+            weight=weight[:V],
+            bias=None if bias is None else bias[:V].contiguous(),
+            labels=labels,
+            vocab_start_index=self.shard.start,
+            ignore_index=self.options.ignore_index,
+            logit_scale=self.options.logit_scale,
+            softcap=self.options.softcap,
+            group_v=INVARIANT_ROWS if self.options.tp_invariant else None,
+        )
+
+    def loss_norm(
+        self, labels: Tensor, token_weight: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
+        if self.options.reduction != "mean":
+            return None
+        if token_weight is not None:  # a caller's order decides the bits
+            labels, token_weight = map(self.order.restored, (labels, token_weight))
+        return self.kernels.loss_norm(labels, token_weight, self.options.ignore_index, dtype)
+
+    @property
+    def reduces_dhidden(self) -> bool:
+        """Whether dhidden is summed over ranks here."""
+        options = self.options
+        return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
+
+    def share_of_dhidden(self, T: int, weight: Tensor) -> Tensor:
+        """Return memory for what this shard adds to dhidden, [T, H], as it will be sent."""
+        wide = self.options.reduce_in_fp32 and self.reduces_dhidden
+        dtype = gemm.acc_dtype(weight.dtype) if wide else weight.dtype
+        return weight.new_empty(T, weight.shape[1], dtype=dtype)
+
+    def gather(self, hidden: Tensor) -> collectives.TokenGather:
+        """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
+        group = self.tp_group if self.options.sequence_parallel else None
+        return collectives.TokenGather(hidden, self.order, group)
+
+    def sum_dhidden(self, share: Tensor) -> collectives.TokenScatter | collectives.TokenSum:
+        """Return what sums this shard's share of dhidden over ranks."""
+        if self.options.sequence_parallel:
+            assert self.tp_group is not None
+            return collectives.TokenScatter(share, self.order, self.tp_group)
+        return collectives.TokenSum(share, self.tp_group if self.reduces_dhidden else None)
+
+
+def kernels_of(impl: str) -> ModuleType:
+    """Import on demand: a machine that only runs eager needs no working triton."""
+    if impl == "triton":
+        from flce_dist.kernels import gpu
+
+        return gpu
+    from flce_dist.kernels import eager
+
+    return eager
