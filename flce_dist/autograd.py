@@ -187,11 +187,12 @@ class InForwardFunction(torch.autograd.Function):
                 call.loss_terms,
                 from_lse=from_lse(hidden.dtype),
             )  # fmt: skip
-            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
             of_chunk = functools.partial(logits.tokens, first, last)
+            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
             results.add((first, last), of_chunk, weight, dlogits)
+            del dlogits  # it holds the cache
 
-        del cache, dlogits  # before dweight is there twice
+        del cache  # before dweight is there twice
         loss = steps.reduced_loss(call, torch.cat(losses), norm)
         dhidden, dweight, dbias = results.finished()
         if dweight is not None:

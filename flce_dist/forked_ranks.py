@@ -6,6 +6,7 @@ the loopback device, and a pipe to the caller. What it gets and gives travels pi
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -211,6 +212,7 @@ def _worker(
     closure: Callable[[dist.ProcessGroup], Any] | None,
 ) -> None:
     """Serve calls until the pipe closes: its caller closed it, or is gone."""
+    gc.freeze()  # a process group that the caller has left to collect would wait here for threads
     for end in inherited:
         end.close()  # held open here, they would keep a sibling from seeing its caller go
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it and ends the workers

@@ -1,10 +1,11 @@
 """Simulated ranks: results, failures that name their rank, and the error budget's own honesty."""
 
 import functools
+import gc
 import os
 import signal
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -216,6 +217,26 @@ def test_ranks_work_beside_a_group_of_the_caller(tmp_path):
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
+
+
+def collect(group: dist.ProcessGroup) -> int:
+    gc.collect()
+    return group.rank()
+
+
+def test_what_the_caller_has_left_to_collect_stays_with_it():
+    """A process group's end waits for its threads, which a fork does not have."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.disable()
+    try:
+        dist.all_reduce(torch.ones(1))
+        cycle: list[Any] = [dist.group.WORLD]
+        cycle.append(cycle)
+        dist.destroy_process_group()
+        del cycle
+        assert run_ranks(collect, 2, backend="gloo", timeout_s=20.0) == [0, 1]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("kwargs", "said"), [
