@@ -85,4 +85,7 @@ def stop() -> None:
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, dist.ProcessGroup):  # it forgets to let go of some
+                setattr(parallel_state, name, None)
         _put_current_device(_current_device)

@@ -139,4 +139,6 @@ def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monke
         ("eager", "ok", 1), ("megatron_unfused", "ok", 1),
     ] * 2  # fmt: skip
     assert not dist.is_initialized() and not parallel_state.is_initialized()
+    kept = [n for n, x in vars(parallel_state).items() if isinstance(x, dist.ProcessGroup)]
+    assert kept == []  # a forked rank that overwrote one would wait for its threads
     assert torch.cuda.current_device is current_device
