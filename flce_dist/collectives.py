@@ -70,10 +70,11 @@ class TokenGather:
     """
 
     def __init__(self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup | None):
-        self._x, self._order, self._group = x.contiguous(), order, tp_group
+        self._x, self._order, self._group = x, order, tp_group
         self._works: list[dist.Work | None] = []
         self.tokens = x
         if tp_group is not None:
+            self._x = x.contiguous()
             self.tokens = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
 
     def start(self, piece: int) -> None:
