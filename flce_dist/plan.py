@@ -165,17 +165,11 @@ class _Tokens:
     def unit(self) -> int:
         return math.lcm(_TILE, self.P)
 
-    def rounded_up(self, n: int) -> int:
-        return -(-n // self.unit) * self.unit
-
-    def rounded_down(self, n: int) -> int:
-        return n // self.unit * self.unit
-
     def head(self, first_t: int) -> int:
         """Tokens of the first piece of a first chunk."""
         if self.P == 1 or first_t < _SPLIT_FROM:
             return first_t
-        return min(first_t, self.rounded_up(-(-first_t // _HEAD_SHARE)))
+        return min(first_t, _round_up(-(-first_t // _HEAD_SHARE), self.unit))
 
 
 def _in_forward(
@@ -187,10 +181,10 @@ def _in_forward(
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
     if not 0 < T <= chunk:
-        chunk = max(tokens.unit, tokens.rounded_down(chunk))
+        chunk = max(tokens.unit, _round_down(chunk, tokens.unit))
 
     def later(rest: int) -> int:
-        return max(1, min(rest, tokens.rounded_up(-(-rest // max(1, -(-rest // chunk))))))
+        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), tokens.unit)))
 
     lends = bool(row_bytes[1]) and chunk < T and not converts
     first = None
@@ -199,7 +193,7 @@ def _in_forward(
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
         return Plan("in_forward", T, V, *first[:2], T, max(1, T), tokens.head(T), *first[2:])
-    for first_t in range(tokens.rounded_down(T - 1), chunk, -tokens.unit) if lends else ():
+    for first_t in range(_round_down(T - 1, tokens.unit), chunk, -tokens.unit) if lends else ():
         first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
         if first is not None:
             rest = later(T - first_t)
@@ -261,9 +255,11 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> lis
     return windows
 
 
-def _round_down(n: int) -> int:
-    return n // _TILE * _TILE
+def _round_down(n: int, unit: int | None = None) -> int:
+    """To a multiple of ``unit``, by default of a tile."""
+    unit = unit or _TILE
+    return n // unit * unit
 
 
-def _round_up(n: int) -> int:
-    return -(-n // _TILE) * _TILE
+def _round_up(n: int, unit: int | None = None) -> int:
+    return -_round_down(-n, unit)
