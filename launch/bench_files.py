@@ -11,12 +11,15 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flce_dist.launch.bench_profile import KernelTime, Profile
 from flce_dist.launch.bench_report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
+
+Item = TypeVar("Item")
 
 MAY_DIFFER = frozenset(["command"])
 """Keys of ``about`` that do not change what a number means."""
@@ -72,15 +75,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
     Raises:
         ConfigError: the file is not there, or holds something else.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found["about"], [Record(**row) for row in found["records"]]
-    except OSError as error:
-        raise ConfigError(f"{path} must be a result file of the benchmark: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} must be a result file of the benchmark, with about and records: {error!r}"
-        ) from error
+    return _read(path, "result file", "records", lambda row: Record(**row))
 
 
 def read_profiles(path: Path) -> tuple[dict[str, Any], list[tuple[str, str, Profile]]]:
@@ -89,14 +84,21 @@ def read_profiles(path: Path) -> tuple[dict[str, Any], list[tuple[str, str, Prof
     Raises:
         ConfigError: the file is not there, or holds something else.
     """
+    return _read(path, "profile", "profiles", _read_profile)
+
+
+def _read(
+    path: Path, kind: str, key: str, item_of: Callable[[dict[str, Any]], Item]
+) -> tuple[dict[str, Any], list[Item]]:
+    """Return ``about`` and the items under ``key`` of a file of this kind."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found["about"], [_read_profile(entry) for entry in found["profiles"]]
+        return found["about"], [item_of(entry) for entry in found[key]]
     except OSError as error:
-        raise ConfigError(f"{path} must be a profile of the benchmark: {error}") from error
+        raise ConfigError(f"{path} must be a {kind} of the benchmark: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} must be a profile of the benchmark, with about and profiles: {error!r}"
+            f"{path} must be a {kind} of the benchmark, with about and {key}: {error!r}"
         ) from error
 
 
