@@ -20,6 +20,7 @@ from flce_dist.launch.bench_peers import PEERS
 from flce_dist.launch.bench_problem import Problem, make_problem, make_truth
 from flce_dist.launch.bench_report import make_records
 from flce_dist.testing import RankPool
+from tests.test_bench import GRID
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -105,17 +106,7 @@ def test_gathered_hidden_states_count_as_memory(gloo_ranks: Callable[[int], Rank
         assert peak - gradients >= gathered
 
 
-GRID = """
-check: gradients
-device: cpu
-warmup: 1
-rounds: 1
-sample_ms: 0.5
-settle_ms: 0.0
-shapes:
-  - {T: 24, H: 16, V: 64, dtype: fp32}
-  - {T: 12, H: 16, V: 64, dtype: fp32}
-runs:
+RUNS = """
   - {impl: eager, schedule: cached, sequence_parallel: true}
   - {impl: megatron_unfused, sequence_parallel: true}
 """
@@ -127,7 +118,7 @@ def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monke
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     current_device = torch.cuda.current_device
-    (tmp_path / "grid.yaml").write_text(GRID)
+    (tmp_path / "grid.yaml").write_text(GRID + RUNS)
     out = tmp_path / "found"
     assert bench.main(["--config", str(tmp_path / "grid.yaml"), "--out", str(out)]) == 0
     about, records = read_results(tmp_path / "found.json")
