@@ -118,14 +118,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             assert gather is not None
             return call.logits(gather.wait_all(), weight, bias, labels)
 
-        share = dweight = dbias = None
+        sum_of_dhidden = dweight = dbias = None
         if need_hidden:
-            share = call.share_of_dhidden(len(labels), weight)
+            sum_of_dhidden = call.sum_of_dhidden(len(labels), weight)
         if need_weight:
             dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias)
-        results = Gradients(call, hidden.dtype, share, dweight, dbias)
+        results = Gradients(call, hidden.dtype, sum_of_dhidden, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
         dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
         results.add((0, len(labels)), functools.cache(logits), weight, dlogits)
@@ -158,16 +158,16 @@ class InForwardFunction(torch.autograd.Function):
         # The gradient of a mean may be too small for fp16 before a loss scale arrives.
         late_norm = norm if hidden.dtype == torch.float16 else None
 
-        share = dweight = dbias = None
+        sum_of_dhidden = dweight = dbias = None
         if need_hidden:
-            share = call.share_of_dhidden(logits.T, weight)
+            sum_of_dhidden = call.sum_of_dhidden(logits.T, weight)
         if need_weight:
             rounds_once = len(chunks) == 1 and weight.dtype != torch.float16
             dtype = weight.dtype if rounds_once else logits.stats_dtype
             dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         if need_bias:
             dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-        results = Gradients(call, hidden.dtype, share, dweight, dbias)
+        results = Gradients(call, hidden.dtype, sum_of_dhidden, dweight, dbias)
         losses, metrics = [], []
 
         for first, last in chunks:

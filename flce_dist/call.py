@@ -10,11 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import collectives
+from flce_dist import peer_memory
+from flce_dist.collectives import (
+    CollectiveGather,
+    CollectiveScatter,
+    CollectiveSum,
+    TokenGather,
+    TokenSum,
+)
 from flce_dist.kernels import gemm
 from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
+from flce_dist.peer_copies import PeerGather, PeerScatter
+from flce_dist.peer_memory import PeerMemory
 from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import INVARIANT_ROWS, VocabShard
@@ -76,23 +85,35 @@ class Call:
         options = self.options
         return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
 
-    def share_of_dhidden(self, T: int, weight: Tensor) -> Tensor:
-        """Return memory for what this shard adds to dhidden, [T, H], as it will be sent."""
+    def gather(self, hidden: Tensor) -> TokenGather:
+        """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
+        if not self.options.sequence_parallel:
+            return TokenGather(hidden, self.order)
+        group, memory = self._sequence_group(hidden)
+        if memory is not None:
+            return PeerGather(hidden, self.order, memory)
+        return CollectiveGather(hidden, self.order, group)
+
+    def sum_of_dhidden(self, T: int, weight: Tensor) -> TokenSum:
+        """Return what sums dhidden over ranks, with memory for what this shard adds, [T, H]."""
         wide = self.options.reduce_in_fp32 and self.reduces_dhidden
         dtype = gemm.acc_dtype(weight.dtype) if wide else weight.dtype
-        return weight.new_empty(T, weight.shape[1], dtype=dtype)
+        shape = (T, weight.shape[1])
+        if not self.options.sequence_parallel:
+            share = weight.new_empty(shape, dtype=dtype)
+            if self.tp_group is None or not self.reduces_dhidden:
+                return TokenSum(share)
+            return CollectiveSum(share, self.tp_group)
+        group, memory = self._sequence_group(weight)
+        if memory is not None:
+            memory.reserve(T * weight.shape[1] * dtype.itemsize)
+            share = memory.own(shape, dtype)
+            return PeerScatter(share, self.order, memory, self.kernels.sum_shares)
+        return CollectiveScatter(weight.new_empty(shape, dtype=dtype), self.order, group)
 
-    def gather(self, hidden: Tensor) -> collectives.TokenGather:
-        """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
-        group = self.tp_group if self.options.sequence_parallel else None
-        return collectives.TokenGather(hidden, self.order, group)
-
-    def sum_dhidden(self, share: Tensor) -> collectives.TokenScatter | collectives.TokenSum:
-        """Return what sums this shard's share of dhidden over ranks."""
-        if self.options.sequence_parallel:
-            assert self.tp_group is not None
-            return collectives.TokenScatter(share, self.order, self.tp_group)
-        return collectives.TokenSum(share, self.tp_group if self.reduces_dhidden else None)
+    def _sequence_group(self, x: Tensor) -> tuple[dist.ProcessGroup, PeerMemory | None]:
+        assert self.tp_group is not None
+        return self.tp_group, peer_memory.of_group(self.tp_group, x.device)
 
 
 def kernels_of(impl: str) -> ModuleType:

@@ -65,40 +65,23 @@ def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
 class TokenGather:
     """[T / P, H] of every rank on its way into ``tokens`` [T, H], piece by piece.
 
-    Each rank receives (P - 1) / P of the result. The collectives of a group run one after the
-    other, so a piece is started when its turn has come: what is started later waits for it.
+    This one is of one process, whose tokens are all here: they are its caller's.
     """
 
-    def __init__(self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup | None):
-        self._x, self._order, self._group = x, order, tp_group
-        self._works: list[dist.Work | None] = []
-        self.tokens = x
-        if tp_group is not None:
-            self._x = x.contiguous()
-            self.tokens = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
+    owns_tokens = False
+
+    def __init__(self, x: Tensor, order: TokenOrder):
+        self.tokens, self._order = x, order
 
     def start(self, piece: int) -> None:
         """Begin with the next piece, if there is one and this is it."""
-        if piece != len(self._works) or piece >= len(self._order.pieces):
-            return
-        start, end = self._order.pieces[piece]
-        out = self.tokens[start:end]
-        work = None
-        if self._group is not None and out.numel():
-            mine = self._x[self._order.local(piece)]
-            work = all_gather(out, mine, group=self._group, async_op=True)
-        self._works.append(work)
+
+    def wait(self, piece: int) -> None:
+        """Make the current stream wait until this piece is there."""
 
     def start_all(self) -> None:
         for piece in range(len(self._order.pieces)):
             self.start(piece)
-
-    def wait(self, piece: int) -> None:
-        """Make the current stream wait until this piece is there."""
-        self.start(piece)
-        work, self._works[piece] = self._works[piece], None
-        if work is not None:
-            work.wait()
 
     def wait_all(self) -> Tensor:
         for piece in range(len(self._order.pieces)):
@@ -106,25 +89,95 @@ class TokenGather:
         return self.tokens
 
 
+class CollectiveGather(TokenGather):
+    """By all-gathers. Each rank receives (P - 1) / P of ``tokens``.
+
+    The collectives of a group run one after the other, so a piece is started when its turn has
+    come: what is started later waits for it.
+    """
+
+    owns_tokens = True
+
+    def __init__(self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup):
+        super().__init__(x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:]), order)
+        self._x, self._group = x.contiguous(), tp_group
+        self._works: list[dist.Work | None] = []
+
+    def start(self, piece: int) -> None:
+        if piece != len(self._works) or piece >= len(self._order.pieces):
+            return
+        start, end = self._order.pieces[piece]
+        out = self.tokens[start:end]
+        work = None
+        if out.numel():
+            mine = self._x[self._order.local(piece)]
+            work = all_gather(out, mine, group=self._group, async_op=True)
+        self._works.append(work)
+
+    def wait(self, piece: int) -> None:
+        self.start(piece)
+        work, self._works[piece] = self._works[piece], None
+        if work is not None:
+            work.wait()
+
+
 def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Gather [N / P, ...] of every rank into [N, ...], in rank order."""
+    if tp_group is None:
+        return x
     P = group_size(tp_group)
-    return TokenGather(x, TokenOrder(P, ((0, P * x.shape[0]),)), tp_group).wait_all()
+    order = TokenOrder(P, ((0, P * x.shape[0]),))
+    return CollectiveGather(x, order, tp_group).wait_all()
 
 
-class TokenScatter:
-    """[T, H] of every rank, summed over ranks; each is left its own [T / P, H].
+class TokenSum:
+    """[T, H] of every rank, summed over ranks; ``tokens`` is what this rank adds.
 
-    Each rank sends (P - 1) / P of ``tokens``. The sum is taken in its dtype.
+    This one is of one process, which has the sum already.
+    """
+
+    def __init__(self, tokens: Tensor):
+        self.tokens = tokens
+
+    def acquire(self) -> None:
+        """Make the current stream wait until ``tokens`` may be written."""
+
+    def start(self, first: int, last: int) -> None:
+        """Begin with tokens ``first <= t < last``, whole pieces, which are written."""
+
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the sum of this rank's tokens, and return it."""
+        return self.tokens
+
+
+class CollectiveSum(TokenSum):
+    """By all-reduces, in place and in the dtype of ``tokens``: every rank has all tokens' sums."""
+
+    def __init__(self, tokens: Tensor, tp_group: dist.ProcessGroup):
+        super().__init__(tokens)
+        self._group = tp_group
+        self._works: list[dist.Work] = []
+
+    def start(self, first: int, last: int) -> None:
+        self._works += start_all_reduce(self.tokens[first:last], self._group).works
+
+    def wait(self) -> Tensor:
+        return Pending(self.tokens, tuple(self._works)).wait()
+
+
+class CollectiveScatter(TokenSum):
+    """By reduce-scatters, in the dtype of ``tokens``: a rank is left its own [T / P, H].
+
+    Each rank sends (P - 1) / P of ``tokens``.
     """
 
     def __init__(self, tokens: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup):
-        self.tokens, self._order, self._group = tokens, order, tp_group
+        super().__init__(tokens)
+        self._order, self._group = order, tp_group
         self._out = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
         self._works: list[dist.Work] = []
 
     def start(self, first: int, last: int) -> None:
-        """Begin with the pieces of tokens ``first <= t < last``, which are written."""
         for piece, (start, end) in self._order.between(first, last):
             mine = self.tokens[start:end]
             if mine.numel():
@@ -134,18 +187,3 @@ class TokenScatter:
 
     def wait(self) -> Tensor:
         return Pending(self._out, tuple(self._works)).wait()
-
-
-class TokenSum:
-    """[T, H] of every rank, summed over ranks in place and in its dtype."""
-
-    def __init__(self, tokens: Tensor, tp_group: dist.ProcessGroup | None):
-        self.tokens, self._group = tokens, tp_group
-        self._works: list[dist.Work] = []
-
-    def start(self, first: int, last: int) -> None:
-        """Begin with tokens ``first <= t < last``, which are written."""
-        self._works += start_all_reduce(self.tokens[first:last], self._group).works
-
-    def wait(self) -> Tensor:
-        return Pending(self.tokens, tuple(self._works)).wait()

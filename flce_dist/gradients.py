@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.call import Call
+from flce_dist.collectives import TokenSum
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.merge import TokenStats
@@ -101,12 +102,11 @@ class Gradients:
 
     call: Call
     dtype: torch.dtype  # of hidden
-    share: Tensor | None  # of dhidden, this shard's
+    dhidden: TokenSum | None
     dweight: Tensor | None
     dbias: Tensor | None
 
     def __post_init__(self) -> None:
-        self._dhidden = None if self.share is None else self.call.sum_dhidden(self.share)
         if self.dweight is not None:
             self.dweight[self.call.shard.V :] = 0.0
 
@@ -124,7 +124,7 @@ class Gradients:
         """
         call, dweight = self.call, self.dweight
         labels, rows = dlogits.labels, dlogits.rows
-        share = None if self.share is None else self.share[slice(*tokens)]
+        share = None if self.dhidden is None else self.dhidden.tokens[slice(*tokens)]
         acc = None if share is None else rows.scale.new_empty(share.shape)
         # Until dhidden is written, at the end, its memory is free.
         lent = None if call.reduces_dhidden else share
@@ -135,9 +135,12 @@ class Gradients:
             return scaled_hidden(call, logits(), rows, out)
 
         def finish_dhidden() -> None:
-            if self._dhidden is not None and acc is not None and share is not None:
+            nonlocal acc
+            if self.dhidden is not None and acc is not None and share is not None:
+                self.dhidden.acquire()
                 write_dhidden(call, acc, weight, labels, rows, share)
-                self._dhidden.start(*tokens)
+                acc = None  # its memory may hold what comes from other ranks
+                self.dhidden.start(*tokens)
 
         pieces = dlogits.pieces()
         for start, end, cached in pieces:
@@ -166,7 +169,7 @@ class Gradients:
 
     def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias."""
-        dhidden = None if self._dhidden is None else self._dhidden.wait().to(self.dtype)
+        dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.dtype)
         return dhidden, self.dweight, self.dbias
 
 

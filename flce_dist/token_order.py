@@ -24,6 +24,12 @@ class TokenOrder:
         start, end = self.pieces[piece]
         return slice(start // self.P, end // self.P)
 
+    def part(self, piece: int, rank: int) -> slice:
+        """Return where a rank's tokens of a piece are among the gathered ones."""
+        start, end = self.pieces[piece]
+        n = (end - start) // self.P
+        return slice(start + rank * n, start + (rank + 1) * n)
+
     def between(self, first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yield the number and the bounds of each piece of tokens ``first <= t < last``."""
         for k, (start, end) in enumerate(self.pieces):

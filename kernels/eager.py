@@ -216,6 +216,12 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
+def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
+    """Write the sum of all ranks' shares [T, H], in their order; others are [P - 1, T, H]."""
+    shares = torch.cat([others[:rank], own[None], others[rank:]])
+    out.copy_(shares.sum(0, dtype=gemm.acc_dtype(own.dtype)))
+
+
 def scale_rows(
     x: Tensor,
     scale: Tensor,

@@ -6,6 +6,7 @@ from flce_dist.kernels.linear_stats import linear_stats
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import scale_rows
+from flce_dist.kernels.sum_shares import sum_shares
 from flce_dist.kernels.token_gradient import row_gradient, write_label_value
 from flce_dist.kernels.token_loss import loss_norm, reduce_loss, token_loss
 
@@ -19,6 +20,7 @@ __all__ = [
     "row_gradient",
     "scale",
     "scale_rows",
+    "sum_shares",
     "token_loss",
     "write_label_value",
 ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import autograd, collectives, library, rank_check
+from flce_dist import autograd, collectives, library, peer_copies, rank_check
 from tests import (
     gpu_parallel,
     parallel_autograd_checks,
@@ -129,12 +129,14 @@ def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
-    def own_part(self: collectives.TokenScatter) -> torch.Tensor:
-        group = self._group
+    def own_part(self: Any) -> torch.Tensor:
+        group = dist.group.WORLD
+        assert group is not None
         return self.tokens.tensor_split(group.size())[group.rank()].clone()
 
-    patch.setattr(collectives.TokenScatter, "start", lambda self, first, last: None)
-    patch.setattr(collectives.TokenScatter, "wait", own_part)
+    for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
+        patch.setattr(kind, "start", lambda self, first, last: None)
+        patch.setattr(kind, "wait", own_part)
 
 
 def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,8 @@ def host_waits(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(collectives.Pending, "wait", lambda self: self.result)
-    patch.setattr(collectives.TokenGather, "wait", collectives.TokenGather.start)
+    for kind in (collectives.CollectiveGather, peer_copies.PeerGather):
+        patch.setattr(kind, "wait", kind.start)
 
 
 MISTAKES: list[tuple[str, Plant, str]] = [

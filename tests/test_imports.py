@@ -68,12 +68,16 @@ TABLE = {
     "vocab": LEAF,
     "token_order": Rule(),
     "collectives": Rule(ours=ours("token_order")),
+    "peer_memory": Rule(lazily=frozenset({"cuda"})),
+    "peer_copies": Rule(ours=ours("collectives", "peer_memory", "token_order")),
     "memory": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
-    "call": Rule(ours=LEAVES | ours("kernels", "collectives", "token_order")),
+    "call": Rule(
+        ours=LEAVES | ours("kernels", "collectives", "peer_copies", "peer_memory", "token_order")
+    ),
     "steps": Rule(ours=LEAVES | ours("kernels", "collectives", "call")),
-    "gradients": Rule(ours=LEAVES | ours("kernels", "call")),
+    "gradients": Rule(ours=LEAVES | ours("kernels", "call", "collectives")),
     "autograd": Rule(ours=LEAVES | ours("kernels", "call", "gradients", "steps")),
     "prepare": Rule(ours=LEAVES | ours("call", "checks", "collectives", "token_order")),
     "library": Rule(

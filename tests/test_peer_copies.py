@@ -1,0 +1,125 @@
+"""Tokens that ranks copy from each other's memory, on simulated ranks: see simulated_peers.py.
+
+That streams, flags and graphs do their part is shown on GPUs, by tests/gpu_parallel.py.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import peer_copies
+from flce_dist.kernels import eager, gpu
+from flce_dist.testing import run_ranks
+from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
+from tests.simulated_peers import simulated_peers
+from tests.test_token_order import FEW, OPTIONS, PROBLEM, small_pieces
+
+
+def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
+    """All ranks' outcome, hidden in pieces, which nothing but copies moved."""
+    with small_pieces(), simulated_peers() as meetings:
+        ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
+    outcome = joined(ranks, sequence_parallel=True)
+    assert sum(meeting.pulls for meeting in meetings.values()) >= 2
+    assert not any(call.startswith(("allgather", "reduce_scatter")) for call in outcome.calls)
+    return outcome
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("P", "few"), [(2, {}), (4, {}), (4, FEW)])
+def test_gradients_are_right(schedule, P, few):
+    assert misses(with_peers(P, PROBLEM, schedule=schedule, **few), PROBLEM) == []
+
+
+@pytest.mark.parametrize("name", ["none", "token weights", "smoothing"])
+def test_options(name):
+    problem = PROBLEM.changed(options=OPTIONS[name])
+    assert misses(with_peers(4, problem, schedule="cached"), problem) == []
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+def test_no_tokens(schedule):
+    outcome = with_peers(2, PROBLEM.changed(T=0), schedule=schedule)
+    assert outcome.dhidden.shape == (0, PROBLEM.H) and not outcome.dweight.any()
+
+
+def test_of_one_rank_nothing_is_copied():
+    with simulated_peers() as meetings:
+        ranks = run_ranks(lambda g: rank_step(g, PROBLEM, sequence_parallel=True), 1)
+    assert not meetings and misses(joined(ranks, sequence_parallel=True), PROBLEM) == []
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_shares_travel_in_the_dtype_that_was_asked_for(wide):
+    problem = PROBLEM.changed(dtype=torch.bfloat16)
+    outcome = with_peers(4, problem, schedule="recompute", reduce_in_fp32=wide)
+    assert outcome.dhidden.dtype == torch.bfloat16
+    assert misses(outcome, problem) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("T", "H", "P"), [(3, 5, 2), (64, 129, 4), (1, 1, 8), (0, 4, 2)])
+def test_sum_shares(T, H, P, dtype):
+    """The sum in fp32, rounded once, to the bit, whoever adds it up."""
+    shares = torch.randn(P, T, H, generator=torch.Generator().manual_seed(P)).to(dtype)
+    expected = torch.zeros(T, H)
+    for share in shares:
+        expected += share.float()
+    for rank, kernels in itertools.product(range(P), (eager, gpu)):
+        others, out = torch.cat([shares[:rank], shares[rank + 1 :]]), torch.empty(T, H, dtype=dtype)
+        kernels.sum_shares(shares[rank], others, rank, out=out)
+        torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
+
+
+# --- planted mistakes
+
+
+def own_share_twice(patch: pytest.MonkeyPatch) -> None:
+    def wrong(own: Any, others: Any, rank: int, *, out: Any) -> None:
+        eager.__dict__["real_sum"](own, torch.cat([own[None], others[1:]]), rank, out=out)
+
+    patch.setitem(eager.__dict__, "real_sum", eager.sum_shares)
+    patch.setattr(eager, "sum_shares", wrong)
+
+
+def own_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
+    real = peer_copies.PeerGather.start
+
+    def start(self: peer_copies.PeerGather, piece: int) -> None:
+        real(self, piece)
+        self.tokens[self._order.part(0, self._memory.rank)] = 0.0
+
+    patch.setattr(peer_copies.PeerGather, "start", start)
+
+
+def the_first_piece_for_all(patch: pytest.MonkeyPatch) -> None:
+    real = peer_copies.PeerScatter._copy
+    patch.setattr(peer_copies.PeerScatter, "_copy", lambda self, _, others: real(self, 0, others))
+
+
+def written_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peer_copies.PeerScatter, "acquire", lambda self: None)
+
+
+def nobody_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peer_copies.PeerGather, "wait", peer_copies.PeerGather.start)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        own_share_twice,
+        own_tokens_forgotten,
+        the_first_piece_for_all,
+        written_too_early,
+        nobody_waits,
+    ],
+)
+def test_a_mistake_would_show(plant, monkeypatch):
+    plant(monkeypatch)
+    try:
+        assert misses(with_peers(4, PROBLEM, schedule="cached"), PROBLEM) != []
+    except Exception:  # shapes that do not fit, memory that may not be written
+        return
