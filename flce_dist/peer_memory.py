@@ -10,12 +10,13 @@ One rank's memory goes through these steps, in the order of its stream:
     acquire   wait until every peer has read what was published last
     (write)   kernels and copies of this rank
     publish   tell every peer
-    pull      on one stream per peer: wait until the peer has published, copy, tell it
+    pull      on a stream of its own: wait until every peer has published, copy, tell them
 
 Two flags for each pair of ranks say so, ``READY`` at the reader and ``FREE`` at the owner. Who
 waits for a flag takes it down, so that all are as before when a turn is over: CUDA graphs may
 replay it. Every rank issues what others wait for before it waits itself, hence it does not matter
-if streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+if streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies from several peers
+run one after the other on an H200, whatever their streams: on one, first pieces come first.
 """
 
 import os
@@ -38,12 +39,10 @@ Copy = Callable[[int], tuple[Tensor, Tensor]]
 class Arrival(NamedTuple):
     """A piece on its way; ``wait`` makes the current stream wait until it is here."""
 
-    events: tuple[torch.cuda.Event, ...]
+    event: torch.cuda.Event
 
     def wait(self) -> None:
-        stream = torch.cuda.current_stream()
-        for event in self.events:
-            stream.wait_event(event)
+        torch.cuda.current_stream().wait_event(self.event)
 
 
 class PeerMemory:
@@ -57,7 +56,7 @@ class PeerMemory:
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
         """The other ranks; each begins with another one, so that links are used evenly."""
         self._group, self._device = group, device
-        self._streams = {p: torch.cuda.Stream(device, priority=-1) for p in self.peers}
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._held: list[Tensor] = []  # the last one is in use, those before are in CUDA graphs
         self._handle: Any = None
         self._writable = self._in_graph = False
@@ -70,8 +69,8 @@ class PeerMemory:
         mine = self.rank
         self._await_free = [op for p in self.peers for op in at.take(mine, FREE, p)]
         self._tell_ready = [at.put(p, READY, mine) for p in self.peers]
-        self._await_ready = {p: at.take(mine, READY, p) for p in self.peers}
-        self._tell_free = {p: [at.put(p, FREE, mine)] for p in self.peers}
+        self._await_ready = [op for p in self.peers for op in at.take(mine, READY, p)]
+        self._tell_free = [at.put(p, FREE, mine) for p in self.peers]
         self._meet()
 
     @property
@@ -121,21 +120,18 @@ class PeerMemory:
         self.acquire()
         _enqueue(self._tell_ready, here)
         self._writable = False
-        start = here.record_event()
-        events: list[list[torch.cuda.Event]] = [[] for _ in copies]
-        for peer, stream in self._streams.items():
-            with torch.cuda.stream(stream):
-                stream.wait_event(start)
-                _enqueue(self._await_ready[peer], stream)
-                for copy, arrived in zip(copies, events, strict=True):
+        self._stream.wait_stream(here)
+        arrivals = []
+        with torch.cuda.stream(self._stream):
+            _enqueue(self._await_ready, self._stream)
+            for i, copy in enumerate(copies, start=1):
+                for peer in self.peers:
                     out, theirs = copy(peer)
                     out.copy_(theirs, non_blocking=True)
-                    if arrived is not events[-1]:
-                        arrived.append(stream.record_event())
-        for peer, stream in self._streams.items():
-            _enqueue(self._tell_free[peer], stream)
-            events[-1].append(stream.record_event())
-        return [Arrival(tuple(arrived)) for arrived in events]
+                if i == len(copies):
+                    _enqueue(self._tell_free, self._stream)
+                arrivals.append(Arrival(self._stream.record_event()))
+        return arrivals
 
     def end_read(self) -> None:
         """Let the next one who writes this rank's memory wait for what the current stream read."""

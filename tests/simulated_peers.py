@@ -6,6 +6,7 @@ Ranks meet where GPUs raise flags. What a rank may not write yet, or has not wri
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Late(Arrival):
     copies: list[tuple[Tensor, Tensor]]
 
     def __new__(cls, copies: list[tuple[Tensor, Tensor]]) -> "Late":
-        late = super().__new__(cls, ())
+        late = super().__new__(cls, cast(Any, None))
         late.copies = copies
         for out, _ in copies:
             out.fill_(torch.nan)
