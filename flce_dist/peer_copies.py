@@ -30,10 +30,8 @@ class PeerGather(TokenGather):
         memory.reserve(x.nbytes)
         memory.acquire()
         memory.own(x.shape, x.dtype).copy_(x)
-        pieces = range(len(self._order.pieces))
-        self._arrivals = memory.pull([self._copy(k) for k in pieces])
-        for k in pieces:
-            self.tokens[self._order.part(k, memory.rank)].copy_(x[self._order.local(k)])
+        copies = [self._copy(piece) for piece in range(len(self._order.pieces))]
+        self._arrivals = memory.pull(copies, (memory.rank, *memory.peers))
 
     def wait(self, piece: int) -> None:
         self.start(piece)
@@ -41,9 +39,9 @@ class PeerGather(TokenGather):
         self._arrivals[piece].wait()
 
     def _copy(self, piece: int) -> Copy:
-        def of(peer: int) -> tuple[Tensor, Tensor]:
-            theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
-            return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
+        def of(rank: int) -> tuple[Tensor, Tensor]:
+            theirs = self._memory.of(rank, self._x.shape, self._x.dtype)
+            return self.tokens[self._order.part(piece, rank)], theirs[self._order.local(piece)]
 
         return of
 
@@ -73,7 +71,8 @@ class PeerScatter(TokenSum):
         pieces = [piece for piece, _ in self._order.between(first, last)]
         shares = [tokens[self._order.part(piece, memory.rank)] for piece in pieces]
         others = [mine.new_empty(memory.P - 1, *mine.shape) for mine in shares]
-        arrivals = memory.pull([self._copy(*one) for one in zip(pieces, others, strict=True)])
+        copies = [self._copy(*one) for one in zip(pieces, others, strict=True)]
+        arrivals = memory.pull(copies, memory.peers)
         self._pulled += zip(pieces, others, arrivals, strict=True)
 
     def wait(self) -> Tensor:
