@@ -7,7 +7,7 @@ nor do the streams' own memory operations, by which ranks tell each other what i
 
 One rank's memory goes through these steps, in the order of its stream:
 
-    acquire   wait until every peer has read what was published last
+    acquire   wait until every rank has read what was published last
     (write)   kernels and copies of this rank
     publish   tell every peer
     pull      on a stream of its own: wait until every peer has published, copy, tell them
@@ -60,7 +60,6 @@ class PeerMemory:
         self._held: list[Tensor] = []  # the last one is in use, those before are in CUDA graphs
         self._handle: Any = None
         self._writable = self._in_graph = False
-        self._last_read: torch.cuda.Event | None = None
 
         flags, handle = _shared(2 * self.P, torch.int32, device, group)
         self._flags = flags
@@ -103,11 +102,12 @@ class PeerMemory:
         """Make the current stream wait until this rank's memory may be written."""
         if self._writable:
             return
-        capturing = torch.cuda.is_current_stream_capturing()
+        here = torch.cuda.current_stream()
+        capturing = _captures(here)
         self._in_graph |= capturing
-        if self._last_read is not None and not capturing:
-            torch.cuda.current_stream().wait_event(self._last_read)
-        _enqueue(self._await_free, torch.cuda.current_stream())
+        if capturing == _captures(self._stream):  # else what was read was not of this graph
+            here.wait_stream(self._stream)
+        _enqueue(self._await_free, here)
         self._writable = True
 
     def pull(self, copies: Sequence[Copy], ranks: Sequence[int]) -> list[Arrival]:
@@ -134,9 +134,8 @@ class PeerMemory:
         return arrivals
 
     def end_read(self) -> None:
-        """Let the next one who writes this rank's memory wait for what the current stream read."""
-        if not torch.cuda.is_current_stream_capturing():
-            self._last_read = torch.cuda.current_stream().record_event()
+        """Let the next one who acquires this rank's memory wait for what was issued here."""
+        self._stream.wait_stream(torch.cuda.current_stream())
 
     def _meet(self) -> None:
         """Return when all ranks' GPUs have done what was issued before."""
@@ -257,6 +256,11 @@ def _enqueue(operations: list[Any], stream: torch.cuda.Stream) -> None:
     (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
     if error:
         raise RuntimeError(f"the CUDA driver refused memory operations in a stream: {error.name}")
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_capture(what: str) -> None:
