@@ -57,8 +57,8 @@ class PeerMemory:
         """The other ranks; each begins with another one, so that links are used evenly."""
         self._group, self._device = group, device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._held: list[Tensor] = []  # the last one is in use, those before are in CUDA graphs
-        self._handle: Any = None
+        # With the handles to theirs; the last one is in use, those before are in CUDA graphs.
+        self._held: list[tuple[Tensor, Any]] = []
         self._writable = self._in_graph = False
 
         flags, handle = _shared(2 * self.P, torch.int32, device, group)
@@ -75,11 +75,11 @@ class PeerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory held here, outside of PyTorch's caching allocator."""
-        return sum(x.numel() for x in self._held)
+        return sum(memory.numel() for memory, _ in self._held)
 
     def reserve(self, nbytes: int) -> None:
         """Hold at least so many bytes. If there are too few, all ranks meet and hosts wait."""
-        if self._held and nbytes <= self._held[-1].numel():
+        if self._held and nbytes <= self._held[-1][0].numel():
             return
         _refuse_capture(f"{nbytes:,} bytes of memory that other ranks can read")
         self._meet()
@@ -87,8 +87,7 @@ class PeerMemory:
             self._held.clear()
         self._in_graph = False
         pages = max(1, -(-nbytes // _PAGE))
-        memory, self._handle = _shared(pages * _PAGE, torch.uint8, self._device, self._group)
-        self._held.append(memory)
+        self._held.append(_shared(pages * _PAGE, torch.uint8, self._device, self._group))
 
     def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """View the first bytes of this rank's memory."""
@@ -96,7 +95,8 @@ class PeerMemory:
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """View the first bytes of a rank's memory."""
-        return self._handle.get_buffer(rank, tuple(shape), dtype)
+        _, handle = self._held[-1]
+        return handle.get_buffer(rank, tuple(shape), dtype)
 
     def acquire(self) -> None:
         """Make the current stream wait until this rank's memory may be written."""
