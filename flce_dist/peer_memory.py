@@ -246,8 +246,14 @@ def _shared(
 
 
 def _driver() -> Any:
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError(
+            "sequence parallelism between GPUs of one host needs the package cuda-bindings, which "
+            "PyTorch's CUDA builds bring along: install it in CUDA's version, or set "
+            "NCCL_P2P_DISABLE=1 to use NCCL's collectives alone"
+        ) from error
     return driver
 
 

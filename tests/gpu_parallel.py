@@ -36,10 +36,11 @@ CHECKS: dict[str, Check] = {
     "checkpointing": parallel_autograd_checks.activation_checkpointing,
     "compile": parallel_autograd_checks.under_compile,
     "host": parallel_device_checks.no_waiting_host,
+    "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
     "memory": parallel_device_checks.memory,
 }
-GPU_ONLY = ("host",)
+GPU_ONLY = ("host", "collectives")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import check_ranks, linear_cross_entropy
+from flce_dist import check_ranks, linear_cross_entropy, peer_memory
 from flce_dist.options import Impl
 from flce_dist.plan import Plan, plan
 from flce_dist.vocab import vocab_range
@@ -195,6 +196,14 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
                 if not sp and not same_on_all_ranks(mine.dhidden, ranks.group):
                     found.append("dhidden differs between ranks")
                 yield from said(f"{name}: {way}", sp, found)
+
+
+def without_peer_copies(ranks: Ranks) -> Iterator[str]:
+    """The same over collectives alone, as between hosts; and that it is not so by default."""
+    if peer_memory.of_group(ranks.group, ranks.device) is None:
+        yield "ranks on GPUs of one host do not copy from each other"
+    with mock.patch.object(peer_memory, "of_group", lambda group, device: None):
+        yield from gradients_against_fp64(ranks)
 
 
 @contextmanager
