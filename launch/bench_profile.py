@@ -2,8 +2,8 @@
 
 On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time,
 and no more: only a device has a time line of its own. Communication is what NCCL's kernels and
-copies between devices take, waiting for the other ranks included. It is exposed while nothing else
-runs on this device.
+copies between devices take. It is exposed while nothing else runs on this device. Waiting for the
+other ranks is part of it within NCCL's kernels; copies do not begin before, so there it is idling.
 """
 
 import re
@@ -23,15 +23,18 @@ Span = tuple[float, float]
 COMMUNICATION = re.compile(r"nccl|Memcpy PtoP")
 PRODUCTS = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|linear_stats|dlogits", re.IGNORECASE)
 """Matrix products by cuBLAS's names, and our kernels that multiply and go on in one pass."""
+COPY_WITHIN = "Memcpy DtoD"
+COPY_OR_FILL = ("Memcpy", "Memset")
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Something that ran on the device, from ``start_us`` to ``end_us``."""
+    """Something that ran on a stream of the device, from ``start_us`` to ``end_us``."""
 
     name: str
     start_us: float
     end_us: float
+    stream: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -92,7 +95,7 @@ def take_profile(
         times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
         return Profile(_by_name(times, 1 + calls))
     found = [
-        Activity(event.name, event.time_range.start, event.time_range.end)
+        Activity(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
         for event in prof.events() or []
         # Annotations lie over the kernels that they name.
         if event.device_type == DeviceType.CUDA
@@ -110,10 +113,12 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     if not found:
         return Profile(kernels)
 
+    step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
+    found = without_copies_aside(found)
+
     def covered_us(*kinds: Kind) -> float:
         return covered((x.start_us, x.end_us) for x in found if x.kind in kinds) / calls
 
-    step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
     products_us = covered_us("products")
     computing_us = covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
@@ -133,6 +138,17 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
             (x.kind, x.start_us - middle[0].start_us, x.end_us - middle[0].start_us) for x in middle
         ),
     )
+
+
+def without_copies_aside(found: list[Activity]) -> list[Activity]:
+    """Leave out copies within the device on streams where nothing is computed.
+
+    They move a rank's own part of a gather: neither communication nor work that would hide it.
+    """
+    computing = {
+        x.stream for x in found if x.kind != "communication" and not x.name.startswith(COPY_OR_FILL)
+    }
+    return [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
 
 def covered(spans: Iterable[Span]) -> float:

@@ -26,6 +26,7 @@ from flce_dist.launch.bench_profile import (
 )
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+OWN_PART = "Memcpy DtoD (Device -> Device)"
 GPU = DeviceType.CUDA
 PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 
@@ -139,7 +140,7 @@ def one_step(start: float) -> list[Activity]:
         (PRODUCT, 50, 80),
         (NCCL, 60, 95),  # 20 of its 35 beside the product
         ("Memcpy PtoP (Device -> Device)", 95, 97),
-        ("Memcpy DtoD (Device -> Device)", 97, 98),
+        (OWN_PART, 97, 98),
     ]
     return [Activity(name, start + begin, start + end) for name, begin, end in times]
 
@@ -155,6 +156,34 @@ def test_each_moment_of_a_step_counts_once():
     parts = profile.products_us + profile.other_us + profile.exposed_comm_us + profile.idle_us
     assert parts == profile.step_us
     assert profile.kernels[0].time_us == 35 and profile.kernels[0].name == NCCL
+
+
+def copies_aside(start: float) -> list[Activity]:
+    """A product waits for the first of two pieces and then runs beside the second one's copies."""
+    times = [
+        (OWN_PART, 0, 4, 0),  # to where the peers read it
+        (OWN_PART, 4, 30, 7),
+        ("Memcpy PtoP (Device -> Device)", 10, 20, 8),
+        ("Memcpy PtoP (Device -> Device)", 20, 35, 8),
+        ("Memset (Device)", 30, 32, 0),
+        (PRODUCT, 32, 60, 0),
+    ]
+    return [Activity(name, start + begin, start + end, on) for name, begin, end, on in times]
+
+
+def test_copies_between_gpus_are_communication_and_wait_without_a_kernel():
+    profile = profile_of(copies_aside(100.0), calls=1)
+    assert profile.step_us == 60 and profile.products_us == 28
+    assert profile.other_us == 4 + 2, "copies and fills of the stream that computes"
+    assert profile.comm_us == 25
+    assert profile.exposed_comm_us == 20, "a copy aside hides nothing"
+    assert profile.idle_us == 6, "nor is it communication"
+    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
+    assert launches[OWN_PART] == 2 and launches["Memset (Device)"] == 1
+    assert [kind for kind, *_ in profile.timeline] == [
+        "other", "communication", "communication", "other", "products",
+    ]  # fmt: skip
+    assert profile_of(copies_aside(0.0) + copies_aside(60.0), 2) == profile
 
 
 def test_a_profile_is_of_one_call_on_average_and_its_timeline_of_the_middle_one():
@@ -178,11 +207,14 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
     """It waits for the ranks whose profilers start later."""
     first = [Activity(NCCL, 0.0, 5000.0), *one_step(4900.0)[1:]]
     found = first + one_step(5000.0) + one_step(5100.0)
+    # Aside, so that the profile tells whether streams are known.
+    found = [replace(x, stream=int(x.name == OWN_PART)) for x in found]
 
     class Event:
         def __init__(self, x: Activity, annotation: bool = False, device: DeviceType = GPU):
             self.name, self.is_user_annotation, self.device_type = x.name, annotation, device
             self.time_range = Interval(x.start_us, x.end_us)
+            self.device_resource_id = x.stream
 
     class Found:
         def __enter__(self):
@@ -205,6 +237,31 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
     assert profile.comm_us == 47 and profile.step_us == 99
     found.pop()
     assert take_profile(lambda: None, 2, torch.device("cuda")) == profile_of(found, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_copies_aside_from_those_of_its_stream():
+    a = torch.randn(1 << 26, device="cuda")
+    here, aside = torch.empty_like(a), torch.empty_like(a)
+    stream = torch.cuda.Stream()
+
+    def call() -> None:
+        a.exp_()
+        here.copy_(a)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            aside.copy_(a)
+        torch.cuda.current_stream().wait_stream(stream)
+        here.zero_()
+
+    call()
+    profile = take_profile(call, 3, a.device)
+    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
+    assert launches[OWN_PART] == 2, "copies are read at all"
+    assert [kind for kind, *_ in profile.timeline] == ["other"] * 3
+    copy_us = next(kernel.time_us for kernel in profile.kernels if kernel.name == OWN_PART) / 2
+    assert profile.idle_us == pytest.approx(copy_us, rel=0.5)
 
 
 @pytest.mark.gpu
