@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from flce_dist.peer_memory import held_bytes
+
 _one_profiler = threading.Lock()
 
 
@@ -25,9 +27,13 @@ class PeakMemory:
 
     Attributes:
         bytes: the most that was allocated at one time above what was live at the start.
+        shared_bytes: what this process holds at the end for other GPUs of its host to read, which
+            PyTorch's allocator does not count. It stays, for the largest call so far: add it where
+            the block used it, as calls under sequence parallelism do.
     """
 
     bytes: int = 0
+    shared_bytes: int = 0
 
 
 @contextmanager
@@ -59,6 +65,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
+        peak.shared_bytes = held_bytes()
         return
 
     if not _one_profiler.acquire(blocking=False):

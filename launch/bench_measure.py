@@ -33,7 +33,7 @@ class Measured:
 
     Attributes:
         samples_ms: time of one call, the slowest rank's, a number for each round.
-        peak_bytes: the most that one call allocated above its inputs, on the rank that needed most.
+        peak_bytes: the most that one call needed above its inputs, on the rank that needed most.
         gradient_bytes: of it what the call returns.
         failure: message of the first rank that failed, or None.
     """
@@ -150,6 +150,8 @@ class Measured:
         with peak_memory(hidden.device) as peak:
             self._call(hidden, weight)
         self.peak_bytes = peak.bytes
+        if self.run.is_ours and self.run.sequence_parallel:
+            self.peak_bytes += peak.shared_bytes
 
     def _time(self, calls: int) -> float:
         """Return the milliseconds of one of ``calls`` calls back to back.

@@ -107,7 +107,8 @@ def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup)
     with peak_memory(given.hidden.device) as peak:
         loss = head(model, given)
         dhidden, dweight = torch.autograd.grad(loss.sum(), (given.hidden, given.weight))
-    peak_bytes = torch.tensor(peak.bytes, device=given.hidden.device)
+    shared_bytes = 0 if head is megatron_head else peak.shared_bytes
+    peak_bytes = torch.tensor(peak.bytes + shared_bytes, device=given.hidden.device)
     dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=group)
     return HeadResult(loss.detach(), dhidden, dweight, int(peak_bytes))
 

@@ -200,7 +200,7 @@ def memory(ranks: Ranks) -> Iterator[str]:
             loss = call(ranks, one, tensors, sequence_parallel=True, **options)
             gradients = torch.autograd.grad(loss, leaves, one.upstream)
             del loss, gradients
-    beyond = peak.bytes - sum(leaf.nbytes for leaf in leaves)
+    beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)
     limit = T * H * one.dtype.itemsize + 4 * T * H + window + 64 * MIB
     if not 0 < beyond <= limit:
         yield f"{beyond / MIB:.1f} MiB beyond gradients, outside (0, {limit / MIB:.1f}]"

@@ -1,5 +1,6 @@
 """``launch.bench`` end to end on CPU: records, judgements, going on after an end, files, ranks."""
 
+import contextlib
 import csv
 import json
 import os
@@ -15,13 +16,14 @@ import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import bench, bench_files, bench_problem
+from flce_dist.launch import bench, bench_files, bench_measure, bench_problem
 from flce_dist.launch.bench_config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench_files import read_results, write_results
 from flce_dist.launch.bench_measure import Measured, over_ranks
 from flce_dist.launch.bench_peers import PEERS, Peer, canonical
 from flce_dist.launch.bench_problem import make_problem, make_truth
 from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.memory import peak_memory
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms, run_ranks
 
@@ -240,6 +242,22 @@ def test_workspace_is_what_goes_beyond_gradients(tmp_path, monkeypatch):
         gradients = 4 * record.H * (record.T + record.V) / 2**20
         assert record.peak_mib - record.workspace_mib == pytest.approx(gradients)
         assert 7.9 <= record.workspace_mib < 8.5 and other.workspace_mib < 0.5
+
+
+def test_memory_shared_with_peers_counts_where_it_is_used(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def shared(device):
+        with peak_memory(device) as peak:
+            yield peak
+        peak.shared_bytes = 4 << 20
+
+    monkeypatch.setattr(bench_measure, "peak_memory", shared)
+    runs = [*EAGER.splitlines(), EAGER.rstrip("}\n") + ", sequence_parallel: true}"]
+    runs.append("  - {impl: torch_eager}")
+    assert run(tmp_path, "\n".join(runs) + "\n") == 0
+    for record in records(tmp_path, "eager") + records(tmp_path, "torch_eager"):
+        assert (record.workspace_mib >= 4) == record.sequence_parallel
+        assert record.workspace_mib < 4.5
 
 
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):

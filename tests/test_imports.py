@@ -70,7 +70,7 @@ TABLE = {
     "collectives": Rule(ours=ours("token_order")),
     "peer_memory": Rule(lazily=frozenset({"cuda"})),
     "peer_copies": Rule(ours=ours("collectives", "peer_memory", "token_order")),
-    "memory": Rule(),
+    "memory": Rule(ours=ours("peer_memory")),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "call": Rule(
