@@ -1,11 +1,13 @@
 """Settings of every test process, and workers that many tests share."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flce_dist.testing import RankPool
 
@@ -47,3 +49,34 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[...,
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: wrong(original, *args, **kwargs))
 
     return patch
+
+
+@pytest.fixture
+def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has one grid for all threads of a process, the compiler one cache."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
+    lock, launch = threading.RLock(), owner.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, "run", run)
+
+
+@pytest.fixture
+def merged_sums(mutate: Callable[..., None]) -> list[Tensor]:
+    """The sums of all ranks from which each call made its statistics: limbs, in fp64."""
+    from flce_dist.kernels import gpu  # imports triton
+
+    seen: list[Tensor] = []
+
+    def spy(token_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(args[4].clone())
+        return token_loss(*args, **kwargs)
+
+    mutate(gpu, "token_loss", spy)
+    return seen

@@ -1,172 +1,43 @@
 """Statistics are the same bits for any number of ranks, however columns and tokens are cut.
 
-T tokens, V_all vocabulary rows, H hidden size, P ranks. Every shard begins at a multiple of
-``INVARIANT_ROWS`` columns. A tile of the interpreter is 32 tokens x 64 columns.
+T tokens, V_all vocabulary rows, P ranks; invariant_problem.py has the problem.
 """
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan
-from flce_dist.kernels import exact_sums, gpu, launching, linear_stats, rescue
+from flce_dist.kernels import launching
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import INVARIANT_ROWS
-from tests.oracle import Inputs
-from tests.problems import each_dtype, with_logits
+from tests.invariant_problem import (
+    ROWS,
+    V_ALL,
+    Statistics,
+    T,
+    check_small_terms,
+    differing,
+    interpreted,
+    leading,
+    problem,
+    shards,
+    statistics,
+)
+from tests.problems import each_dtype
+
+pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
 RANKS = (1, 2, 4, 8)
-T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows of padding
 ALL = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7}
 OPTIONS: list[dict[str, Any]] = [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}, ALL]
 each_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "smooth", "all"])
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="patches interpreted kernels")
-
-
-class Statistics(NamedTuple):
-    """What must not change by a bit; loss is [T] under reduction="none"."""
-
-    loss: Tensor
-    lse: Tensor
-    logprob: Tensor
-    entropy: Tensor
-
-
-@pytest.fixture(autouse=True)
-def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter has one grid for all threads of a process, the compiler one cache."""
-    owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
-    lock, launch = threading.RLock(), owner.run
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(owner, "run", run)
-
-
-def problem(
-    dtype: torch.dtype = torch.float32,
-    T: int = T,
-    H: int = H,
-    V_all: int = V_ALL,
-    rows: int = ROWS,
-    spread: float = 6.0,
-) -> Inputs:
-    """Exponentials of many sizes: later ones raise the top bin.
-
-    A fifth of the tokens is ignored, of some the hidden state is NaN; a fifth needs the rescue.
-    """
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(T, H, generator=generator)
-    weight = torch.randn(rows, H, generator=generator) * (spread / H**0.5)
-    bias = torch.randn(rows, generator=generator)
-    bias[::3] -= 40.0
-    labels = torch.randint(V_all, (T,), generator=generator)
-    hidden[::5] *= 0.1  # nearly flat: every column counts
-    hidden[2::5] *= 0.1
-    hidden[3::5] *= 8.0
-    z = (hidden @ weight.T + bias)[:, :V_all]
-    labels[2::5] = z[2::5, : V_all // 2].argmax(1)  # others are below it here, above it elsewhere
-    labels[3::5] = z[3::5].argmin(1)
-    labels[1::5] = -100
-    hidden[1::10] = torch.nan
-    weight[V_all:], bias[V_all:] = torch.nan, torch.inf
-    weights = torch.rand(T, generator=generator)
-    return Inputs(
-        hidden.to(dtype), weight.to(dtype), labels, bias=bias.to(dtype), token_weight=weights
-    )
-
-
-def leading(inputs: Inputs, T: int) -> Inputs:
-    """The first T tokens."""
-    rows = {name: getattr(inputs, name)[:T] for name in ("hidden", "labels", "token_weight")}
-    return replace(inputs, **rows)
-
-
-def shards(P: int, rows: int, step: int = INVARIANT_ROWS) -> list[tuple[int, int]]:
-    """Uneven ranges of rows that begin at multiples of ``step``; small steps leave none empty."""
-    groups = -(-rows // step)
-    starts = [min(rows, step * (rank * groups // P)) for rank in range(P)] + [rows]
-    return list(itertools.pairwise(starts))
-
-
-def statistics(
-    inputs: Inputs,
-    P: int = 1,
-    *,
-    V_all: int = V_ALL,
-    step: int = INVARIANT_ROWS,
-    gradients: bool = False,
-    **options: Any,
-) -> Statistics:
-    """Of every rank, the same: what one of P ranks returns."""
-    ranges = shards(P, len(inputs.weight), step)
-
-    def rank(tp_group: dist.ProcessGroup) -> Statistics:
-        start, end = ranges[tp_group.rank()]
-        assert inputs.bias is not None
-        out = linear_cross_entropy_with_metrics(
-            inputs.hidden,
-            inputs.weight[start:end].clone().requires_grad_(gradients),
-            inputs.labels,
-            bias=inputs.bias[start:end].clone(),
-            token_weight=inputs.token_weight,
-            vocab_size=V_all,
-            vocab_range=(start, end),
-            tp_group=tp_group if P > 1 else None,
-            impl="triton",
-            **{"reduction": "none", "tp_invariant": True, **options},
-        )
-        return Statistics(*(x.detach() for x in out[:4]))
-
-    first, *others = run_ranks(rank, P)
-    assert all(differing(first, other) == [] for other in others)
-    counted = inputs.labels != -100
-    return Statistics(
-        first.loss, *(x.where(counted, 0.0) for x in (first.lse, first.logprob, first.entropy))
-    )
-
-
-def differing(one: Statistics, other: Statistics) -> list[str]:
-    """Names of what differs in any bit; NaN equals NaN."""
-    pairs = zip(one._fields, one, other, strict=True)
-    ints = {4: torch.int32, 8: torch.int64}
-    return [
-        name
-        for name, a, b in pairs
-        if not torch.equal(a.view(ints[a.element_size()]), b.view(ints[b.element_size()]))
-    ]
-
 
 # --- the same bits
-
-
-@pytest.fixture
-def merged(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The sums of all ranks from which each call made its statistics: limbs, in fp64."""
-    seen: list[Tensor] = []
-    original = gpu.token_loss
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args[4].clone())
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(gpu, "token_loss", spy)
-    return seen
 
 
 @interpreted
@@ -179,14 +50,14 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ],
 )
 def test_any_number_of_ranks(
-    merged: list[Tensor], dtype: torch.dtype, options: dict[str, Any]
+    merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     inputs = problem(dtype)
     one = statistics(inputs, **options)
     assert all(x.isfinite().all() for x in one)
     for P in RANKS[1:]:
         assert differing(statistics(inputs, P, **options), one) == [], f"{P} ranks"
-        assert torch.equal(merged[-1], merged[0]), f"{P} ranks"
+        assert torch.equal(merged_sums[-1], merged_sums[0]), f"{P} ranks"
 
 
 @interpreted
@@ -332,28 +203,7 @@ def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at:
 @pytest.mark.parametrize("above", [-30.0, 0.01, 20.0, 26.4, 49.0, 60.0])
 def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) -> None:
     """0.01 and 26.4 nats lie just above the edge of a bin, where its unit is largest."""
-    V = 2048
-    z = torch.full((2, V), above - nats)
-    z[:, 700], labels = above, torch.tensor([3, 700])
-    z[0, 3] = 0.0
-    inputs = with_logits(z, labels)
-    out = linear_cross_entropy_with_metrics(
-        inputs.hidden, inputs.weight, labels, reduction="none", impl="triton", tp_invariant=True
-    )
-    z, label = z.double(), labels[:, None]
-    others = (z - z.gather(1, label)).exp().scatter(1, label, 0.0).sum(1)  # without cancellation
-    exact, logprob = -others.log1p(), z.log_softmax(1)
-    entropy = -(logprob * logprob.exp()).sum(1)
-    torch.testing.assert_close(out.logprob.double(), exact, rtol=4e-6, atol=0.0)
-    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-def test_units_that_are_too_large_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    headroom = exact_sums.headroom
-    monkeypatch.setattr(exact_sums, "headroom", lambda group_v: headroom(group_v) + 16)
-    with pytest.raises(AssertionError, match="not close"):
-        test_many_small_terms_beside_a_large_one_count(0.01, 15.0)
+    check_small_terms(above, nats)
 
 
 # --- on a GPU, at a real size
@@ -400,17 +250,17 @@ def test_on_a_gpu(
     assert differing(statistics(inputs, 2, **options), one) == [], "segments"
 
 
-# --- where the claim ends, and mistakes that are noticed
+# --- where the claim ends
 
 
 @interpreted
 def test_shards_at_other_columns_differ_in_rounding_only(
-    monkeypatch: pytest.MonkeyPatch, merged: list[Tensor]
+    monkeypatch: pytest.MonkeyPatch, merged_sums: list[Tensor]
 ) -> None:
     inputs = problem()
     monkeypatch.setattr(checks, "INVARIANT_ROWS", 1)
     one, many = statistics(inputs), statistics(inputs, 4, step=5)
-    assert not torch.equal(merged[-1], merged[0])
+    assert not torch.equal(merged_sums[-1], merged_sums[0])
     for a, b in zip(one, many, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=3e-5)
 
@@ -429,61 +279,3 @@ def test_what_it_asks_for_is_checked() -> None:
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
     with pytest.raises(NotImplementedError, match="tp_invariant=True needs impl='triton'"):
         linear_cross_entropy(hidden, weight, torch.arange(3), impl="eager", tp_invariant=True)
-
-
-@interpreted
-def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flce_dist.call.INVARIANT_ROWS", 64)
-    inputs = problem()
-    one = statistics(inputs)
-    assert differing(statistics(inputs, 8), one)
-    assert differing(statistics(inputs, 4, step=64), one) == []
-
-
-@triton.jit
-def rounded_slice(x, bin, HEADROOM: tl.constexpr):
-    return x.to(tl.float32)  # as it is: sums then round
-
-
-@triton.jit
-def kept_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
-    return high, middle, low
-
-
-@triton.jit
-def forgotten_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
-    keep = bins == 0
-    return tl.where(keep, high, 0.0), tl.where(keep, middle, 0.0), tl.where(keep, low, 0.0)
-
-
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
-    """Replace a helper of the kernels wherever it is used."""
-
-    def plant(name: str, wrong: Any) -> None:
-        for owner in (exact_sums, linear_stats, rescue):
-            if hasattr(owner, name):
-                monkeypatch.setattr(owner, name, wrong)
-
-    yield plant
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("slice_in", rounded_slice),
-        ("lower_limbs", kept_limbs),
-        ("lower_limbs", forgotten_limbs),
-    ],
-    ids=["rounded", "kept", "forgotten"],
-)
-def test_sums_that_depend_on_the_order(
-    planted: Callable[[str, Any], None], merged: list[Tensor], name: str, wrong: Any
-) -> None:
-    """Limbs that are kept are off by less than fp32 shows, nearly always."""
-    inputs = problem()
-    planted(name, wrong)
-    one, many = statistics(inputs), statistics(inputs, 4)
-    assert not torch.equal(merged[-1], merged[0])
-    assert wrong is kept_limbs or differing(many, one)
