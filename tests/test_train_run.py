@@ -1,32 +1,21 @@
 """The training run under torchrun: killed without warning it goes on to the same losses."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.tiny_training import TINY, kill, records
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("mistral_common")
 pytestmark = pytest.mark.timeout(400)  # each start imports for seconds, on a busy machine many
 
 ROOT = Path(__file__).parents[1]
-TINY = """
-steps: 12
-validate_every: 4
-checkpoint_every: 4
-device: cpu
-compare: false
-model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 32}
-data: {batch_size: 2, validation_batches: 1}
-optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
-"""
 
 
 def command(out_dir: Path, *overrides: str) -> list[str]:
@@ -57,27 +46,6 @@ def train(out_dir: Path, *overrides: str, returncode: int = 0) -> str:
         raise
     assert process.returncode == returncode, output
     return output
-
-
-def kill(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
-    for pid in descendants(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid] + [below for child in children for below in descendants(int(child))]
-
-
-def records(out_dir: Path) -> list[dict[str, Any]]:
-    """Complete lines of metrics.jsonl, without what differs from run to run."""
-    path = out_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
 
 
 def train_and_kill(out_dir: Path, *, after_step: int) -> None:

@@ -19,22 +19,14 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_training import TINY, descendants, kill, records
+
 pytest.importorskip("tyro")
 pytest.importorskip("rich")
 pytestmark = pytest.mark.timeout(180)  # two agents and two ranks import for seconds each
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 90
-TINY = """
-steps: 12
-validate_every: 4
-checkpoint_every: 4
-device: cpu
-compare: false
-model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 32}
-data: {batch_size: 2, validation_batches: 1}
-optimizer: {lr: 0.03, warmup_steps: 1, decay_steps: 12}
-"""
 
 
 def one_node(*program: str) -> list[str]:
@@ -77,19 +69,7 @@ def started(command: list[str], nodes: int, logs: Path) -> Iterator[list[subproc
         yield agents
     finally:
         for agent in agents:
-            for pid in descendants(agent.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            agent.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return a process and all below it; torchrun gives its workers sessions of their own."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [pid] + [below for child in children for below in descendants(int(child))]
+            kill(agent)
 
 
 def run(command: list[str], nodes: int, logs: Path) -> tuple[list[int], list[str]]:
@@ -108,13 +88,6 @@ def statuses_of(agents: list[subprocess.Popen[Any]], logs: Path) -> list[int]:
 
 def outputs(logs: Path) -> list[str]:
     return [path.read_text() for path in sorted(logs.glob("node*.log"))]
-
-
-def records(out_dir: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl, without what differs from run to run."""
-    lines = (out_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
 
 
 def verify(*args: str) -> list[str]:
@@ -161,10 +134,10 @@ def test_training_over_two_nodes_gives_the_same_bits(reference: Path, tmp_path: 
 
 
 def test_a_rank_killed_on_one_node_restarts_both(reference: Path, tmp_path: Path) -> None:
-    logs, metrics = tmp_path / "logs", tmp_path / "run" / "metrics.jsonl"
+    logs = tmp_path / "logs"
     with started(two_nodes(*train(tmp_path)), 2, logs) as agents:
         deadline = time.monotonic() + SECONDS
-        while not (metrics.exists() and any(r["step"] >= 6 for r in records(tmp_path / "run"))):
+        while not any(record["step"] >= 6 for record in records(tmp_path / "run")):
             assert time.monotonic() < deadline and agents[1].poll() is None, outputs(logs)
             time.sleep(0.005)
         for pid in descendants(agents[1].pid)[1:]:
