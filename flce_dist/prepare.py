@@ -90,11 +90,7 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
     impl = impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen = _plan(arguments, needs, P, auto_in_forward)
-    known = isinstance(chosen.T, int) and isinstance(chosen.chunk_t, int)  # else only shapes count
-    order = TokenOrder(1, ((0, chosen.T),))
-    if known:
-        order = TokenOrder(P if options.sequence_parallel else 1, chosen.pieces())
+    chosen, order = _plan(arguments, needs, P, auto_in_forward)
     vocab_size = V * P if vocab_size is None else vocab_size
     start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
     if options.tp_invariant:
@@ -117,7 +113,10 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
     )
 
 
-def _plan(arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool) -> Plan:
+def _plan(
+    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
+) -> tuple[Plan, TokenOrder]:
+    """Return the plan, and the order in which tokens are walked along it."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
     if arguments.vocab_range is not None:
@@ -128,7 +127,7 @@ def _plan(arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
     # are only shaped by such a plan, and run by one of their own.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     lends = known and needs[1]
-    return (plan if known else plan.__wrapped__)(
+    chosen = (plan if known else plan.__wrapped__)(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
@@ -140,3 +139,6 @@ def _plan(arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P if known and options.sequence_parallel else 1,
     )
+    if not known:
+        return chosen, TokenOrder(1, ((0, T),))
+    return chosen, TokenOrder(P if options.sequence_parallel else 1, chosen.pieces())
