@@ -54,27 +54,29 @@ def token_loss(
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
-    found = []
     first, last = tokens
+    logits = logits.tokens(first, last)
+    label_logit = logits.hidden.new_empty(logits.T, dtype=logits.stats_dtype)
+    others_max = torch.empty_like(label_logit)
+    sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
     for piece, (start, end) in call.order.between(first, last):
         gather.wait(piece)
-        part = logits.tokens(start, end)
-        label_logit = kernels.label_logit(part, vocab_size=call.shard.vocab_size)
-        pending = collectives.start_all_reduce(label_logit, group)
+        here = slice(start - first, end - first)
+        part = logits.tokens(here.start, here.stop)
+        kernels.label_logit(part, vocab_size=call.shard.vocab_size, out=label_logit[here])
+        pending = collectives.start_all_reduce(label_logit[here], group)
         # Behind this sum, which the statistics wait for, and beside them.
         gather.start(piece + 1)
-        label_logit = pending.wait()
-        others_max, sums = kernels.linear_stats(
+        kernels.linear_stats(
             part,
-            label_logit,
-            cache=cache.tokens(start - first, end - first),
+            pending.wait(),
+            cache=cache.tokens(here.start, here.stop),
             with_sum_z=with_sum_z,
             with_entropy=with_entropy,
+            others_max=others_max[here],
+            sums=sums[:, here],
         )
-        found.append((label_logit, others_max, sums))
-    label_logit, others_max, sums = (_joined(parts) for parts in zip(*found, strict=True))
 
-    logits = logits.tokens(first, last)
     others_max = collectives.all_reduce_max(others_max, group)
     sums = kernels.rescue(
         logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
@@ -99,11 +101,6 @@ def token_loss(
                 ignore_index=options.ignore_index,
             )
     return stats, loss
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Put [..., T] of several pieces beside each other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "label_logit",
     "linear_stats",
     "loss_norm",
+    "new_sums",
     "reduce_loss",
     "rescue",
     "row_gradient",
@@ -34,8 +35,8 @@ _SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 _FAR = -1e30  # a column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN
 
 
-def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
-    """Return [T]: the logit of each token's label, 0 where it is not owned or ignored.
+def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
+    """Write to [T] the logit of each token's label, 0 where it is not owned or ignored.
 
     On a GPU a label that is neither in the vocabulary of ``vocab_size`` nor ignored is a
     device-side assertion: the error arrives with the next synchronisation.
@@ -45,9 +46,9 @@ def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
         torch._assert_async(
             (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
         )
-    out = torch.zeros(logits.T, dtype=logits.stats_dtype, device=logits.hidden.device)
     if logits.V == 0:
-        return out
+        out.zero_()
+        return
     step = max(1, _SCRATCH_BYTES // (4 * logits.H))
     for start in range(0, logits.T, step):
         chunk = logits.tokens(start, start + step)
@@ -59,7 +60,12 @@ def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
         if chunk.bias is not None:
             z = z + chunk.bias[column].to(out.dtype)
         out[start : start + step] = _softcap(z, chunk.softcap).where(owned, 0.0)
-    return out
+
+
+def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
+    """Return memory [k, T] for the sums of ``linear_stats``."""
+    k = 1 + with_entropy + with_sum_z
+    return logits.hidden.new_empty(k, logits.T, dtype=logits.stats_dtype)
 
 
 def linear_stats(
@@ -69,18 +75,21 @@ def linear_stats(
     cache: ColumnCache,
     with_sum_z: bool,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return this shard's ``(others_max [T], sums [k, T])``.
+    others_max: Tensor,
+    sums: Tensor,
+) -> None:
+    """Write this shard's ``others_max`` [T] and ``sums`` [k, T].
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
     overflow to inf: ``rescue`` comes after. The columns that cache has store
     ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
-    others_max = label_logit.new_full((logits.T,), -torch.inf)
-    sums = label_logit.new_zeros(1 + with_entropy + with_sum_z, logits.T)
+    others_max.fill_(-torch.inf)
+    sums.zero_()
     for start, z, other in _windows(logits):
-        others_max = torch.maximum(others_max, z.masked_fill(~other, -torch.inf).amax(1))
+        window_max = z.masked_fill(~other, -torch.inf).amax(1)
+        torch.maximum(others_max, window_max, out=others_max)
         z_above = z - label_logit[:, None]
         e = z_above.exp().masked_fill_(~other, 0.0)
         sums[0] += e.sum(1)
@@ -89,7 +98,6 @@ def linear_stats(
         if with_sum_z:
             sums[-1] += z_above.masked_fill(~other, 0.0).sum(1)
         _store(cache, slice(None), start, e, z, other, logits.softcap)
-    return others_max, sums
 
 
 def rescue(

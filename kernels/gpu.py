@@ -2,7 +2,7 @@
 
 from flce_dist.kernels.dlogits import dlogits
 from flce_dist.kernels.label_logit import label_logit
-from flce_dist.kernels.linear_stats import linear_stats
+from flce_dist.kernels.linear_stats import linear_stats, new_sums
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import scale_rows
@@ -15,6 +15,7 @@ __all__ = [
     "label_logit",
     "linear_stats",
     "loss_norm",
+    "new_sums",
     "reduce_loss",
     "rescue",
     "row_gradient",

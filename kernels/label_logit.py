@@ -1,6 +1,5 @@
 """The logit of each token's own label.  T = tokens, V = vocabulary rows here, H = hidden size."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,17 +42,16 @@ def _label_logit_kernel(
     tl.store(label_logit_ptr + t, tl.where(owned, z, 0.0))
 
 
-def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
-    """Return [T] fp32: the logit of each token's label, 0 where it is not owned or ignored.
+def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
+    """Write to [T] fp32 the logit of each token's label, 0 where it is not owned or ignored.
 
     One gathered dot product per token reads at most 2 T H elements; summed over ranks, the result
     is the label's logit everywhere. A label that is neither in the vocabulary of ``vocab_size`` nor
     ignored is a device-side assertion: the error arrives with the next synchronisation.
     """
     T, V, H = logits.T, logits.V, logits.H
-    out = torch.empty(T, dtype=torch.float32, device=logits.hidden.device)
     if T == 0:
-        return out
+        return
     _label_logit_kernel[(T,)](
         logits.hidden, logits.weight, logits.bias, logits.labels,
         out,
@@ -65,4 +63,3 @@ def label_logit(logits: ShardLogits, *, vocab_size: int) -> Tensor:
         HAS_SOFTCAP=logits.softcap is not None,
         BLOCK_H=min(1024, triton.next_power_of_2(H)),
     )  # fmt: skip
-    return out

@@ -210,6 +210,12 @@ def _merge_kernel(
     tl.store(sums_ptr + offs_t, bin.to(tl.float64), mask=mask_t)
 
 
+def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
+    """Return memory [rows, T] fp64 for the sums of ``linear_stats``."""
+    rows = 2 + 3 * with_entropy + with_sum_z + 1
+    return logits.hidden.new_empty(rows, logits.T, dtype=torch.float64)
+
+
 def linear_stats(
     logits: ShardLogits,
     label_logit: Tensor,
@@ -217,8 +223,10 @@ def linear_stats(
     cache: ColumnCache,
     with_sum_z: bool,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return this shard's ``(others_max [T] fp32, sums [rows, T] fp64)``.
+    others_max: Tensor,
+    sums: Tensor,
+) -> None:
+    """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64.
 
     Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``. Rows of sums are limbs
@@ -228,11 +236,10 @@ def linear_stats(
     ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
     T, V = logits.T, logits.V
-    rows = 2 + 3 * with_entropy + with_sum_z + 1
-    others_max = torch.empty_like(label_logit)
-    sums = label_logit.new_empty(rows, T, dtype=torch.float64)
     if T == 0 or V == 0:
-        return others_max.fill_(-torch.inf), sums.zero_()
+        others_max.fill_(-torch.inf)
+        sums.zero_()
+        return
     segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
     # Tokens of a merging program: 32 bytes of a row of partial statistics at least, 128 at most.
     tokens = triton.next_power_of_2(T)
@@ -266,4 +273,3 @@ def linear_stats(
             **launch.headrooms(),
             BLOCK_N=8192 // block_t, BLOCK_T=block_t, num_warps=8,
         )  # fmt: skip
-    return others_max, sums

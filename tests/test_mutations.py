@@ -86,11 +86,12 @@ def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
 @both
 def test_labels_owned_by_every_rank(mutate: Patch, impl: str) -> None:
     """As if two ranks added the label's logit."""
-    mutate(
-        kernels_of(impl),
-        "label_logit",
-        lambda original, *args, **kw: 2 * original(*args, **kw),
-    )
+
+    def twice(original: Any, *args: Any, out: Tensor, **kwargs: Any) -> None:
+        original(*args, out=out, **kwargs)
+        out *= 2
+
+    mutate(kernels_of(impl), "label_logit", twice)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), impl=impl)
 
@@ -209,10 +210,11 @@ def test_a_phantom_column(mutate: Patch, impl: str) -> None:
     problem = replace(problem, bias=problem.bias - 20.0)
     check(problem, impl=impl)
 
-    def one_more(original: Any, logits: ShardLogits, label_logit: Tensor, **kwargs: Any) -> Any:
-        others_max, sums = original(logits, label_logit, **kwargs)
+    def one_more(
+        original: Any, logits: ShardLogits, label_logit: Tensor, *, sums: Tensor, **kwargs: Any
+    ) -> None:
+        original(logits, label_logit, sums=sums, **kwargs)
         sums[0] += (-label_logit).exp()
-        return others_max, sums
 
     mutate(kernels_of(impl), "linear_stats", one_more)
     with pytest.raises(AssertionError, match="loss: "):

@@ -172,10 +172,13 @@ def test_a_cache_of_several_windows(
 
     def fill(*widths: int) -> list[torch.Tensor]:
         cache = ColumnCache(tuple(torch.full((T, width), torch.nan) for width in widths))
-        label_logit = kernels.label_logit(logits, vocab_size=V)
-        others_max, sums = kernels.linear_stats(
-            logits, label_logit, cache=cache, with_sum_z=False, with_entropy=True
-        )
+        label_logit, others_max = torch.empty(2, T)
+        sums = kernels.new_sums(logits, with_sum_z=False, with_entropy=True)
+        kernels.label_logit(logits, vocab_size=V, out=label_logit)
+        kernels.linear_stats(
+            logits, label_logit, cache=cache, with_sum_z=False, with_entropy=True,
+            others_max=others_max, sums=sums,
+        )  # fmt: skip
         sums = kernels.rescue(logits, label_logit, others_max, sums, cache=cache, with_entropy=True)
         stats, loss, _ = kernels.token_loss(
             logits.labels, None, label_logit, others_max, sums, terms, with_entropy=True
