@@ -222,7 +222,7 @@ def test_a_chunk_that_is_never_added(mutate: Patch) -> None:
         if tokens[0] != 512:
             original(results, tokens, *args)
         else:
-            results.share[slice(*tokens)] = 0.0
+            results.dhidden.tokens[slice(*tokens)] = 0.0
 
     mutate(gradients.Gradients, "add", skip_the_last)
     with pytest.raises(AssertionError, match="dhidden: "):
