@@ -125,7 +125,7 @@ class Gradients:
         call, dweight = self.call, self.dweight
         labels, rows = dlogits.labels, dlogits.rows
         share = None if self.share is None else self.share[slice(*tokens)]
-        acc = None if share is None else rows.scale.new_empty(share.shape)
+        acc = None if share is None else rows.reference.new_empty(share.shape)
         # Until dhidden is written, at the end, its memory is free.
         lent = None if call.reduces_dhidden else share
 
@@ -201,7 +201,8 @@ def write_dhidden(
 
 def dbias_piece(call: Call, d: Tensor, rows: RowGradient) -> Tensor:
     """Return [W]: the bias gradient of the columns of ``d`` [T, W]."""
-    dbias = gemm.weighted_row_sum(rows.scale, d)
+    scale = torch.ones_like(rows.reference) if rows.scale is None else rows.scale
+    dbias = gemm.weighted_row_sum(scale, d)
     if rows.uniform is not None:
         dbias = dbias + rows.uniform.sum()
     return dbias / call.options.logit_scale
