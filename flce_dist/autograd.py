@@ -127,7 +127,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dbias = torch.zeros_like(bias)
         results = Gradients(call, hidden.dtype, share, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
-        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
+        owns_hidden = gather is not None and gather.owns_tokens
+        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype, owns_hidden)
         results.add((0, len(labels)), functools.cache(logits), weight, dlogits)
         if gather is not None:
             gather.wait_all()  # also where nothing needed it: its memory must outlive it
@@ -188,7 +189,9 @@ class InForwardFunction(torch.autograd.Function):
                 from_lse=from_lse(hidden.dtype),
             )  # fmt: skip
             of_chunk = functools.partial(logits.tokens, first, last)
-            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
+            dlogits = Dlogits(
+                call, chunk.labels, stats, rows, cache, hidden.dtype, gather.owns_tokens
+            )
             results.add((first, last), of_chunk, weight, dlogits)
             del dlogits  # it holds the cache
 

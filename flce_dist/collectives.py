@@ -73,6 +73,7 @@ class TokenGather:
         self._x, self._order, self._group = x, order, tp_group
         self._works: list[dist.Work | None] = []
         self.tokens = x
+        self.owns_tokens = tp_group is not None  # else they are the caller's
         if tp_group is not None:
             self._x = x.contiguous()
             self.tokens = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])

@@ -28,9 +28,18 @@ def from_lse(dtype: torch.dtype) -> bool:
     return dtype == torch.float16
 
 
+Piece = tuple[int, int, Tensor | None]
+"""Columns ``start <= v < end`` of this shard, and their part of the cache."""
+
+
 @dataclass
 class Dlogits:
-    """The matrix D of ``row_gradient``, one piece of columns at a time, in the operands' dtype."""
+    """The matrix D of ``row_gradient``, one piece of columns at a time, in the operands' dtype.
+
+    D of the pieces ``kept``, the leading ones, is what the cache holds, from before the tokens'
+    scales were known. D of the pieces ``made`` is recomputed, or converted from the cache, and
+    belongs to ``made_rows``.
+    """
 
     call: Call
     labels: Tensor
@@ -38,18 +47,40 @@ class Dlogits:
     rows: RowGradient
     cache: ColumnCache
     dtype: torch.dtype
+    owns_hidden: bool  # whether the tokens' hidden states may be overwritten in the end
     _window: Tensor | None = None
 
-    def pieces(self) -> list[tuple[int, int, Tensor | None]]:
-        """Columns ``(start, end, cached)`` in ascending order, at least one piece."""
+    def __post_init__(self) -> None:
         V, step = self.call.shard.V, max(1, self.call.plan.window_v)
-        cached_step = max(1, V) if self.cache.dtype == self.dtype else step
-        return list(self.cache.walk(V, step, cached_step)) or [(0, 0, None)]
+        keeps = self.cache.dtype == self.dtype
+        pieces: list[Piece] = list(self.cache.walk(V, step, max(1, V) if keeps else step))
+        self.kept = [piece for piece in pieces if keeps and piece[2] is not None]
+        self.made = pieces[len(self.kept) :]
+        if not pieces:  # every shard has one
+            self.made = [(0, 0, None)]
+        self.recomputes = bool(self.made) and self.made[-1][2] is None
+        self.made_rows = self.rows.folded() if self.folds else self.rows
+
+    @property
+    def folds(self) -> bool:
+        """Whether D made here has the tokens' scales inside, so that no scaled hidden is needed.
+
+        Beside kept columns that is worth it only if hidden can be scaled in place after the others,
+        which kept columns that lie in dweight's own memory cannot wait for.
+        """
+        if not self.recomputes or from_lse(self.dtype):
+            return False
+        return not self.kept or (self.owns_hidden and self.call.plan.lending is None)
+
+    @property
+    def frees_hidden(self) -> bool:
+        """Whether hidden may be overwritten by dweight's right factor: no logits need it scaled."""
+        return self.owns_hidden and (self.folds or not self.recomputes)
 
     def piece(
         self, start: int, end: int, cached: Tensor | None, logits: Callable[[], ShardLogits]
     ) -> Tensor:
-        """Return D of these columns, [T, end - start]; valid until the next call.
+        """Return D of these columns, [T, end - start]; what is made is valid until the next call.
 
         ``logits`` is called only if the columns must be recomputed.
         """
@@ -59,9 +90,9 @@ class Dlogits:
             out = self._reused_window(end - start)
             self.call.kernels.dlogits(
                 logits().columns(start, end),
-                self.rows.reference,
-                self.rows.label_value,
-                self.rows.affine,
+                self.made_rows.reference,
+                self.made_rows.label_value,
+                self.made_rows.affine,
                 out=out,
             )
             return out
@@ -119,37 +150,63 @@ class Gradients:
     ) -> None:
         """Take all columns of ``tokens``, once for each token.
 
-        ``logits`` of them is called where their hidden states are needed, not before. The sum of
-        dhidden over ranks starts before the last dweight.
+        ``logits`` of them is called where their hidden states are needed, not before: kept columns
+        make dhidden without. Hidden states that may be overwritten are, after the last logits. The
+        sum of dhidden over ranks starts before the last dweight.
         """
-        call, dweight = self.call, self.dweight
-        labels, rows = dlogits.labels, dlogits.rows
+        call, labels, folds = self.call, dlogits.labels, dlogits.folds
+        kept, made, rows, made_rows = dlogits.kept, dlogits.made, dlogits.rows, dlogits.made_rows
         share = None if self.share is None else self.share[slice(*tokens)]
         acc = None if share is None else rows.reference.new_empty(share.shape)
         # Until dhidden is written, at the end, its memory is free.
         lent = None if call.reduces_dhidden else share
 
         @functools.cache
-        def scaled() -> tuple[Tensor, Tensor | None]:
-            out = weight.new_empty(len(labels), weight.shape[1]) if lent is None else lent
-            return scaled_hidden(call, logits(), rows, out)
+        def factor(folded: bool) -> tuple[Tensor, Tensor | None]:
+            of = logits()
+            out = of.hidden if dlogits.frees_hidden else lent
+            if out is None:
+                out = weight.new_empty(of.hidden.shape)
+            return right_factor(call, of, made_rows if folded else rows, out)
+
+        def add_dhidden(start: int, end: int, d: Tensor) -> None:
+            if acc is not None:
+                gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
 
         def finish_dhidden() -> None:
             if self._dhidden is not None and acc is not None and share is not None:
-                write_dhidden(call, acc, weight, labels, rows, share)
+                write_dhidden(call, acc, weight, labels, made_rows, share)
                 self._dhidden.start(*tokens)
 
-        pieces = dlogits.pieces()
-        for start, end, cached in pieces:
-            d = dlogits.piece(start, end, cached, logits)
-            if acc is not None:
-                gemm.add_matmul(acc, d, weight[start:end], first=start == 0)
-            if call.reduces_dhidden and (start, end) == pieces[-1][:2]:
-                finish_dhidden()
-            if dweight is not None:
-                self._add_dweight(d, *scaled(), out=dweight[start:end], first=tokens[0] == 0)
+        def add_parameters(start: int, end: int, d: Tensor, *, folded: bool) -> None:
+            if self.dweight is not None:
+                out, first = self.dweight[start:end], tokens[0] == 0
+                self._add_dweight(d, *factor(folded), out=out, first=first)
             if self.dbias is not None:
-                self.dbias[start:end] += dbias_piece(call, d, rows)
+                self.dbias[start:end] += dbias_piece(call, d, made_rows if folded else rows)
+
+        def add_kept_parameters() -> None:
+            for start, end, cached in kept:
+                d = dlogits.piece(start, end, cached, logits)
+                add_parameters(start, end, d, folded=False)
+
+        for start, end, cached in kept:
+            add_dhidden(start, end, dlogits.piece(start, end, cached, logits))
+        if folds and kept and acc is not None:  # before what comes with the scales inside
+            scale_rows = call.kernels.scale_rows
+            scale_rows(acc, rows.scale, labels, ignore_index=call.options.ignore_index, out=acc)
+        if call.reduces_dhidden and not made:
+            finish_dhidden()
+        if not folds:
+            add_kept_parameters()
+        for start, end, cached in made:
+            d = dlogits.piece(start, end, cached, logits)
+            add_dhidden(start, end, d)
+            if call.reduces_dhidden and (start, end) == made[-1][:2]:
+                finish_dhidden()
+            add_parameters(start, end, d, folded=folds)
+        if folds:
+            add_kept_parameters()
         if not call.reduces_dhidden:
             finish_dhidden()
 
@@ -170,20 +227,23 @@ class Gradients:
         return dhidden, self.dweight, self.dbias
 
 
-def scaled_hidden(
+def right_factor(
     call: Call, logits: ShardLogits, rows: RowGradient, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return hidden times each token's scale, [T, H], the right factor of dweight, in ``out``.
 
-    The second result, [H], is what label smoothing adds to every row of dweight.
+    ``out`` may be hidden itself. The second result, [H], is what label smoothing adds to every row
+    of dweight.
     """
     kernels, ignore_index = call.kernels, call.options.ignore_index
-    row = None
-    if rows.uniform is not None:
-        ones = torch.ones_like(rows.uniform)
-        kernels.scale_rows(logits.hidden, ones, logits.labels, ignore_index=ignore_index, out=out)
-        row = gemm.weighted_row_sum(rows.uniform, out)
-    kernels.scale_rows(logits.hidden, rows.scale, logits.labels, ignore_index=ignore_index, out=out)
+    hidden, labels = logits.hidden, logits.labels
+    if out is hidden:
+        kernels.clear_ignored(out, labels, ignore_index=ignore_index)
+    elif rows.scale is None or rows.uniform is not None:
+        kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
+    row = None if rows.uniform is None else gemm.weighted_row_sum(rows.uniform, out)
+    if rows.scale is not None:
+        kernels.scale_rows(hidden, rows.scale, labels, ignore_index=ignore_index, out=out)
     return out, row
 
 
