@@ -14,12 +14,11 @@ from torch import Tensor
 
 from flce_dist import steps
 from flce_dist.call import Call
-from flce_dist.gradients import Dlogits, Gradients, from_lse, in_forward_dtype
+from flce_dist.gradients import Dlogits, Gradients, LateLogits, from_lse, in_forward_dtype
 from flce_dist.kernels import row_gradient
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients
-from flce_dist.kernels.shard_logits import ShardLogits
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -95,6 +94,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         stats, metrics = TokenStats(*stats), MetricGradients(*dmetrics)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
 
+        # Decided from facts that all ranks share, not from which upstream gradients this rank got:
+        # every rank gathers or none does.
+        recomputes = call.options.with_metrics or call.plan.cached_v < call.plan.V
+        gather = call.gather(hidden) if need_weight or recomputes else None
+        logits: LateLogits | None = None
+        if gather is not None:
+            gather.start_all()
+            of_all = call.logits(gather.tokens, weight, bias, labels)
+            logits = LateLogits(of_all, gather, call.order.pieces)
+
         if dloss is None:
             dloss = torch.zeros_like(stats.others)
         of_loss = (labels, token_weight, norm, dloss, call.loss_terms)
@@ -107,17 +116,6 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         else:
             rows = call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse(hidden.dtype))
 
-        # Decided from facts that all ranks share, not from which upstream gradients this rank got:
-        # every rank gathers or none does.
-        recomputes = call.options.with_metrics or call.plan.cached_v < call.plan.V
-        gather = call.gather(hidden) if need_weight or recomputes else None
-        if gather is not None:
-            gather.start_all()
-
-        def logits() -> ShardLogits:
-            assert gather is not None
-            return call.logits(gather.wait_all(), weight, bias, labels)
-
         sum_of_dhidden = dweight = dbias = None
         if need_hidden:
             sum_of_dhidden = call.sum_of_dhidden(len(labels), weight)
@@ -127,8 +125,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dbias = torch.zeros_like(bias)
         results = Gradients(call, hidden.dtype, sum_of_dhidden, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
-        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype)
-        results.add((0, len(labels)), functools.cache(logits), weight, dlogits)
+        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype, logits)
+        results.add((0, len(labels)), weight, dlogits)
         if gather is not None:
             gather.wait_all()  # also where nothing needed it: its memory must outlive it
         return *results.finished(), None, None, None
@@ -187,9 +185,9 @@ class InForwardFunction(torch.autograd.Function):
                 call.loss_terms,
                 from_lse=from_lse(hidden.dtype),
             )  # fmt: skip
-            of_chunk = functools.partial(logits.tokens, first, last)
-            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype)
-            results.add((first, last), of_chunk, weight, dlogits)
+            here = LateLogits(chunk, gather)
+            dlogits = Dlogits(call, chunk.labels, stats, rows, cache, hidden.dtype, here)
+            results.add((first, last), weight, dlogits)
             del dlogits  # it holds the cache
 
         del cache  # before dweight is there twice

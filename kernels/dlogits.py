@@ -27,7 +27,7 @@ def _dlogits_kernel(
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_out_t,
     ignore_index, logit_scale, softcap,
-    AFFINE: tl.constexpr,
+    SCALED: tl.constexpr, AFFINE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
@@ -40,6 +40,8 @@ def _dlogits_kernel(
         # Before the product, which hides how long they take.
         counted = tl.load(labels_ptr + offs_t, mask=mask_t, other=ignore_index) != ignore_index
         reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
+        if SCALED:
+            scale = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
@@ -48,6 +50,8 @@ def _dlogits_kernel(
 
         x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
         d = exp(x)
+        if SCALED:
+            d *= scale[:, None]
         if AFFINE:
             a = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
             b = tl.load(b_ptr + offs_t, mask=mask_t, other=0.0)
@@ -65,15 +69,15 @@ def dlogits(
     logits: ShardLogits,
     reference: Tensor,
     label_value: Tensor,
-    affine: tuple[Tensor, Tensor, Tensor] | None,
+    affine: tuple[Tensor, ...],
     *,
     out: Tensor,
 ) -> None:
     """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
     at the label's column ``label_value[t]``, in ignored rows 0.
 
-    ``affine`` holds a, b, u, each [T] fp32; None means 1, 0, 0. out is [T, V] in hidden's dtype
-    with a unit last stride.
+    ``affine`` holds a, b, u, each [T] fp32 and finite in ignored rows: all three, a alone beside
+    b = u = 0, or none beside a = 1. out is [T, V] in hidden's dtype with a unit last stride.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -81,12 +85,13 @@ def dlogits(
     launch = tile_launch(logits, out)
     _dlogits_kernel[launch.grid](
         *launch.operands(), logits.labels,
-        reference, *(affine or (None, None, None)),
+        reference, *affine, *(None,) * (3 - len(affine)),
         launch.output(out),
         T, V, logits.H,
         *launch.strides(), out.stride(0),
         *launch.scalars(),
-        AFFINE=affine is not None,
+        SCALED=len(affine) == 1,
+        AFFINE=len(affine) == 3,
         **launch.constexprs(),
     )  # fmt: skip
     # Afterwards: a select per element would cost more than [T] cells.

@@ -17,6 +17,7 @@ from flce_dist.kernels.row_gradient import label_value, row_gradient, softcap_gr
 from flce_dist.kernels.shard_logits import ShardLogits
 
 __all__ = [
+    "clear_ignored",
     "dlogits",
     "label_logit",
     "linear_stats",
@@ -179,21 +180,25 @@ def dlogits(
     logits: ShardLogits,
     reference: Tensor,
     label_value: Tensor,
-    affine: tuple[Tensor, Tensor, Tensor] | None,
+    affine: tuple[Tensor, ...],
     *,
     out: Tensor,
 ) -> None:
     """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
     at the label's column ``label_value[t]``, in ignored rows 0.
 
-    ``affine`` holds a, b, u, each [T]; None means 1, 0, 0. out is [T, V] in hidden's dtype.
+    ``affine`` holds a, b, u, each [T] and finite in ignored rows: all three, a alone beside
+    b = u = 0, or none beside a = 1. out is [T, V] in hidden's dtype.
     """
+    rows = [row[:, None] for row in affine]
     for start, z, other in _windows(logits):
         x = z - reference[:, None]
         d = x.exp()
-        if affine is not None:
-            a, b, u = (row[:, None] for row in affine)
+        if len(rows) == 3:
+            a, b, u = rows
             d = d * (a + b * x.clamp_min(_FAR)) + u
+        elif rows:
+            d *= rows[0]
         d = d * softcap_grad(z, logits.softcap)
         d = d.where(other, label_value[:, None]).masked_fill_(~logits.counted[:, None], 0.0)
         out[:, start : start + z.shape[1]] = d
@@ -224,6 +229,11 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
+def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
+    """Write 0 into the rows of x [T, N] whose token is ignored; the others stay."""
+    x.masked_fill_((labels == ignore_index)[:, None], 0.0)
+
+
 def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
     """Write the sum of all ranks' shares [T, H], in their order; others are [P - 1, T, H]."""
     shares = torch.cat([others[:rank], own[None], others[rank:]])
@@ -232,7 +242,7 @@ def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
 
 def scale_rows(
     x: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     labels: Tensor,
     *,
     ignore_index: int,
@@ -241,14 +251,16 @@ def scale_rows(
 ) -> None:
     """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
 
-    x and out are [T, N], scale [T]; ``plus`` holds u [T] and row [N]. Rows of ignored tokens are
-    selected away, not multiplied by 0: they may hold NaN.
+    x and out are [T, N], also the same; scale [T], None is 1; ``plus`` holds u [T] and row [N].
+    Rows of ignored tokens are selected away, not multiplied by 0: they may hold NaN.
     """
     for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
-        rows = x[t].to(scale.dtype) * scale[t, None]
+        rows = x[t]
+        if scale is not None:
+            rows = rows.to(scale.dtype) * scale[t, None]
         if plus is not None:
             u, row = plus
-            rows += u[t, None] * row
+            rows = torch.addcmul(rows, u[t, None], row)
         out[t] = rows.where((labels[t] != ignore_index)[:, None], 0.0)
 
 

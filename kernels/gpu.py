@@ -5,12 +5,13 @@ from flce_dist.kernels.label_logit import label_logit
 from flce_dist.kernels.linear_stats import linear_stats, new_sums
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
-from flce_dist.kernels.scale_rows import scale_rows
+from flce_dist.kernels.scale_rows import clear_ignored, scale_rows
 from flce_dist.kernels.sum_shares import sum_shares
 from flce_dist.kernels.token_gradient import row_gradient, write_label_value
 from flce_dist.kernels.token_loss import loss_norm, reduce_loss, token_loss
 
 __all__ = [
+    "clear_ignored",
     "dlogits",
     "label_logit",
     "linear_stats",

@@ -9,6 +9,8 @@ is split as ``dz = scale * D + uniform`` so that D holds numbers near 1 whatever
 
     D_v = exp(z_v - reference)      D_label = label_value
 
+D that is made in backward may have the scale inside, see ``folded``; then nothing else needs it.
+
 The label's own column is computed from the sum over the *other* columns: ``p_label - 1`` would
 cancel for a confident token, ``-others * exp(reference - lse)`` does not.
 """
@@ -24,15 +26,25 @@ from flce_dist.kernels.merge import LossTerms, TokenStats
 class RowGradient(NamedTuple):
     """``dz = scale * D + uniform``, D as ``dlogits`` writes it from the other three.
 
-    scale and uniform include ``logit_scale``, as the gradient by ``hidden @ weight.T`` does; the
-    gradient by the bias takes it out again.
+    scale (None is 1) and uniform include ``logit_scale``, as the gradient by ``hidden @ weight.T``
+    does; the gradient by the bias takes it out again.
     """
 
-    scale: Tensor
+    scale: Tensor | None
     reference: Tensor
     label_value: Tensor
-    affine: tuple[Tensor, Tensor, Tensor] | None
+    affine: tuple[Tensor, ...]
     uniform: Tensor | None
+
+    def folded(self) -> "RowGradient":
+        """The same ``dz`` with the scale inside D. Not for fp16, which would flush it."""
+        if self.scale is None:
+            return self
+        return self._replace(
+            scale=None,
+            label_value=self.scale * self.label_value,
+            affine=tuple(self.scale * x for x in self.affine) or (self.scale,),
+        )
 
 
 class MetricGradients(NamedTuple):
@@ -101,7 +113,7 @@ def row_gradient(
         scale=dloss * w * (change - stats.log_total).exp(),
         reference=reference,
         label_value=label_value(stats, reference, terms),
-        affine=None,
+        affine=(),
         uniform=-smoothing / terms.vocab_size * dloss if smoothing else None,
     )
 

@@ -1,4 +1,4 @@
-"""Rows times a number each: hidden before the dweight product, dhidden after its own."""
+"""Rows times a number each, 0 where ignored: hidden before its product, dhidden after its own."""
 
 import triton
 import triton.language as tl
@@ -12,14 +12,16 @@ def _scale_rows_kernel(
     x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
     out_ptr,  # out: [T, N]
     N, stride_x_t, stride_x_n, stride_out_t, ignore_index,
-    HAS_PLUS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_PLUS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     counted = tl.load(labels_ptr + t) != ignore_index
     mask_n = offs_n < N
     x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_n & counted, other=0.0)
-    scaled = x.to(tl.float32) * tl.load(scale_ptr + t)
+    scaled = x.to(tl.float32)
+    if HAS_SCALE:
+        scaled *= tl.load(scale_ptr + t)
     if HAS_PLUS:
         row = tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
         scaled += tl.load(u_ptr + t) * row
@@ -29,9 +31,23 @@ def _scale_rows_kernel(
     )
 
 
+@triton.jit
+def _clear_ignored_kernel(
+    labels_ptr,  # in:  [T] int64
+    x_ptr,  # out: [T, N], only rows of ignored tokens
+    N, stride_t, ignore_index,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
+    ignored = tl.load(labels_ptr + t) == ignore_index
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    zero = tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty)
+    tl.store(x_ptr + t * stride_t + offs_n, zero, mask=(offs_n < N) & ignored)
+
+
 def scale_rows(
     x: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     labels: Tensor,
     *,
     ignore_index: int,
@@ -40,8 +56,8 @@ def scale_rows(
 ) -> None:
     """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
 
-    x is [T, N], scale [T], out [T, N] with a unit last stride; ``plus`` holds u [T] and row [N],
-    fp32. Rows of ignored tokens are not read: they may hold NaN.
+    x is [T, N], scale [T], None is 1; out [T, N] with a unit last stride, also x itself; ``plus``
+    holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
     """
     T, N = x.shape
     if T == 0 or N == 0:
@@ -51,7 +67,26 @@ def scale_rows(
         x, scale, labels, *(plus or (None, None)),
         out,
         N, *x.stride(), out.stride(0), ignore_index,
+        HAS_SCALE=scale is not None,
         HAS_PLUS=plus is not None,
+        BLOCK_N=BLOCK_N,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
+    """Write 0 into the rows of x [T, N] whose token is ignored; the others stay, and are not read.
+
+    x has a unit last stride.
+    """
+    T, N = x.shape
+    if T == 0 or N == 0:
+        return
+    BLOCK_N = min(4096, triton.next_power_of_2(N))
+    _clear_ignored_kernel[(T, -(-N // BLOCK_N))](
+        labels,
+        x,
+        N, x.stride(0), ignore_index,
         BLOCK_N=BLOCK_N,
         num_warps=8,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def row_gradient(
     scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)
     uniform = torch.empty_like(scale) if terms.label_smoothing else None
     lse = torch.empty_like(scale) if from_lse else None
-    rows = RowGradient(scale, stats.reference if lse is None else lse, label_value, None, uniform)
+    rows = RowGradient(scale, stats.reference if lse is None else lse, label_value, (), uniform)
     if T == 0:
         return rows
     _row_gradient_kernel[(-(-T // 128),)](

@@ -88,11 +88,15 @@ def compile_all(
             "linear_stats cached": cached,
             "dlogits": dlogits._dlogits_kernel.warmup(
                 *operands, fp32, None, None, None, cells, T, V, H, *strides, V, *scalars[1:],
-                AFFINE=False, **common,
+                SCALED=False, AFFINE=False, **common,
+            ),
+            "dlogits scaled": dlogits._dlogits_kernel.warmup(
+                *operands, fp32, fp32, None, None, cells, T, V, H, *strides, V, *scalars[1:],
+                SCALED=True, AFFINE=False, **common,
             ),
             "dlogits affine": dlogits._dlogits_kernel.warmup(
                 *operands, fp32, fp32, fp32, fp32, cells, T, V, H, *strides, V, *scalars[1:],
-                AFFINE=True, **common,
+                SCALED=False, AFFINE=True, **common,
             ),
         }  # fmt: skip
     pointers = TileLaunch(logits, config, programs=132, tma=False)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import collectives, linear_cross_entropy
 from flce_dist.memory import peak_memory
 from flce_dist.plan import plan
 from flce_dist.reference import reference_linear_cross_entropy
@@ -88,6 +89,48 @@ def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) ->
     accumulator, two_slices = T * H * 4, 32 * MIB
     logits_bytes = T * V * 4
     assert peak <= gradient_bytes(*tensors) + accumulator + logits_bytes + two_slices + 4 * MIB
+
+
+def backward_bytes(
+    group: dist.ProcessGroup, T: int, V: int, H: int, *, owned: bool, **options: Any
+) -> int:
+    """Peak of a backward under sequence parallelism, on one rank of V rows."""
+    hidden, weight, _ = operands(T=T // group.size(), V=V, H=H)
+    labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
+    init = collectives.TokenGather.__init__
+
+    def gather(self: collectives.TokenGather, *args: Any) -> None:
+        init(self, *args)
+        self.owns_tokens = owned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.TokenGather, "__init__", gather)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, tp_group=group, sequence_parallel=True, **options
+        )
+        with peak_memory("cpu") as peak:
+            loss.backward()
+    return peak.bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "columns", "window"),
+    [("recompute", 256, 256), ("cached", 600, 0), ("cached", 512, 256)],
+    ids=["recompute", "cached", "mixed"],
+)
+def test_gathered_hidden_is_not_copied(
+    gloo_ranks: Any, schedule: str, columns: int, window: int
+) -> None:
+    """Of [T, H]: hidden, dhidden, its accumulator, gloo's own copy, and the half that is left."""
+    T, V, H = 32768, 600, 256
+    options = {"schedule": schedule, "max_logits_bytes": T * columns * 4}
+    owned, copied = (
+        max(gloo_ranks(2).run(backward_bytes, T, V, H, owned=owned, **options))
+        for owned in (True, False)
+    )
+    two_slices = 32 * MIB
+    limit = 9 * T * H * 4 // 2 + T * window * 4 + V * H * 4 + two_slices + 4 * MIB
+    assert owned <= limit < copied
 
 
 @each_dtype

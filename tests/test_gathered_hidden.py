@@ -1,0 +1,269 @@
+"""Gathered hidden states are overwritten by the right factor of dweight, a caller's never are.
+
+T tokens, V_all vocabulary rows, H hidden size, P ranks.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import gradients, linear_cross_entropy, plan
+from flce_dist.call import Call, kernels_of
+from flce_dist.collectives import TokenGather
+from flce_dist.kernels import eager
+from flce_dist.kernels.row_gradient import RowGradient
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.testing import run_ranks
+from flce_dist.vocab import vocab_range
+from tests.mutations import Patch
+from tests.parallel_problem import Outcome, Problem, joined, misses, on_threads, rank_step
+from tests.problems import both
+
+T, H, P = 64, 16, 2
+BF16, FP16 = torch.bfloat16, torch.float16
+BUDGET = T * 4 * 160  # of 254 columns; windows are of 32
+
+WALKS: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
+    "recompute": ({"schedule": "recompute"}, torch.float32, {"recomputed"}),
+    "recompute bf16": ({"schedule": "recompute"}, BF16, {"recomputed"}),
+    "recompute fp16": ({"schedule": "recompute"}, FP16, {"recomputed"}),
+    "cached": ({"schedule": "cached"}, torch.float32, {"kept"}),
+    "cached bf16": ({"schedule": "cached"}, BF16, {"kept"}),
+    "cached fp16": ({"schedule": "cached"}, FP16, {"converted"}),
+    "mixed": (
+        {"schedule": "cached", "max_logits_bytes": BUDGET}, torch.float32, {"kept", "recomputed"},
+    ),
+    "mixed bf16": (
+        {"schedule": "cached", "max_logits_bytes": BUDGET // 2}, BF16, {"kept", "recomputed"},
+    ),
+    "mixed fp16": (
+        {"schedule": "cached", "max_logits_bytes": BUDGET // 2}, FP16, {"converted", "recomputed"},
+    ),
+    "in_forward": ({"schedule": "in_forward"}, torch.float32, {"kept"}),
+    "in_forward chunks": (
+        {"schedule": "in_forward", "max_logits_bytes": BUDGET // 4}, BF16, {"kept"},
+    ),
+    "in_forward lent": (
+        {"schedule": "in_forward", "max_logits_bytes": BUDGET}, torch.float32,
+        {"kept", "recomputed"},
+    ),
+}  # fmt: skip
+"""Options, dtype, and where D comes from."""
+COPIES = {"recompute fp16", "mixed fp16", "in_forward lent"}
+"""fp16 would flush scaled D; lent memory wants cached columns, so a scaled hidden, first."""
+
+each_walk = pytest.mark.parametrize("walk", WALKS)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "logit_scale": 0.5},
+    "softcap": {"softcap": 5.0, "logit_scale": 0.5},
+    "weights": {"token_weight": torch.linspace(-1, 2, T)},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "_FIRST_LENT": 16, "_TILE": 16, "_MIN_WINDOW": 32, "_MAX_WINDOW": 32,
+        "_MOST_RECOMPUTED": 0.4, "_SPLIT_FROM": 16,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(plan, name, value)
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What D came from, and whether a right factor of dweight was written beside hidden."""
+    seen: set[str] = set()
+    right_factor, post_init = gradients.right_factor, gradients.Dlogits.__post_init__
+
+    def noting_memory(call: Call, of: ShardLogits, rows: RowGradient, out: Tensor) -> Any:
+        if out is not of.hidden:
+            seen.add("copy")
+        return right_factor(call, of, rows, out)
+
+    def noting_origin(dlogits: gradients.Dlogits) -> None:
+        post_init(dlogits)
+        seen.update("kept" for _ in dlogits.kept)
+        seen.update("recomputed" if d is None else "converted" for *_, d in dlogits.made)
+
+    monkeypatch.setattr(gradients, "right_factor", noting_memory)
+    monkeypatch.setattr(gradients.Dlogits, "__post_init__", noting_origin)
+    return seen
+
+
+def problem_of(walk: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
+    """Its ignored tokens hold NaN and infinities."""
+    how, dtype, _ = WALKS[walk]
+    problem = Problem(T=T, H=H, dtype=dtype, options=options)
+    hidden, _, _, labels = problem.tensors
+    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=dtype)
+    hidden[labels == -100] = anything.repeat(H // 4)
+    return problem, how
+
+
+@each_walk
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_are_right(walked: set[str], options: str, walk: str) -> None:
+    problem, how = problem_of(walk, **OPTIONS[options])
+    assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
+    assert walked - {"copy"} == WALKS[walk][2]
+    assert ("copy" in walked) == (walk in COPIES)
+
+
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "cached", "mixed"])
+def test_gradients_by_triton_are_right(walk: str) -> None:
+    problem, how = problem_of(walk, **OPTIONS["smoothing"])
+
+    def step(group: dist.ProcessGroup) -> Outcome:
+        return rank_step(group, problem, sequence_parallel=True, impl="triton", **how)
+
+    # Forked: the interpreter is not for threads.
+    outcome = joined(run_ranks(step, P, backend="gloo"), sequence_parallel=True)
+    assert misses(outcome, problem) == []
+
+
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "recompute fp16"])
+def test_terms_beside_the_exponential(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+    """Softcap with smoothing has three factors per token, of which each takes the scale."""
+    problem, how = problem_of(walk, softcap=5.0, label_smoothing=0.1, logit_scale=0.5)
+    assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
+    folded = RowGradient.folded
+    for i in range(3 if walk not in COPIES else 0):
+
+        def wrong(rows: RowGradient, i: int = i) -> RowGradient:
+            affine = list(folded(rows).affine)
+            affine[i] = rows.affine[i] + (i == 1)
+            return folded(rows)._replace(affine=tuple(affine))
+
+        monkeypatch.setattr(RowGradient, "folded", wrong)
+        assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem)
+
+
+@each_walk
+def test_replicated_hidden_is_copied(walked: set[str], walk: str) -> None:
+    problem, how = problem_of(walk)
+    assert misses(on_threads(P, problem, **how), problem) == []
+    assert "copy" in walked
+
+
+def gradients_twice(
+    group: dist.ProcessGroup | None, walk: str, impl: Any, sequence_parallel: bool
+) -> bool:
+    """Whether a second backward gives the same bits, and operands keep theirs."""
+    problem, how = problem_of(walk, label_smoothing=0.1)
+    hidden, weight, bias, labels = problem.tensors
+    rows = (0, len(weight))
+    if group is not None:
+        rows = vocab_range(len(weight), group.rank(), group.size())
+    if group is not None and sequence_parallel:
+        hidden = hidden.chunk(group.size())[group.rank()]
+    given = (hidden, weight[slice(*rows)], bias[slice(*rows)])
+    leaves = [x.clone().requires_grad_() for x in given]
+    loss = linear_cross_entropy(
+        leaves[0], leaves[1], labels, bias=leaves[2], label_smoothing=0.1, impl=impl,
+        tp_group=group, sequence_parallel=sequence_parallel, vocab_size=507, vocab_range=rows,
+        **how,
+    )  # fmt: skip
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    pairs = (*zip(first, second, strict=True), *zip(leaves, given, strict=True))
+    return all(torch.equal(*(x.detach().view(torch.uint8) for x in pair)) for pair in pairs)
+
+
+@each_walk
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_operands_stay_and_backward_repeats(sequence_parallel: bool, ranks: int, walk: str) -> None:
+    if ranks == 0:
+        if not sequence_parallel:
+            assert gradients_twice(None, walk, "eager", False)
+        return
+    assert all(
+        run_ranks(lambda group: gradients_twice(group, walk, "eager", sequence_parallel), ranks)
+    )
+
+
+@pytest.mark.parametrize("walk", ["recompute", "mixed"])
+def test_operands_stay_and_backward_repeats_in_triton(walk: str) -> None:
+    assert gradients_twice(None, walk, "triton", False)
+    assert all(
+        run_ranks(lambda group: gradients_twice(group, walk, "triton", True), 2, backend="gloo")
+    )
+
+
+@both
+def test_rows_in_place(impl: str) -> None:
+    """Of the columns and rows of a larger matrix, no others are written."""
+    kernels, labels = kernels_of(impl), torch.tensor([3, -100, 0, -100, 7])
+    whole = torch.randn(7, 10)
+    whole[2, 4], whole[4, 3] = torch.nan, torch.inf
+    expected = whole.clone()
+    expected[[2, 4], 2:9] = 0.0
+    kernels.clear_ignored(whole[1:6, 2:9], labels, ignore_index=-100)
+    assert torch.equal(whole, expected)
+
+    x, scale = whole[1:6, 2:9], torch.tensor([2.0, torch.nan, -1.0, 0.0, 0.5])
+    expected[1:6, 2:9] *= scale.where(labels != -100, 0.0)[:, None]
+    kernels.scale_rows(x, scale, labels, ignore_index=-100, out=x)
+    assert torch.equal(whole, expected)
+
+
+# --- mistakes that these tests would notice
+
+
+def broken(walk: str) -> set[str]:
+    """Names of the results that are off."""
+    problem, how = problem_of(walk)
+    missed = misses(on_threads(P, problem, sequence_parallel=True, **how), problem)
+    return {miss.partition(":")[0] for miss in missed}
+
+
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "mixed"])
+def test_ignored_rows_left(mutate: Patch, walk: str) -> None:
+    mutate(eager, "clear_ignored", lambda original, *args, **kw: None)
+    assert "dweight" in broken(walk)
+
+
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "mixed", "mixed bf16"])
+@pytest.mark.parametrize("part", ["affine", "label_value"])
+def test_scale_not_folded(monkeypatch: pytest.MonkeyPatch, part: str, walk: str) -> None:
+    folded = RowGradient.folded
+    monkeypatch.setattr(
+        RowGradient, "folded", lambda rows: folded(rows)._replace(**{part: getattr(rows, part)})
+    )
+    assert {"dhidden", "dbias"} <= broken(walk)
+
+
+@pytest.mark.parametrize("walk", ["recompute", "mixed"])
+def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+    folded = RowGradient.folded
+    monkeypatch.setattr(RowGradient, "folded", lambda rows: folded(rows)._replace(scale=rows.scale))
+    assert {"dhidden", "dbias"} <= broken(walk)
+
+
+@pytest.mark.parametrize(("walk", "name"), [("cached", "dweight"), ("mixed", "dhidden")])
+def test_in_place_scale_forgotten(mutate: Patch, walk: str, name: str) -> None:
+    """Of hidden before the cached columns' dweight, or of dhidden before what is recomputed."""
+
+    def forget(original: Any, x: Tensor, *args: Any, out: Tensor, **kw: Any) -> None:
+        if out.data_ptr() != x.data_ptr():
+            original(x, *args, out=out, **kw)
+
+    mutate(eager, "scale_rows", forget)
+    assert name in broken(walk)
+
+
+def test_a_callers_hidden_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = TokenGather.__init__
+
+    def claim(gather: TokenGather, *args: Any) -> None:
+        init(gather, *args)
+        gather.owns_tokens = True
+
+    monkeypatch.setattr(TokenGather, "__init__", claim)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients_twice(None, "cached", "eager", False)
+    assert not gradients_twice(None, "in_forward", "eager", False)
