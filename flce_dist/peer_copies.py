@@ -30,8 +30,11 @@ class PeerGather(TokenGather):
         memory.reserve(x.nbytes)
         memory.acquire()
         memory.own(x.shape, x.dtype).copy_(x)
-        copies = [self._copy(piece) for piece in range(len(self._order.pieces))]
-        self._arrivals = memory.pull(copies, (memory.rank, *memory.peers))
+        pieces = range(len(self._order.pieces))
+        self._arrivals = memory.pull([self._copy(piece) for piece in pieces])
+        # Within a GPU a copy takes multiprocessors: here, ahead of what will fill them.
+        for piece in pieces:
+            self.tokens[self._order.part(piece, memory.rank)].copy_(x[self._order.local(piece)])
 
     def wait(self, piece: int) -> None:
         self.start(piece)
@@ -39,9 +42,9 @@ class PeerGather(TokenGather):
         self._arrivals[piece].wait()
 
     def _copy(self, piece: int) -> Copy:
-        def of(rank: int) -> tuple[Tensor, Tensor]:
-            theirs = self._memory.of(rank, self._x.shape, self._x.dtype)
-            return self.tokens[self._order.part(piece, rank)], theirs[self._order.local(piece)]
+        def of(peer: int) -> tuple[Tensor, Tensor]:
+            theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
+            return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
 
         return of
 
@@ -72,7 +75,7 @@ class PeerScatter(TokenSum):
         shares = [tokens[self._order.part(piece, memory.rank)] for piece in pieces]
         others = [mine.new_empty(memory.P - 1, *mine.shape) for mine in shares]
         copies = [self._copy(*one) for one in zip(pieces, others, strict=True)]
-        arrivals = memory.pull(copies, memory.peers)
+        arrivals = memory.pull(copies)
         self._pulled += zip(pieces, others, arrivals, strict=True)
 
     def wait(self) -> Tensor:

@@ -7,7 +7,7 @@ nor do the streams' own memory operations, by which ranks tell each other what i
 
 One rank's memory goes through these steps, in the order of its stream:
 
-    acquire   wait until every rank has read what was published last
+    acquire   wait until every peer has read what was published last
     (write)   kernels and copies of this rank
     publish   tell every peer
     pull      on a stream of its own: wait until every peer has published, copy, tell them
@@ -33,7 +33,7 @@ READY, FREE = 0, 1
 _PAGE = 2 << 20  # bytes: GPU memory that others map comes in such pages
 
 Copy = Callable[[int], tuple[Tensor, Tensor]]
-"""From a rank to ``(out, that rank's tensor)``, of one shape, both contiguous."""
+"""From a peer's rank to ``(out, peer's tensor)``, of one shape, both contiguous."""
 
 
 class Arrival(NamedTuple):
@@ -110,8 +110,8 @@ class PeerMemory:
         _enqueue(self._await_free, here)
         self._writable = True
 
-    def pull(self, copies: Sequence[Copy], ranks: Sequence[int]) -> list[Arrival]:
-        """Publish what the current stream wrote, and copy what these ranks published.
+    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
+        """Publish what the current stream wrote, and copy what the peers published.
 
         One arrival for each of ``copies``, which come one after the other. The last one must be
         waited for.
@@ -125,8 +125,8 @@ class PeerMemory:
         with torch.cuda.stream(self._stream):
             _enqueue(self._await_ready, self._stream)
             for i, copy in enumerate(copies, start=1):
-                for rank in ranks:
-                    out, theirs = copy(rank)
+                for peer in self.peers:
+                    out, theirs = copy(peer)
                     out.copy_(theirs, non_blocking=True)
                 if i == len(copies):
                     _enqueue(self._tell_free, self._stream)

@@ -69,14 +69,14 @@ class SimulatedMemory(PeerMemory):
     def acquire(self) -> None:
         self._writable = True
 
-    def pull(self, copies: Sequence[Copy], ranks: Sequence[int]) -> list[Arrival]:
+    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
         assert self._writable, "published what may not have been written"
         self._writable = False
         self._meeting.pulls += self.rank == 0
         self._meeting.barrier.wait()
         arrivals: list[Arrival] = []
         for copy in copies:
-            pairs = [copy(rank) for rank in ranks]
+            pairs = [copy(peer) for peer in self.peers]
             for out, theirs in pairs:
                 assert out.is_contiguous() and theirs.is_contiguous()
                 assert out.shape == theirs.shape and out.dtype == theirs.dtype
