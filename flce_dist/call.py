@@ -23,7 +23,7 @@ from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.peer_copies import PeerGather, PeerScatter
-from flce_dist.peer_memory import PeerMemory
+from flce_dist.peer_memory import PeerMemories
 from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import INVARIANT_ROWS, VocabShard
@@ -89,9 +89,9 @@ class Call:
         """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
         if not self.options.sequence_parallel:
             return TokenGather(hidden, self.order)
-        group, memory = self._sequence_group(hidden)
-        if memory is not None:
-            return PeerGather(hidden, self.order, memory)
+        group, peers = self._sequence_group(hidden)
+        if peers is not None:
+            return PeerGather(hidden, self.order, peers.hidden)
         return CollectiveGather(hidden, self.order, group)
 
     def sum_of_dhidden(self, T: int, weight: Tensor) -> TokenSum:
@@ -104,14 +104,13 @@ class Call:
             if self.tp_group is None or not self.reduces_dhidden:
                 return TokenSum(share)
             return CollectiveSum(share, self.tp_group)
-        group, memory = self._sequence_group(weight)
-        if memory is not None:
-            memory.reserve(T * weight.shape[1] * dtype.itemsize)
-            share = memory.own(shape, dtype)
-            return PeerScatter(share, self.order, memory, self.kernels.sum_shares)
+        group, peers = self._sequence_group(weight)
+        if peers is not None:
+            one_chunk, add = len(self.plan.chunks()) == 1, self.kernels.sum_shares
+            return PeerScatter(shape, dtype, self.order, peers.dhidden, add, one_chunk=one_chunk)
         return CollectiveScatter(weight.new_empty(shape, dtype=dtype), self.order, group)
 
-    def _sequence_group(self, x: Tensor) -> tuple[dist.ProcessGroup, PeerMemory | None]:
+    def _sequence_group(self, x: Tensor) -> tuple[dist.ProcessGroup, PeerMemories | None]:
         assert self.tp_group is not None
         return self.tp_group, peer_memory.of_group(self.tp_group, x.device)
 

@@ -6,6 +6,7 @@ ranks must call the same functions in the same order with the same shapes.
 
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -138,6 +139,14 @@ class TokenSum:
 
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
+
+    def accumulator(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Return memory in which to sum up a chunk of so many tokens, [N, H]."""
+        return self.tokens.new_empty(tokens, self.tokens.shape[1], dtype=dtype)
+
+    def blocks(self, tokens: int) -> list[slice]:
+        """Return in which blocks a chunk's accumulator must be turned into ``tokens``, in order."""
+        return [slice(0, tokens)]
 
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""

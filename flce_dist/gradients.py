@@ -179,7 +179,9 @@ class Gradients:
         call, labels, folds = self.call, dlogits.labels, dlogits.folds
         kept, made, rows, made_rows = dlogits.kept, dlogits.made, dlogits.rows, dlogits.made_rows
         share = None if self.dhidden is None else self.dhidden.tokens[slice(*tokens)]
-        acc = None if share is None else rows.reference.new_empty(share.shape)
+        acc = None
+        if self.dhidden is not None:
+            acc = self.dhidden.accumulator(len(labels), rows.reference.dtype)
         # Until dhidden is written, at the end, its memory is free.
         lent = None if call.reduces_dhidden else share
 
@@ -200,7 +202,8 @@ class Gradients:
             nonlocal acc
             if self.dhidden is not None and acc is not None and share is not None:
                 self.dhidden.acquire()
-                write_dhidden(call, acc, weight, labels, made_rows, share)
+                blocks = self.dhidden.blocks(len(labels))
+                write_dhidden(call, acc, weight, labels, made_rows, blocks, share)
                 acc = None  # its memory may hold what comes from other ranks
                 self.dhidden.start(*tokens)
 
@@ -274,15 +277,28 @@ def right_factor(
 
 
 def write_dhidden(
-    call: Call, acc: Tensor, weight: Tensor, labels: Tensor, rows: RowGradient, out: Tensor
+    call: Call,
+    acc: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: RowGradient,
+    blocks: list[slice],
+    out: Tensor,
 ) -> None:
-    """Write this shard's share of dhidden, [T, H], from ``acc = D @ weight``."""
-    plus = None
+    """Write this shard's share of dhidden, [T, H], from ``acc = D @ weight``, block by block."""
+    row = None
     if rows.uniform is not None:
         ones = rows.uniform.new_ones(call.shard.V)
-        plus = rows.uniform, gemm.weighted_row_sum(ones, weight[: call.shard.V])
-    ignore_index = call.options.ignore_index
-    call.kernels.scale_rows(acc, rows.scale, labels, ignore_index=ignore_index, plus=plus, out=out)
+        row = gemm.weighted_row_sum(ones, weight[: call.shard.V])
+    for t in blocks:
+        call.kernels.scale_rows(
+            acc[t],
+            None if rows.scale is None else rows.scale[t],
+            labels[t],
+            ignore_index=call.options.ignore_index,
+            plus=None if rows.uniform is None or row is None else (rows.uniform[t], row),
+            out=out[t],
+        )
 
 
 def dbias_piece(call: Call, d: Tensor, rows: RowGradient) -> Tensor:

@@ -4,13 +4,17 @@ P ranks, T tokens, H hidden size. Both do what their namesakes in ``collectives.
 multiprocessors: gathers and sums are in flight while kernels fill the GPU.
 """
 
+import itertools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from flce_dist.collectives import TokenGather, TokenSum
 from flce_dist.peer_memory import Arrival, Copy, PeerMemory
 from flce_dist.token_order import TokenOrder
+
+_FIRST_BLOCK = 15  # of tokens, this part: with the blocks twice as long after it, four in all
 
 
 class PeerGather(TokenGather):
@@ -52,31 +56,55 @@ class PeerGather(TokenGather):
 class PeerScatter(TokenSum):
     """Pulls every rank's share of this rank's tokens, and adds them up in fp32.
 
-    ``tokens`` is this rank's memory itself (``share``), which waits for peers before it is written.
+    ``tokens`` is this rank's memory itself. If all tokens are one chunk, of 2 bytes an element, the
+    fp32 accumulator lies there, too, a little behind: it turns into ``tokens`` in ascending blocks,
+    each as long as what was turned before leaves room for. Behind ``tokens`` there is then room for
+    what the peers have.
     """
 
     def __init__(
         self,
-        tokens: Tensor,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
         order: TokenOrder,
         memory: PeerMemory,
         sum_shares: Callable[..., None],
+        *,
+        one_chunk: bool,
     ):
-        super().__init__(tokens)
+        T, H = shape
+        nbytes = T * H * dtype.itemsize
         self._order, self._memory, self._sum_shares = order, memory, sum_shares
         self._pulled: list[tuple[int, Tensor, Arrival]] = []  # piece, [P - 1, N, H]
+        self._lead = -(-T // _FIRST_BLOCK) if one_chunk and dtype.itemsize == 2 else 0  # tokens
+        self._acc_start = _aligned(self._lead * H * dtype.itemsize)
+        self._others_start = _aligned(nbytes)
+        memory.reserve(self._acc_start + T * H * 4 if self._lead else nbytes)
+        super().__init__(memory.own(shape, dtype))
+
+    def accumulator(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        if not self._lead:
+            return super().accumulator(tokens, dtype)
+        self._memory.acquire()
+        return self._memory.own(self.tokens.shape, dtype, self._acc_start)
+
+    def blocks(self, tokens: int) -> list[slice]:
+        if not self._lead:
+            return super().blocks(tokens)
+        bounds = [0]
+        while bounds[-1] < tokens:
+            bounds.append(min(tokens, self._lead + 2 * bounds[-1]))
+        return [slice(*block) for block in itertools.pairwise(bounds)]
 
     def acquire(self) -> None:
         self._memory.acquire()
 
     def start(self, first: int, last: int) -> None:
-        tokens, memory = self.tokens, self._memory
+        memory = self._memory
         pieces = [piece for piece, _ in self._order.between(first, last)]
-        shares = [tokens[self._order.part(piece, memory.rank)] for piece in pieces]
-        others = [mine.new_empty(memory.P - 1, *mine.shape) for mine in shares]
+        others = [self._room(piece) for piece in pieces]
         copies = [self._copy(*one) for one in zip(pieces, others, strict=True)]
-        arrivals = memory.pull(copies)
-        self._pulled += zip(pieces, others, arrivals, strict=True)
+        self._pulled += zip(pieces, others, memory.pull(copies), strict=True)
 
     def wait(self) -> Tensor:
         tokens, memory = self.tokens, self._memory
@@ -89,6 +117,16 @@ class PeerScatter(TokenSum):
         self._pulled.clear()
         return out
 
+    def _room(self, piece: int) -> Tensor:
+        """Memory for the peers' shares of a piece, [P - 1, N, H]."""
+        tokens, local = self.tokens, self._order.local(piece)
+        peers, H = self._memory.P - 1, tokens.shape[1]
+        shape = (peers, local.stop - local.start, H)
+        if not self._lead:
+            return tokens.new_empty(shape)
+        start = self._others_start + peers * local.start * H * tokens.itemsize
+        return self._memory.own(shape, tokens.dtype, start)
+
     def _copy(self, piece: int, others: Tensor) -> Copy:
         tokens, memory = self.tokens, self._memory
 
@@ -98,3 +136,7 @@ class PeerScatter(TokenSum):
             return others[slot], theirs[self._order.part(piece, memory.rank)]
 
         return of
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512

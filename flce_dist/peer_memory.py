@@ -89,14 +89,14 @@ class PeerMemory:
         pages = max(1, -(-nbytes // _PAGE))
         self._held.append(_shared(pages * _PAGE, torch.uint8, self._device, self._group))
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """View the first bytes of this rank's memory."""
-        return self.of(self.rank, shape, dtype)
+    def own(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """View this rank's memory from byte ``start`` on."""
+        return self.of(self.rank, shape, dtype, start)
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """View the first bytes of a rank's memory."""
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """View a rank's memory from byte ``start`` on, a multiple of an element's bytes."""
         _, handle = self._held[-1]
-        return handle.get_buffer(rank, tuple(shape), dtype)
+        return handle.get_buffer(rank, tuple(shape), dtype, start // dtype.itemsize)
 
     def acquire(self) -> None:
         """Make the current stream wait until this rank's memory may be written."""
@@ -175,11 +175,18 @@ class _Flags(NamedTuple):
         return self.addresses[rank] + 4 * (kind * self.P + who)
 
 
-_memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemory | None]] = {}
+class PeerMemories(NamedTuple):
+    """One for each direction, so that neither waits for what peers still read of the other."""
+
+    hidden: PeerMemory
+    dhidden: PeerMemory
 
 
-def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """Return the memory that a group's ranks share, or None if not all can read each other's.
+_memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories | None]] = {}
+
+
+def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
+    """Return the memories that a group's ranks share, or None if not all can read each other's.
 
     They can if they are processes of one host over NCCL, each with a GPU of its own that reaches
     the others', and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. Asked once for a group,
@@ -188,17 +195,19 @@ def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | Non
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
     key = (group.group_name, device)
-    asked, memory = _memories.get(key, (None, None))
+    asked, memories = _memories.get(key, (None, None))
     if asked is not group:
         _refuse_capture("the first call of a group under sequence parallelism")
-        memory = PeerMemory(group, device) if _all_reach_all(group, device) else None
-        _memories[key] = group, memory
-    return memory
+        memories = None
+        if _all_reach_all(group, device):
+            memories = PeerMemories(PeerMemory(group, device), PeerMemory(group, device))
+        _memories[key] = group, memories
+    return memories
 
 
 def held_bytes() -> int:
     """Bytes of GPU memory that this process holds for its groups, beside PyTorch's own."""
-    return sum(memory.nbytes for _, memory in _memories.values() if memory is not None)
+    return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
 
 
 class _Site(NamedTuple):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import peer_memory
-from flce_dist.peer_memory import Arrival, Copy, PeerMemory
+from flce_dist.peer_memory import Arrival, Copy, PeerMemories, PeerMemory
 
 PATIENCE = 60.0  # seconds
 
@@ -62,9 +62,11 @@ class SimulatedMemory(PeerMemory):
         self._meeting.memories[self.rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN
         self._meeting.barrier.wait()
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        cells = torch.Size(shape).numel() * dtype.itemsize
-        return self._meeting.memories[rank][:cells].view(dtype).view(*shape)
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        memory = self._meeting.memories[rank]
+        assert end <= memory.numel(), "beyond what was reserved"
+        return memory[start:end].view(dtype).view(*shape)
 
     def acquire(self) -> None:
         self._writable = True
@@ -92,17 +94,17 @@ class SimulatedMemory(PeerMemory):
 def simulated_peers() -> Iterator[dict[str, Meeting]]:
     """Let every group of threads copy from each other; yields the groups' meetings by name."""
     meetings: dict[str, Meeting] = {}
-    memories: dict[tuple[str, int], SimulatedMemory] = {}
+    memories: dict[tuple[str, int], PeerMemories] = {}
     one = threading.Lock()
 
-    def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
         P, rank, name = group.size(), group.rank(), group.group_name
         if P == 1:
             return None
         with one:
-            meeting = meetings.setdefault(name, Meeting(P))
             if (name, rank) not in memories:
-                memories[name, rank] = SimulatedMemory(meeting, rank, P)
+                both = [meetings.setdefault(f"{name}/{i}", Meeting(P)) for i in range(2)]
+                memories[name, rank] = PeerMemories(*(SimulatedMemory(m, rank, P) for m in both))
             return memories[name, rank]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flce_dist import peer_copies
 from flce_dist.kernels import eager, gpu
+from flce_dist.peer_copies import PeerScatter
 from flce_dist.testing import run_ranks
+from flce_dist.token_order import TokenOrder
 from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
-from tests.simulated_peers import simulated_peers
+from tests.simulated_peers import Meeting, SimulatedMemory, simulated_peers
 from tests.test_token_order import FEW, OPTIONS, PROBLEM, small_pieces
 
 
@@ -27,10 +31,12 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
     return outcome
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("P", "few"), [(2, {}), (4, {}), (4, FEW)])
-def test_gradients_are_right(schedule, P, few):
-    assert misses(with_peers(P, PROBLEM, schedule=schedule, **few), PROBLEM) == []
+def test_gradients_are_right(schedule, P, few, dtype):
+    problem = PROBLEM.changed(dtype=dtype)
+    assert misses(with_peers(P, problem, schedule=schedule, **few), problem) == []
 
 
 @pytest.mark.parametrize("name", ["none", "token weights", "smoothing"])
@@ -73,6 +79,25 @@ def test_sum_shares(T, H, P, dtype):
         torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
 
 
+@given(st.integers(1, 8), st.integers(1, 5000), st.sampled_from([8, 264, 4096]))
+def test_the_accumulator_turns_into_tokens_in_place(P, tokens, H):
+    """No block is written over what is not turned yet, and the peers' shares fit behind."""
+    T, order = P * tokens, TokenOrder(P, ((0, P * tokens),))
+    memory = SimulatedMemory(Meeting(1), 0, P)
+    memory._meeting.memories[0] = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
+    reserved: list[int] = []
+    memory.reserve = reserved.append  # type: ignore[assignment, method-assign]
+    scatter = PeerScatter((T, H), torch.bfloat16, order, memory, eager.sum_shares, one_chunk=True)
+    blocks = scatter.blocks(T)
+    assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
+    assert (blocks[0].start, blocks[-1].stop) == (0, T) and len(blocks) <= 4
+    for block in blocks:
+        assert 2 * H * block.stop <= scatter._acc_start + 4 * H * block.start
+    assert scatter._others_start >= 2 * T * H and scatter._acc_start % 512 == 0
+    assert scatter._others_start + 2 * (P - 1) * tokens * H <= reserved[0]
+    assert scatter._acc_start + 4 * T * H <= reserved[0]
+
+
 # --- planted mistakes
 
 
@@ -103,23 +128,36 @@ def written_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_copies.PeerScatter, "acquire", lambda self: None)
 
 
+def peers_over_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    real = peer_copies.PeerScatter.__init__
+
+    def wrong(self: peer_copies.PeerScatter, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self._others_start = 0
+
+    patch.setattr(peer_copies.PeerScatter, "__init__", wrong)
+
+
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_copies.PeerGather, "wait", peer_copies.PeerGather.start)
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "dtype"),
     [
-        own_share_twice,
-        own_tokens_forgotten,
-        the_first_piece_for_all,
-        written_too_early,
-        nobody_waits,
+        (own_share_twice, torch.bfloat16),
+        (own_tokens_forgotten, torch.bfloat16),
+        (the_first_piece_for_all, torch.float32),
+        (written_too_early, torch.float32),
+        (peers_over_own_tokens, torch.bfloat16),
+        (nobody_waits, torch.bfloat16),
     ],
 )
-def test_a_mistake_would_show(plant, monkeypatch):
+def test_a_mistake_would_show(plant, dtype, monkeypatch):
     plant(monkeypatch)
+    problem = PROBLEM.changed(dtype=dtype)
     try:
-        assert misses(with_peers(4, PROBLEM, schedule="cached"), PROBLEM) != []
+        outcome = with_peers(4, problem, schedule="cached")
     except Exception:  # shapes that do not fit, memory that may not be written
         return
+    assert misses(outcome, problem) != []
