@@ -48,15 +48,16 @@ def first_order(backward: Backward) -> Backward:
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedules recompute and cached.
 
-    Forward: one product of 2 T H V flop. Under sequence parallelism an all-gather of hidden in two
+    Forward: one product of 2 T H V flop. Under sequence parallelism a gather of hidden in two
     pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
     logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3 rows in the dtype of
     statistics). Saved: the local hidden, weight, bias, labels, three [T] vectors, and the cached
     columns [T, cached_v].
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
-    sequence parallelism an all-gather of hidden, in flight while cached columns make dhidden;
-    then a reduce-scatter (else an all-reduce) of dhidden, in flight during the last dweight.
+    sequence parallelism a gather of hidden, in flight while cached columns make dhidden or while
+    dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
+    all-reduced), in flight during the last dweight.
     """
 
     @staticmethod
@@ -137,9 +138,9 @@ class InForwardFunction(torch.autograd.Function):
 
     Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
     exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
-    several chunks accumulate dweight in fp32. Under sequence parallelism an all-gather of hidden
-    in pieces, each next one in flight during the work on the one before, and a reduce-scatter (else
-    an all-reduce) of each chunk's dhidden, in flight from its last dweight on; the all-reduces of
+    several chunks accumulate dweight in fp32. Under sequence parallelism a gather of hidden in
+    pieces, each next one in flight during the work on the one before, and the sum over ranks of
+    each chunk's dhidden, in flight from its last dweight on; the all-reduces of
     ``token_loss`` per chunk. Saved: both gradients of the loss (in fp16 of the sum of losses).
 
     Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
