@@ -35,12 +35,13 @@ CHECKS: dict[str, Check] = {
     "heads": parallel_autograd_checks.several_heads,
     "checkpointing": parallel_autograd_checks.activation_checkpointing,
     "compile": parallel_autograd_checks.under_compile,
+    "invariant": parallel_checks.equal_bits_for_any_ranks,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
     "memory": parallel_device_checks.memory,
 }
-GPU_ONLY = ("host", "collectives")
+GPU_ONLY = ("invariant", "host", "collectives")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import check_ranks, linear_cross_entropy, peer_memory
+from flce_dist import (
+    check_ranks,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    peer_memory,
+)
 from flce_dist.options import Impl
 from flce_dist.plan import Plan, plan
 from flce_dist.vocab import vocab_range
@@ -238,6 +243,35 @@ def equal_bits(ranks: Ranks) -> Iterator[str]:
                 yield from differing(f"{way}, repeat {repeat}", sp, again, first)
                 if not same_on_all_ranks(again.loss, ranks.group):
                     yield f"{way}, repeat {repeat}: loss differs between ranks"
+
+
+def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
+    """tp_invariant: loss and metrics of all ranks, and of two, are those of one, to the bit."""
+    one = problem(ranks.device, V_all=problem(ranks.device).V_all // 256 * 256)
+
+    def statistics(group: dist.ProcessGroup | None, **options: Any) -> list[Tensor]:
+        sp = options.get("sequence_parallel", False)
+        hidden, weight, bias, labels, rows = share_of(group, one, sequence_parallel=sp)
+        out = linear_cross_entropy_with_metrics(
+            hidden.requires_grad_(), weight.requires_grad_(), labels, bias=bias, vocab_range=rows,
+            vocab_size=one.V_all, tp_group=group, tp_invariant=True, impl="triton", **options,
+        )  # fmt: skip
+        out.loss.backward()
+        counted = labels != -100
+        return [out.loss.detach(), *(x.detach()[counted] for x in out[1:4])]
+
+    names = ("loss", "lse", "logprob", "entropy")
+    alone = statistics(None)
+    pairs = [list(range(r, min(r + 2, ranks.P))) for r in range(0, ranks.P, 2)]
+    of_pairs = [dist.new_group(members) for members in pairs]
+    for group in (ranks.group, of_pairs[ranks.rank // 2]):
+        for way, options in different_ways(one, group.size()).items():
+            for sp in (False, True):
+                found = statistics(group, sequence_parallel=sp, **options)
+                pairs_of = zip(names, found, alone, strict=True)
+                others = [name for name, x, expected in pairs_of if not torch.equal(x, expected)]
+                text = f"{', '.join(others)} of {group.size()} ranks not the bits of one"
+                yield from said(way, sp, [text] if others else [])
 
 
 def meshes(ranks: Ranks) -> Iterator[tuple[str, dist.ProcessGroup, dist.ProcessGroup | None]]:

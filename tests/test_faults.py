@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
+from tests import tiny_training
 
 TIMEOUT_S = 3.0  # of the process group of the bare ranks
 P = 3
@@ -147,10 +148,10 @@ def strike_a_rank(process: "subprocess.Popen[Any]", out_dir: Path) -> None:
     """SIGKILL for rank 1 while rank 0 waits for it, after step 6 and its checkpoint of step 4."""
 
     def steps() -> int:
-        return max((record["step"] for record in runs().records(out_dir)), default=0)
+        return max((record["step"] for record in tiny_training.records(out_dir)), default=0)
 
     until(lambda: steps() >= 6, process)
-    pid = next(pid for pid in runs().descendants(process.pid) if rank_of(pid) == "1")
+    pid = next(pid for pid in tiny_training.descendants(process.pid) if rank_of(pid) == "1")
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.3)
     reached = steps()
@@ -171,13 +172,13 @@ def trained(out_dir: Path, *, max_restarts: int, strike: bool) -> tuple[int, str
     try:
         if strike:
             strike_a_rank(process, out_dir)
-            ranks = runs().descendants(process.pid)[1:]
+            ranks = tiny_training.descendants(process.pid)[1:]
         returncode = process.wait(50)
         if max_restarts == 0:
             assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     finally:
         if process.poll() is None:
-            runs().kill(process)
+            tiny_training.kill(process)
     return returncode, (out_dir.parent / "output").read_text()
 
 
@@ -191,7 +192,7 @@ def test_torchrun_ends_the_others(tmp_path: Path) -> None:
     returncode, output = trained(out_dir, max_restarts=0, strike=True)
     assert returncode == 1, output
     assert "Signal 9 (SIGKILL)" in output
-    assert max(record["step"] for record in runs().records(out_dir)) < 12
+    assert max(record["step"] for record in tiny_training.records(out_dir)) < 12
 
 
 @needs_proc
@@ -204,5 +205,5 @@ def test_restarted_by_torchrun_it_ends_the_same(tmp_path: Path) -> None:
     returncode, output = trained(struck, max_restarts=1, strike=True)
     assert returncode == 0, output
     assert output.count("continuing ") == 1
-    assert len(runs().records(calm)) > 12
-    assert runs().records(struck) == runs().records(calm)
+    assert len(tiny_training.records(calm)) > 12
+    assert tiny_training.records(struck) == tiny_training.records(calm)
