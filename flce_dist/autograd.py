@@ -102,8 +102,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         logits: LateLogits | None = None
         if gather is not None:
             gather.start_all()
-            of_all = call.logits(gather.tokens, weight, bias, labels)
-            logits = LateLogits(of_all, gather, call.order.pieces)
+            logits = LateLogits(
+                call.logits(gather.tokens, weight, bias, labels), gather, call.order.pieces
+            )
 
         if dloss is None:
             dloss = torch.zeros_like(stats.others)
@@ -130,6 +131,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         results.add((0, len(labels)), weight, dlogits)
         if gather is not None:
             gather.wait_all()  # also where nothing needed it: its memory must outlive it
+        del windows, dlogits, logits, gather  # before there is memory for the sum of dhidden
         return *results.finished(), None, None, None
 
 

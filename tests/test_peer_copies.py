@@ -4,6 +4,8 @@ That streams, flags and graphs do their part is shown on GPUs, by tests/gpu_para
 """
 
 import itertools
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import peer_copies
+from flce_dist.gradients import Dlogits
 from flce_dist.kernels import eager, gpu
 from flce_dist.peer_copies import PeerScatter
 from flce_dist.testing import run_ranks
@@ -77,6 +80,26 @@ def test_sum_shares(T, H, P, dtype):
         others, out = torch.cat([shares[:rank], shares[rank + 1 :]]), torch.empty(T, H, dtype=dtype)
         kernels.sum_shares(shares[rank], others, rank, out=out)
         torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_hidden_and_windows_go_before_there_is_dhidden(schedule, monkeypatch):
+    """Each rank's D, which holds them, is gone when memory for the sum over ranks is taken."""
+    of_rank, left = threading.local(), []
+    init, wait = Dlogits.__post_init__, PeerScatter.wait
+
+    def note(self: Dlogits) -> None:
+        of_rank.dlogits = weakref.ref(self)
+        init(self)
+
+    def look(self: PeerScatter) -> torch.Tensor:
+        left.append(of_rank.dlogits())
+        return wait(self)
+
+    monkeypatch.setattr(Dlogits, "__post_init__", note)
+    monkeypatch.setattr(PeerScatter, "wait", look)
+    with_peers(2, PROBLEM, schedule=schedule)
+    assert left == [None, None]
 
 
 @given(st.integers(1, 8), st.integers(1, 5000), st.sampled_from([8, 264, 4096]))
