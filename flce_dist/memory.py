@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from flce_dist.peer_memory import held_bytes
+from flce_dist import peer_memory
 
 _one_profiler = threading.Lock()
 
@@ -65,7 +65,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
-        peak.shared_bytes = held_bytes()
+        peak.shared_bytes = peer_memory.held_bytes()
         return
 
     if not _one_profiler.acquire(blocking=False):
@@ -78,6 +78,15 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         peak.bytes = _peak_of_running_sum(prof)
     finally:
         _one_profiler.release()
+
+
+def release_shared_memory() -> None:
+    """Give memory back that GPUs of this host read from each other under sequence parallelism.
+
+    It stays, for the largest call so far: the next call takes what it needs, and waits for it. All
+    ranks of the groups concerned must call this, and their hosts wait for each other.
+    """
+    peer_memory.release()
 
 
 def _peak_of_running_sum(prof: profiler.profile) -> int:

@@ -89,6 +89,12 @@ class PeerMemory:
         pages = max(1, -(-nbytes // _PAGE))
         self._held.append(_shared(pages * _PAGE, torch.uint8, self._device, self._group))
 
+    def release(self) -> None:
+        """Give the memory back, but for what CUDA graphs use. All ranks meet and hosts wait."""
+        self._meet()
+        if not self._in_graph:
+            self._held.clear()
+
     def own(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
         """View this rank's memory from byte ``start`` on."""
         return self.of(self.rank, shape, dtype, start)
@@ -208,6 +214,13 @@ def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | N
 def held_bytes() -> int:
     """Bytes of GPU memory that this process holds for its groups, beside PyTorch's own."""
     return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
+
+
+def release() -> None:
+    """Give the memory of all groups back. Every rank of each group must do so."""
+    for _, both in _memories.values():
+        for memory in both or ():
+            memory.release()
 
 
 class _Site(NamedTuple):

@@ -22,7 +22,7 @@ from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench_profile import Profile, take_profile
-from flce_dist.memory import peak_memory
+from flce_dist.memory import peak_memory, release_shared_memory
 from flce_dist.options import Impl
 
 MOST_CALLS = 1000
@@ -147,11 +147,10 @@ class Measured:
         peer = PEERS.get(self.run.impl)
         if peer is not None and peer.drop_buffers is not None:
             peer.drop_buffers()
+        release_shared_memory()  # of other runs
         with peak_memory(hidden.device) as peak:
             self._call(hidden, weight)
-        self.peak_bytes = peak.bytes
-        if self.run.is_ours and self.run.sequence_parallel:
-            self.peak_bytes += peak.shared_bytes
+        self.peak_bytes = peak.bytes + peak.shared_bytes
 
     def _time(self, calls: int) -> float:
         """Return the milliseconds of one of ``calls`` calls back to back.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist import check_ranks
 from flce_dist.launch.train_model import token_losses
-from flce_dist.memory import peak_memory
+from flce_dist.memory import peak_memory, release_shared_memory
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup)
 
     Gradients are returned, not accumulated, and no generator is used: a run does not notice.
     """
+    release_shared_memory()  # of other heads
     with peak_memory(given.hidden.device) as peak:
         loss = head(model, given)
         dhidden, dweight = torch.autograd.grad(loss.sum(), (given.hidden, given.weight))
-    shared_bytes = 0 if head is megatron_head else peak.shared_bytes
-    peak_bytes = torch.tensor(peak.bytes + shared_bytes, device=given.hidden.device)
+    peak_bytes = torch.tensor(peak.bytes + peak.shared_bytes, device=given.hidden.device)
     dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=group)
     return HeadResult(loss.detach(), dhidden, dweight, int(peak_bytes))
 

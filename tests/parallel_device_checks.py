@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.memory import peak_memory
+from flce_dist.memory import peak_memory, release_shared_memory
 from flce_dist.vocab import vocab_range
 from tests.parallel_checks import (
     Options,
@@ -196,6 +196,7 @@ def memory(ranks: Ranks) -> Iterator[str]:
     leaves = [x.requires_grad_() for x in tensors[:3]]
     options: Options = {"schedule": "recompute", "max_logits_bytes": window}
     for _ in range(2):  # at first, workspaces that stay
+        release_shared_memory()
         with peak_memory(ranks.device) as peak:
             loss = call(ranks, one, tensors, sequence_parallel=True, **options)
             gradients = torch.autograd.grad(loss, leaves, one.upstream)
