@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.collectives import TokenGather, TokenSum
-from flce_dist.peer_memory import Arrival, Copy, PeerMemory
+from flce_dist.peer_memory import Copy, PeerMemory
 from flce_dist.token_order import TokenOrder
 
 _FIRST_BLOCK = 15  # of tokens, this part: with the blocks twice as long after it, four in all
@@ -25,7 +25,7 @@ class PeerGather(TokenGather):
     def __init__(self, x: Tensor, order: TokenOrder, memory: PeerMemory):
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
         self._x, self._memory = x, memory
-        self._arrivals: list[Arrival] | None = None
+        self._arrivals: list[torch.cuda.Event] | None = None
 
     def start(self, piece: int) -> None:
         if self._arrivals is not None:
@@ -75,7 +75,7 @@ class PeerScatter(TokenSum):
         T, H = shape
         nbytes = T * H * dtype.itemsize
         self._order, self._memory, self._sum_shares = order, memory, sum_shares
-        self._pulled: list[tuple[int, Tensor, Arrival]] = []  # piece, [P - 1, N, H]
+        self._pulled: list[tuple[int, Tensor, torch.cuda.Event]] = []  # piece, [P - 1, N, H]
         self._lead = -(-T // _FIRST_BLOCK) if one_chunk and dtype.itemsize == 2 else 0  # tokens
         self._acc_start = _aligned(self._lead * H * dtype.itemsize)
         self._others_start = _aligned(nbytes)

@@ -19,6 +19,7 @@ if streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies 
 run one after the other on an H200, whatever their streams: on one, first pieces come first.
 """
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -34,15 +35,6 @@ _PAGE = 2 << 20  # bytes: GPU memory that others map comes in such pages
 
 Copy = Callable[[int], tuple[Tensor, Tensor]]
 """From a peer's rank to ``(out, peer's tensor)``, of one shape, both contiguous."""
-
-
-class Arrival(NamedTuple):
-    """A piece on its way; ``wait`` makes the current stream wait until it is here."""
-
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
 
 
 class PeerMemory:
@@ -61,8 +53,7 @@ class PeerMemory:
         self._held: list[tuple[Tensor, Any]] = []
         self._writable = self._in_graph = False
 
-        flags, handle = _shared(2 * self.P, torch.int32, device, group)
-        self._flags = flags
+        self._flags = flags, handle = _shared(2 * self.P, torch.int32, device, group)
         flags.view(2, self.P)[READY], flags.view(2, self.P)[FREE] = 0, 1
         at = _Flags(list(handle.buffer_ptrs), self.P)
         mine = self.rank
@@ -116,11 +107,11 @@ class PeerMemory:
         _enqueue(self._await_free, here)
         self._writable = True
 
-    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
+    def pull(self, copies: Sequence[Copy]) -> list[torch.cuda.Event]:
         """Publish what the current stream wrote, and copy what the peers published.
 
-        One arrival for each of ``copies``, which come one after the other. The last one must be
-        waited for.
+        One event for each of ``copies``, its arrival; they come one after the other. The last one
+        must be waited for.
         """
         here = torch.cuda.current_stream()
         self.acquire()
@@ -136,7 +127,7 @@ class PeerMemory:
                     out.copy_(theirs, non_blocking=True)
                 if i == len(copies):
                     _enqueue(self._tell_free, self._stream)
-                arrivals.append(Arrival(self._stream.record_event()))
+                arrivals.append(self._stream.record_event())
         return arrivals
 
     def end_read(self) -> None:
@@ -267,6 +258,7 @@ def _shared(
     return memory, symmetric_memory.rendezvous(memory, group)
 
 
+@functools.cache
 def _driver() -> Any:
     try:
         from cuda.bindings import driver

@@ -6,7 +6,7 @@ Ranks meet where GPUs raise flags. What a rank may not write yet, or has not wri
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import peer_memory
-from flce_dist.peer_memory import Arrival, Copy, PeerMemories, PeerMemory
+from flce_dist.peer_memory import Copy, PeerMemories, PeerMemory
 
 PATIENCE = 60.0  # seconds
 
@@ -28,17 +28,13 @@ class Meeting:
         self.pulls = 0  # of rank 0
 
 
-class Late(Arrival):
+class Late:
     """What was copied is there when it is waited for, and NaN before."""
 
-    copies: list[tuple[Tensor, Tensor]]
-
-    def __new__(cls, copies: list[tuple[Tensor, Tensor]]) -> "Late":
-        late = super().__new__(cls, cast(Any, None))
-        late.copies = copies
+    def __init__(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        self.copies = copies
         for out, _ in copies:
             out.fill_(torch.nan)
-        return late
 
     def wait(self) -> None:
         for out, copy in self.copies:
@@ -71,12 +67,12 @@ class SimulatedMemory(PeerMemory):
     def acquire(self) -> None:
         self._writable = True
 
-    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
+    def pull(self, copies: Sequence[Copy]) -> list[Any]:
         assert self._writable, "published what may not have been written"
         self._writable = False
         self._meeting.pulls += self.rank == 0
         self._meeting.barrier.wait()
-        arrivals: list[Arrival] = []
+        arrivals: list[Late] = []
         for copy in copies:
             pairs = [copy(peer) for peer in self.peers]
             for out, theirs in pairs:
