@@ -1,7 +1,6 @@
-"""``launch.bench`` end to end on CPU: records, judgements, going on after an end, files, ranks."""
+"""``launch.bench`` end to end on CPU: records, judgements, ranks; files in test_bench_files.py."""
 
 import contextlib
-import csv
 import json
 import os
 import subprocess
@@ -16,44 +15,21 @@ import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import bench, bench_files, bench_measure, bench_problem
+from flce_dist.launch import bench, bench_measure, bench_problem
 from flce_dist.launch.bench_config import BenchConfig, RunSpec, ShapeSpec
-from flce_dist.launch.bench_files import read_results, write_results
+from flce_dist.launch.bench_files import read_results
 from flce_dist.launch.bench_measure import Measured, over_ranks
 from flce_dist.launch.bench_peers import PEERS, Peer, canonical
 from flce_dist.launch.bench_problem import make_problem, make_truth
-from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.launch.bench_report import FIELDS
 from flce_dist.memory import peak_memory
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms, run_ranks
+from tests.bench_run import EAGER, GRID, records, run
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = """op impl schedule dtype T V H P mode max_logits_bytes p20_ms p50_ms p80_ms peak_mib
 workspace_mib loss_error dhidden_error dweight_error floor_ms ratio status message""".split()
-GRID = """
-check: gradients
-device: cpu
-warmup: 1
-rounds: 2
-sample_ms: 0.5
-settle_ms: 0.0
-shapes:
-  - {T: 24, H: 16, V: 64, dtype: fp32}
-  - {T: 12, H: 16, V: 64, dtype: fp32}
-runs:
-"""
-EAGER = "  - {impl: eager, schedule: cached}\n"
-
-
-def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
-    (tmp_path / "grid.yaml").write_text(grid + runs)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
-    return bench.main([*paths, *args])
-
-
-def records(tmp_path: Path, impl: str | None = None) -> list[Any]:
-    _, found = read_results(tmp_path / "out" / "found.v1.json")
-    return [record for record in found if impl in (None, record.impl)]
 
 
 def peer(monkeypatch: pytest.MonkeyPatch, loss_of: Any, parallel: bool = False) -> None:
@@ -115,15 +91,6 @@ def test_reading_the_weight_is_the_floor_where_it_takes_longer(tmp_path, monkeyp
     monkeypatch.setitem(bench.runs_of.__globals__["FLOORS"], "read_weight", slow)
     assert run(tmp_path, "  - {impl: read_weight}\n  - {impl: eager, mode: forward}\n") == 0
     assert all(record.floor_ms >= 10 for record in records(tmp_path, "eager"))
-
-
-def test_json_and_csv_hold_the_same(tmp_path):
-    assert run(tmp_path) == 0
-    with (tmp_path / "out" / "found.v1.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["impl"] for row in rows] == [record.impl for record in records(tmp_path)]
-    assert list(rows[0]) == FIELDS
-    assert float(rows[-1]["ratio"]) == records(tmp_path)[-1].ratio
 
 
 def scaled_loss(hidden, weight, labels):
@@ -259,69 +226,6 @@ def test_memory_shared_with_peers_counts_for_the_run_that_took_it(tmp_path, monk
     assert run(tmp_path, EAGER + "  - {impl: torch_eager}\n") == 0
     for record in records(tmp_path, "eager") + records(tmp_path, "torch_eager"):
         assert 4 <= record.workspace_mib < 4.5
-
-
-def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
-    measure, measured = bench._bench_shape, []
-
-    def ends_at_the_second(config, shape, *args):
-        measured.append(shape.T)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return measure(config, shape, *args)
-
-    monkeypatch.setattr(bench, "_bench_shape", ends_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    first = records(tmp_path)
-    assert {record.T for record in first} == {24}
-
-    assert run(tmp_path) == 0
-    assert measured == [24, 12, 12]
-    assert "T=24 H=16 V=64 fp32: measured before" in capsys.readouterr().out
-    assert records(tmp_path)[: len(first)] == first
-    assert {record.T for record in records(tmp_path)} == {24, 12}
-
-    assert run(tmp_path, EAGER, "--rounds", "3") == 2
-    error = capsys.readouterr().err
-    assert "config.rounds is 2 there and 3 here" in error and "--fresh" in error
-    assert run(tmp_path, EAGER, "--rounds", "3", "--fresh") == 0
-    assert measured[3:] == [24, 12]
-
-
-def test_results_of_another_commit_are_not_mixed(tmp_path, monkeypatch, capsys):
-    assert run(tmp_path) == 0
-    about = bench.about
-    monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
-    assert run(tmp_path) == 2
-    assert "commit is " in capsys.readouterr().err
-
-
-def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    out = tmp_path / "found"
-    record = Record("floor", "gemm1", None, "fp32", 1, 2, 3, 1, "forward", None, False)
-    write_results(out, {"n": 1}, [record])
-    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(before) == {"found.json", "found.csv"}
-
-    def full_disk(handle, *args, **kwargs):
-        os.close(handle)
-        raise OSError("no space left")
-
-    monkeypatch.setattr(bench_files.os, "fdopen", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        write_results(out, {"n": 2}, [record, record])
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])
-def test_something_else_is_not_overwritten(tmp_path, capsys, text):
-    (tmp_path / "out").mkdir()
-    path = tmp_path / "out" / "found.v1.json"
-    path.write_text(text)
-    assert run(tmp_path) == 2
-    assert "must be a result file of the benchmark" in capsys.readouterr().err
-    assert path.read_text() == text
 
 
 @pytest.mark.parametrize("P", [1, 2])

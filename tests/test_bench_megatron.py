@@ -20,7 +20,7 @@ from flce_dist.launch.bench_peers import PEERS
 from flce_dist.launch.bench_problem import Problem, make_problem, make_truth
 from flce_dist.launch.bench_report import make_records
 from flce_dist.testing import RankPool
-from tests.test_bench import GRID
+from tests.bench_run import GRID
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -1,0 +1,32 @@
+"""A benchmark of seconds on CPU, for the tests of ``launch.bench``."""
+
+from pathlib import Path
+from typing import Any
+
+from flce_dist.launch import bench
+from flce_dist.launch.bench_files import read_results
+
+GRID = """
+check: gradients
+device: cpu
+warmup: 1
+rounds: 2
+sample_ms: 0.5
+settle_ms: 0.0
+shapes:
+  - {T: 24, H: 16, V: 64, dtype: fp32}
+  - {T: 12, H: 16, V: 64, dtype: fp32}
+runs:
+"""
+EAGER = "  - {impl: eager, schedule: cached}\n"
+
+
+def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
+    (tmp_path / "grid.yaml").write_text(grid + runs)
+    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
+    return bench.main([*paths, *args])
+
+
+def records(tmp_path: Path, impl: str | None = None) -> list[Any]:
+    _, found = read_results(tmp_path / "out" / "found.v1.json")
+    return [record for record in found if impl in (None, record.impl)]

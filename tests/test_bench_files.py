@@ -1,0 +1,85 @@
+"""What ``launch.bench`` leaves on disk: two forms, whole or not at all, and how it goes on."""
+
+import csv
+import os
+
+import pytest
+
+pytest.importorskip("tyro")
+
+from flce_dist.launch import bench, bench_files
+from flce_dist.launch.bench_files import write_results
+from flce_dist.launch.bench_report import FIELDS, Record
+from tests.bench_run import EAGER, records, run
+
+
+def test_json_and_csv_hold_the_same(tmp_path):
+    assert run(tmp_path) == 0
+    with (tmp_path / "out" / "found.v1.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["impl"] for row in rows] == [record.impl for record in records(tmp_path)]
+    assert list(rows[0]) == FIELDS
+    assert float(rows[-1]["ratio"]) == records(tmp_path)[-1].ratio
+
+
+def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
+    measure, measured = bench._bench_shape, []
+
+    def ends_at_the_second(config, shape, *args):
+        measured.append(shape.T)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(config, shape, *args)
+
+    monkeypatch.setattr(bench, "_bench_shape", ends_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    first = records(tmp_path)
+    assert {record.T for record in first} == {24}
+
+    assert run(tmp_path) == 0
+    assert measured == [24, 12, 12]
+    assert "T=24 H=16 V=64 fp32: measured before" in capsys.readouterr().out
+    assert records(tmp_path)[: len(first)] == first
+    assert {record.T for record in records(tmp_path)} == {24, 12}
+
+    assert run(tmp_path, EAGER, "--rounds", "3") == 2
+    error = capsys.readouterr().err
+    assert "config.rounds is 2 there and 3 here" in error and "--fresh" in error
+    assert run(tmp_path, EAGER, "--rounds", "3", "--fresh") == 0
+    assert measured[3:] == [24, 12]
+
+
+def test_results_of_another_commit_are_not_mixed(tmp_path, monkeypatch, capsys):
+    assert run(tmp_path) == 0
+    about = bench.about
+    monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
+    assert run(tmp_path) == 2
+    assert "commit is " in capsys.readouterr().err
+
+
+def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    out = tmp_path / "found"
+    record = Record("floor", "gemm1", None, "fp32", 1, 2, 3, 1, "forward", None, False)
+    write_results(out, {"n": 1}, [record])
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(before) == {"found.json", "found.csv"}
+
+    def full_disk(handle, *args, **kwargs):
+        os.close(handle)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(bench_files.os, "fdopen", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_results(out, {"n": 2}, [record, record])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])
+def test_something_else_is_not_overwritten(tmp_path, capsys, text):
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "found.v1.json"
+    path.write_text(text)
+    assert run(tmp_path) == 2
+    assert "must be a result file of the benchmark" in capsys.readouterr().err
+    assert path.read_text() == text
