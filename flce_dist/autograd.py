@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flce_dist import steps
 from flce_dist.call import Call
-from flce_dist.gradients import Dlogits, Gradients, LateLogits, from_lse, in_forward_dtype
+from flce_dist.dlogits import Dlogits, LateLogits, from_lse
+from flce_dist.gradients import Gradients, in_forward_dtype
 from flce_dist.kernels import row_gradient
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.merge import TokenStats

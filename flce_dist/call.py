@@ -28,6 +28,8 @@ from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import INVARIANT_ROWS, VocabShard
 
+_PRODUCT_FROM = 1 << 23  # cells: of fewer cuBLAS may add up the columns in parts, each rounded
+
 
 @dataclass(frozen=True)
 class Call:
@@ -85,6 +87,18 @@ class Call:
         options = self.options
         return options.sequence_parallel or (options.reduce_dhidden and self.tp_group is not None)
 
+    def is_one_product(self, tokens: tuple[int, int], weight: Tensor) -> bool:
+        """Whether dhidden of these tokens, a chunk, is one product here but for their scales.
+
+        The same on every rank of the group, also on one with fewer rows.
+        """
+        options, plan, (first, last) = self.options, self.plan, tokens
+        keeps_all = plan.cached_v >= plan.V and weight.dtype != torch.float16  # which converts
+        lends = plan.lending is not None and first == 0
+        scales = not options.label_smoothing and not options.with_metrics
+        large = (last - first) * weight.shape[1] >= _PRODUCT_FROM
+        return keeps_all and not lends and scales and large
+
     def gather(self, hidden: Tensor) -> TokenGather:
         """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
         if not self.options.sequence_parallel:
@@ -106,8 +120,9 @@ class Call:
             return CollectiveSum(share, self.tp_group)
         group, peers = self._sequence_group(weight)
         if peers is not None:
-            one_chunk, add = len(self.plan.chunks()) == 1, self.kernels.sum_shares
-            return PeerScatter(shape, dtype, self.order, peers.dhidden, add, one_chunk=one_chunk)
+            memory, add = peers.dhidden, self.kernels.sum_shares
+            accumulates = len(self.plan.chunks()) == 1 and not self.is_one_product((0, T), weight)
+            return PeerScatter(shape, dtype, self.order, memory, add, accumulates=accumulates)
         return CollectiveScatter(weight.new_empty(shape, dtype=dtype), self.order, group)
 
     def _sequence_group(self, x: Tensor) -> tuple[dist.ProcessGroup, PeerMemories | None]:

@@ -137,6 +137,9 @@ class TokenSum:
     This one is of one process, which has the sum already.
     """
 
+    scales = False
+    """Whether the sum can be multiplied by a number for each token."""
+
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
 
@@ -151,8 +154,12 @@ class TokenSum:
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""
 
-    def start(self, first: int, last: int) -> None:
-        """Begin with tokens ``first <= t < last``, whole pieces, which are written."""
+    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
+        """Begin with tokens ``first <= t < last``, whole pieces, which are written.
+
+        Their sum is multiplied by ``scale`` [last - first], None is 1.
+        """
+        assert scale is None
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum of this rank's tokens, and return it."""
@@ -167,7 +174,8 @@ class CollectiveSum(TokenSum):
         self._group = tp_group
         self._works: list[dist.Work] = []
 
-    def start(self, first: int, last: int) -> None:
+    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
+        assert scale is None
         self._works += start_all_reduce(self.tokens[first:last], self._group).works
 
     def wait(self) -> Tensor:
@@ -186,7 +194,8 @@ class CollectiveScatter(TokenSum):
         self._out = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
         self._works: list[dist.Work] = []
 
-    def start(self, first: int, last: int) -> None:
+    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
+        assert scale is None
         for piece, (start, end) in self._order.between(first, last):
             mine = self.tokens[start:end]
             if mine.numel():

@@ -6,6 +6,7 @@ multiprocessors: gathers and sums are in flight while kernels fill the GPU.
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +54,25 @@ class PeerGather(TokenGather):
         return of
 
 
+class _Pulled(NamedTuple):
+    """Shares of this rank's N tokens of a piece."""
+
+    piece: int
+    others: Tensor  # [P - 1, N, H], of the peers
+    scale: Tensor | None  # [N], of the sum
+    arrival: torch.cuda.Event
+
+
 class PeerScatter(TokenSum):
     """Pulls every rank's share of this rank's tokens, and adds them up in fp32.
 
-    ``tokens`` is this rank's memory itself. If all tokens are one chunk, of 2 bytes an element, the
-    fp32 accumulator lies there, too, a little behind: it turns into ``tokens`` in ascending blocks,
-    each as long as what was turned before leaves room for. Behind ``tokens`` there is then room for
-    what the peers have.
+    ``tokens`` is this rank's memory itself. If it ``accumulates``, all of them at once and in 2
+    bytes an element, the fp32 accumulator lies there, too, a little behind: it turns into
+    ``tokens`` in ascending blocks, each as long as what was turned before leaves room for. Behind
+    ``tokens`` there is then room for what the peers have.
     """
+
+    scales = True
 
     def __init__(
         self,
@@ -70,13 +82,13 @@ class PeerScatter(TokenSum):
         memory: PeerMemory,
         sum_shares: Callable[..., None],
         *,
-        one_chunk: bool,
+        accumulates: bool,
     ):
         T, H = shape
         nbytes = T * H * dtype.itemsize
         self._order, self._memory, self._sum_shares = order, memory, sum_shares
-        self._pulled: list[tuple[int, Tensor, torch.cuda.Event]] = []  # piece, [P - 1, N, H]
-        self._lead = -(-T // _FIRST_BLOCK) if one_chunk and dtype.itemsize == 2 else 0  # tokens
+        self._pulled: list[_Pulled] = []
+        self._lead = -(-T // _FIRST_BLOCK) if accumulates and dtype.itemsize == 2 else 0  # tokens
         self._acc_start = _aligned(self._lead * H * dtype.itemsize)
         self._others_start = _aligned(nbytes)
         memory.reserve(self._acc_start + T * H * 4 if self._lead else nbytes)
@@ -85,7 +97,6 @@ class PeerScatter(TokenSum):
     def accumulator(self, tokens: int, dtype: torch.dtype) -> Tensor:
         if not self._lead:
             return super().accumulator(tokens, dtype)
-        self._memory.acquire()
         return self._memory.own(self.tokens.shape, dtype, self._acc_start)
 
     def blocks(self, tokens: int) -> list[slice]:
@@ -99,21 +110,25 @@ class PeerScatter(TokenSum):
     def acquire(self) -> None:
         self._memory.acquire()
 
-    def start(self, first: int, last: int) -> None:
+    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
         memory = self._memory
         pieces = [piece for piece, _ in self._order.between(first, last)]
         others = [self._room(piece) for piece in pieces]
         copies = [self._copy(*one) for one in zip(pieces, others, strict=True)]
-        self._pulled += zip(pieces, others, memory.pull(copies), strict=True)
+        arrivals = memory.pull(copies)
+        for piece, theirs, arrival in zip(pieces, others, arrivals, strict=True):
+            mine = self._order.part(piece, memory.rank)
+            here = None if scale is None else scale[mine.start - first : mine.stop - first]
+            self._pulled.append(_Pulled(piece, theirs, here, arrival))
 
     def wait(self) -> Tensor:
-        tokens, memory = self.tokens, self._memory
-        out = tokens.new_empty(tokens.shape[0] // memory.P, *tokens.shape[1:])
-        for piece, others, arrival in self._pulled:
+        tokens, rank = self.tokens, self._memory.rank
+        out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
+        for piece, others, scale, arrival in self._pulled:
             arrival.wait()
-            mine = tokens[self._order.part(piece, memory.rank)]
-            self._sum_shares(mine, others, memory.rank, out=out[self._order.local(piece)])
-        memory.end_read()
+            mine, here = tokens[self._order.part(piece, rank)], out[self._order.local(piece)]
+            self._sum_shares(mine, others, rank, scale, out=here)
+        self._memory.end_read()
         self._pulled.clear()
         return out
 

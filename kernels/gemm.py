@@ -44,25 +44,25 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         return
     if first:
         acc.zero_()
-    for k in slices(a.shape[1], 4 * a.shape[0]):
+    for k in slices(a.shape[1], 4 * max(acc.shape)):
         acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
 
 
-def weight_grad(dlogits: Tensor, hidden: Tensor, *, row: Tensor | None = None, out: Tensor) -> None:
-    """Write ``out = dlogits.T @ hidden + row`` with one rounding; [T, W], [T, H] -> [W, H].
+def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> None:
+    """Write ``out = a @ b + row`` with one rounding; a is [M, K], b [K, N], all of one dtype.
 
-    ``row`` [H] in the accumulation dtype is added to every row of the result.
+    ``row`` [N] in the accumulation dtype is added to every row of the result.
     """
-    if dlogits.is_cuda:
+    if a.is_cuda:
         if row is None:
-            torch.mm(dlogits.T, hidden, out=out)
+            torch.mm(a, b, out=out)
         else:
-            torch.addmm(row.to(out.dtype), dlogits.T, hidden, out=out)
+            torch.addmm(row.to(out.dtype), a, b, out=out)
         return
-    hidden = operand(hidden)
-    for w in slices(dlogits.shape[1], 4 * dlogits.shape[0]):
-        product = dlogits[:, w].to(hidden.dtype).T @ hidden
-        out[w] = product if row is None else product + row
+    for m in slices(a.shape[0], 4 * b.shape[1]):
+        acc = out.new_empty(out[m].shape, dtype=acc_dtype(a.dtype))
+        add_matmul(acc, a[m], b, first=True)
+        out[m] = acc if row is None else acc + row
 
 
 def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:

@@ -4,41 +4,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import tuning
 from flce_dist.kernels.primitives import cast
 
 
 @triton.jit
 def _sum_shares_kernel(
-    own_ptr, others_ptr,  # in:  [N], [P - 1, N]
-    out_ptr,  # out: [N]
-    N,
-    RANK: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    own_ptr, others_ptr, scale_ptr,  # in:  [T, H], [P - 1, T, H], [T]
+    out_ptr,  # out: [T, H]
+    T, H,
+    RANK: tl.constexpr, P: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
-        block = tl.zeros((BLOCK,), tl.int64) + block
-        offs = block * BLOCK + tl.arange(0, BLOCK)
-        acc = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(P):
-            if rank == RANK:
-                share_ptr = own_ptr
-            else:
-                share_ptr = others_ptr + tl.cast(N, tl.int64) * (rank - (rank > RANK))
-            acc += tl.load(share_ptr + offs, mask=offs < N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + offs, cast(acc, out_ptr.dtype.element_ty), mask=offs < N)
+    t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < H
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for rank in tl.static_range(P):
+        if rank == RANK:
+            share_ptr = own_ptr + t * H
+        else:
+            share_ptr = others_ptr + ((rank - (rank > RANK)) * tl.cast(T, tl.int64) + t) * H
+        acc += tl.load(share_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        acc *= tl.load(scale_ptr + t)
+    tl.store(out_ptr + t * H + offs_h, cast(acc, out_ptr.dtype.element_ty), mask=mask_h)
 
 
-def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
-    """Write the sum of all ranks' shares, taken in fp32 and in their order; own's is ``rank``.
+def sum_shares(
+    own: Tensor, others: Tensor, rank: int, scale: Tensor | None, *, out: Tensor
+) -> None:
+    """Write ``scale[t]`` times the sum of all ranks' shares, taken in fp32 and in their order.
 
-    own and out are [T, H], others [P - 1, T, H]: contiguous and of one dtype.
+    own, which is ``rank``'s, and out are [T, H], others [P - 1, T, H]: contiguous and of one dtype;
+    scale is [T] fp32, None is 1.
     """
-    N, block = own.numel(), 4096
-    if N:
-        _, programs = tuning.device_arch(own.device)
-        _sum_shares_kernel[(min(8 * programs, -(-N // block)),)](
-            own, others,
-            out,
-            N,
-            RANK=rank, P=others.shape[0] + 1, BLOCK=block, num_warps=8,
-        )  # fmt: skip
+    T, H = own.shape
+    if T == 0 or H == 0:
+        return
+    BLOCK_H = min(4096, triton.next_power_of_2(H))
+    _sum_shares_kernel[(T, -(-H // BLOCK_H))](
+        own, others, scale,
+        out,
+        T, H,
+        RANK=rank, P=others.shape[0] + 1, HAS_SCALE=scale is not None, BLOCK_H=BLOCK_H,
+        num_warps=8,
+    )  # fmt: skip

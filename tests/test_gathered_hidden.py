@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_dist import gradients, linear_cross_entropy, plan
 from flce_dist.call import Call, kernels_of
 from flce_dist.collectives import TokenGather
+from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import eager
 from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -77,20 +78,20 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def walked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What D came from, and whether a right factor of dweight was written beside hidden."""
     seen: set[str] = set()
-    right_factor, post_init = gradients.right_factor, gradients.Dlogits.__post_init__
+    right_factor, post_init = gradients.right_factor, Dlogits.__post_init__
 
     def noting_memory(call: Call, of: ShardLogits, rows: RowGradient, out: Tensor) -> Any:
         if out is not of.hidden:
             seen.add("copy")
         return right_factor(call, of, rows, out)
 
-    def noting_origin(dlogits: gradients.Dlogits) -> None:
+    def noting_origin(dlogits: Dlogits) -> None:
         post_init(dlogits)
         seen.update("kept" for _ in dlogits.kept)
         seen.update("recomputed" if d is None else "converted" for *_, d in dlogits.made)
 
     monkeypatch.setattr(gradients, "right_factor", noting_memory)
-    monkeypatch.setattr(gradients.Dlogits, "__post_init__", noting_origin)
+    monkeypatch.setattr(Dlogits, "__post_init__", noting_origin)
     return seen
 
 

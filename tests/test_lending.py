@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy
 from flce_dist import plan as planning
-from flce_dist.gradients import Dlogits
+from flce_dist.dlogits import Dlogits
 from flce_dist.plan import Plan, plan
 from flce_dist.testing import relative_rms
 from tests.oracle import Upstream, check, make_inputs

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flce_dist import autograd, gradients, linear_cross_entropy, plan
 from flce_dist.call import Call, kernels_of
+from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import eager, gemm, row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.merge import LossTerms, TokenStats
@@ -278,7 +279,7 @@ def test_a_cache_that_backward_changes(mutate: Patch) -> None:
 
     hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H)
     loss = linear_cross_entropy(hidden, weight, torch.zeros(T).long(), schedule="cached")
-    mutate(gradients.Dlogits, "piece", in_place)
+    mutate(Dlogits, "piece", in_place)
     torch.autograd.grad(loss, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, hidden)

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist import peer_copies
-from flce_dist.gradients import Dlogits
+from flce_dist import call, linear_cross_entropy_with_metrics, peer_copies
+from flce_dist.dhidden import ChunkDhidden
+from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import eager, gpu
 from flce_dist.peer_copies import PeerScatter
 from flce_dist.testing import run_ranks
@@ -22,6 +23,13 @@ from flce_dist.token_order import TokenOrder
 from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
 from tests.simulated_peers import Meeting, SimulatedMemory, simulated_peers
 from tests.test_token_order import FEW, OPTIONS, PROBLEM, small_pieces
+
+
+@pytest.fixture(params=[0, 1 << 60], ids=["products", "accumulators"])
+def from_cells(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From how many cells on dhidden is one product where it can be: from none, or never."""
+    monkeypatch.setattr(call, "_PRODUCT_FROM", request.param)
+    return request.param
 
 
 def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
@@ -37,13 +45,13 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("P", "few"), [(2, {}), (4, {}), (4, FEW)])
-def test_gradients_are_right(schedule, P, few, dtype):
+def test_gradients_are_right(schedule, P, few, dtype, from_cells):
     problem = PROBLEM.changed(dtype=dtype)
     assert misses(with_peers(P, problem, schedule=schedule, **few), problem) == []
 
 
 @pytest.mark.parametrize("name", ["none", "token weights", "smoothing"])
-def test_options(name):
+def test_options(name, from_cells):
     problem = PROBLEM.changed(options=OPTIONS[name])
     assert misses(with_peers(4, problem, schedule="cached"), problem) == []
 
@@ -61,9 +69,10 @@ def test_of_one_rank_nothing_is_copied():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_shares_travel_in_the_dtype_that_was_asked_for(wide):
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_shares_travel_in_the_dtype_that_was_asked_for(wide, schedule, from_cells):
     problem = PROBLEM.changed(dtype=torch.bfloat16)
-    outcome = with_peers(4, problem, schedule="recompute", reduce_in_fp32=wide)
+    outcome = with_peers(4, problem, schedule=schedule, reduce_in_fp32=wide)
     assert outcome.dhidden.dtype == torch.bfloat16
     assert misses(outcome, problem) == []
 
@@ -73,13 +82,55 @@ def test_shares_travel_in_the_dtype_that_was_asked_for(wide):
 def test_sum_shares(T, H, P, dtype):
     """The sum in fp32, rounded once, to the bit, whoever adds it up."""
     shares = torch.randn(P, T, H, generator=torch.Generator().manual_seed(P)).to(dtype)
-    expected = torch.zeros(T, H)
+    expected, scale = torch.zeros(T, H), torch.linspace(-2, 3, T)
     for share in shares:
         expected += share.float()
     for rank, kernels in itertools.product(range(P), (eager, gpu)):
         others, out = torch.cat([shares[:rank], shares[rank + 1 :]]), torch.empty(T, H, dtype=dtype)
-        kernels.sum_shares(shares[rank], others, rank, out=out)
+        kernels.sum_shares(shares[rank], others, rank, None, out=out)
         torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
+        kernels.sum_shares(shares[rank], others, rank, scale, out=out)
+        torch.testing.assert_close(out, (expected * scale[:, None]).to(dtype), rtol=0, atol=0)
+
+
+def loss_beside_metrics(*args: Any, **options: Any) -> torch.Tensor:
+    return linear_cross_entropy_with_metrics(*args, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "products"),
+    [
+        ({"schedule": "cached"}, {}, {True}),
+        ({"schedule": "cached"}, {"V_all": 5}, {True}),  # the third rank has one row, the last none
+        ({"schedule": "cached", "reduce_in_fp32": True}, {"dtype": torch.bfloat16}, {True}),
+        ({"schedule": "in_forward"}, {}, {True}),
+        ({"schedule": "in_forward", **FEW}, {}, {False, True}),  # the first chunk lends
+        ({"schedule": "cached", "call": loss_beside_metrics}, {}, {False}),
+        ({"schedule": "cached"}, {"options": {"label_smoothing": 0.1}}, {False}),
+        ({"schedule": "cached"}, {"dtype": torch.float16}, {False}),
+        ({"schedule": "cached", **FEW}, {}, {False}),
+        ({"schedule": "recompute"}, {}, {False}),
+    ],
+)
+def test_where_dhidden_is_one_product(how, changes, products, monkeypatch):
+    """The sum has the scales then, on every rank, and there is no accumulator."""
+    monkeypatch.setattr(call, "_PRODUCT_FROM", 0)
+    sums, accumulators = [], []
+    real_sum, accumulator = eager.sum_shares, PeerScatter.accumulator
+
+    def note(own: Any, others: Any, rank: int, scale: Any, *, out: Any) -> None:
+        sums.append(scale is not None)
+        real_sum(own, others, rank, scale, out=out)
+
+    def note_accumulator(*args: Any) -> Any:
+        accumulators.append(args)
+        return accumulator(*args)
+
+    monkeypatch.setattr(eager, "sum_shares", note)
+    monkeypatch.setattr(PeerScatter, "accumulator", note_accumulator)
+    problem = PROBLEM.changed(**changes)
+    assert misses(with_peers(4, problem, **how), problem) == []
+    assert set(sums) == products and bool(accumulators) == (False in products)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])
@@ -110,7 +161,7 @@ def test_the_accumulator_turns_into_tokens_in_place(P, tokens, H):
     memory._meeting.memories[0] = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
     reserved: list[int] = []
     memory.reserve = reserved.append  # type: ignore[assignment, method-assign]
-    scatter = PeerScatter((T, H), torch.bfloat16, order, memory, eager.sum_shares, one_chunk=True)
+    scatter = PeerScatter((T, H), torch.bfloat16, order, memory, eager.sum_shares, accumulates=True)
     blocks = scatter.blocks(T)
     assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
     assert (blocks[0].start, blocks[-1].stop) == (0, T) and len(blocks) <= 4
@@ -125,8 +176,8 @@ def test_the_accumulator_turns_into_tokens_in_place(P, tokens, H):
 
 
 def own_share_twice(patch: pytest.MonkeyPatch) -> None:
-    def wrong(own: Any, others: Any, rank: int, *, out: Any) -> None:
-        eager.__dict__["real_sum"](own, torch.cat([own[None], others[1:]]), rank, out=out)
+    def wrong(own: Any, others: Any, *args: Any, out: Any) -> None:
+        eager.__dict__["real_sum"](own, torch.cat([own[None], others[1:]]), *args, out=out)
 
     patch.setitem(eager.__dict__, "real_sum", eager.sum_shares)
     patch.setattr(eager, "sum_shares", wrong)
@@ -161,13 +212,38 @@ def peers_over_own_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_copies.PeerScatter, "__init__", wrong)
 
 
+def scales_of_other_tokens(patch: pytest.MonkeyPatch) -> None:
+    def wrong(own: Any, others: Any, rank: int, scale: Any, *, out: Any) -> None:
+        eager.__dict__["real_sum"](own, others, rank, scale.flip(0), out=out)
+
+    patch.setitem(eager.__dict__, "real_sum", eager.sum_shares)
+    patch.setattr(eager, "sum_shares", wrong)
+
+
+def scales_twice(patch: pytest.MonkeyPatch) -> None:
+    real = ChunkDhidden.finish
+
+    def finish(self: ChunkDhidden) -> None:
+        scale = self._dlogits.rows.scale
+        assert scale is not None
+        self.share.mul_(scale[:, None])
+        real(self)
+
+    patch.setattr(ChunkDhidden, "finish", finish)
+
+
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer_copies.PeerGather, "wait", peer_copies.PeerGather.start)
+
+
+SCALES = (scales_of_other_tokens, scales_twice)
 
 
 @pytest.mark.parametrize(
     ("plant", "dtype"),
     [
+        (scales_of_other_tokens, torch.float32),
+        (scales_twice, torch.bfloat16),
         (own_share_twice, torch.bfloat16),
         (own_tokens_forgotten, torch.bfloat16),
         (the_first_piece_for_all, torch.float32),
@@ -177,6 +253,7 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_would_show(plant, dtype, monkeypatch):
+    monkeypatch.setattr(call, "_PRODUCT_FROM", 0 if plant in SCALES else 1 << 60)
     plant(monkeypatch)
     problem = PROBLEM.changed(dtype=dtype)
     try:
