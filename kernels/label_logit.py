@@ -24,22 +24,23 @@ def _label_logit_kernel(
         "labels must be within [0, vocab_size) or ignore_index",
     )
     column, _ = label_columns(labels_ptr, t, T, V, vocab_start_index, ignore_index)
-    owned = column >= 0
-    hidden_ptr += t * stride_hidden_t
-    weight_ptr += tl.maximum(column, 0).to(tl.int64) * stride_weight_v
-    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for start_h in range(0, H, BLOCK_H):
-        offs_h = start_h + tl.arange(0, BLOCK_H)
-        mask_h = (offs_h < H) & owned
-        h = tl.load(hidden_ptr + offs_h * stride_hidden_h, mask=mask_h, other=0.0)
-        w = tl.load(weight_ptr + offs_h * stride_weight_h, mask=mask_h, other=0.0)
-        acc += h.to(tl.float32) * w.to(tl.float32)
-    z = tl.sum(acc, axis=0) * logit_scale
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + tl.maximum(column, 0), mask=owned, other=0.0).to(tl.float32)
-    if HAS_SOFTCAP:
-        z = softcap_tanh(z, softcap)
-    tl.store(label_logit_ptr + t, tl.where(owned, z, 0.0))
+    z = 0.0
+    if column >= 0:  # else another rank's, or ignored
+        hidden_ptr += t * stride_hidden_t
+        weight_ptr += column.to(tl.int64) * stride_weight_v
+        acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
+        for start_h in range(0, H, BLOCK_H):
+            offs_h = start_h + tl.arange(0, BLOCK_H)
+            mask_h = offs_h < H
+            h = tl.load(hidden_ptr + offs_h * stride_hidden_h, mask=mask_h, other=0.0)
+            w = tl.load(weight_ptr + offs_h * stride_weight_h, mask=mask_h, other=0.0)
+            acc += h.to(tl.float32) * w.to(tl.float32)
+        z = tl.sum(acc, axis=0) * logit_scale
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + column).to(tl.float32)
+        if HAS_SOFTCAP:
+            z = softcap_tanh(z, softcap)
+    tl.store(label_logit_ptr + t, z)
 
 
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:

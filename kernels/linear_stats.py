@@ -262,6 +262,9 @@ def linear_stats(
             GROUP_V=launch.group_v,
             **launch.constexprs(),
         )  # fmt: skip
+        groups = launch.config.BLOCK_V // launch.group_v
+        cells = 2048 if with_entropy else 4096  # what the registers of 4 warps hold
+        block_n = min(cells // block_t, triton.next_power_of_2(launch.num_v * groups))
         _merge_kernel[(-(-T // block_t),)](
             part, label_logit,
             others_max, sums,
@@ -269,7 +272,7 @@ def linear_stats(
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
             FIRST=start == 0,
-            GROUPS=launch.config.BLOCK_V // launch.group_v,
+            GROUPS=groups,
             **launch.headrooms(),
-            BLOCK_N=8192 // block_t, BLOCK_T=block_t, num_warps=8,
+            BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, tuning
+from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, sum_shares, tuning
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -114,11 +114,15 @@ def compile_all(
         # One tile: the compiler takes a count of 1 for a constant.
         **{
             name: linear_stats._merge_kernel.warmup(
-                fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=True, WITH_SUM_Z=True,
-                FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=256, BLOCK_T=32,
-                num_warps=8, **headroom, grid=(T // 32,),
+                fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=entropy, WITH_SUM_Z=True,
+                FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=block_n, BLOCK_T=32,
+                num_warps=4, **headroom, grid=(T // 32,),
             )
-            for name, tiles in (("merge", 132), ("merge one tile", 1))
+            for name, tiles, entropy, block_n in (
+                ("merge", 132, False, 128),
+                ("merge entropy", 132, True, 64),
+                ("merge one tile", 1, True, 1),
+            )
         },
         **{
             name: rescue._replace_sums_kernel.warmup(
@@ -135,6 +139,17 @@ def compile_all(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
             HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
         ),
+        "label_logit with bias": label_logit._label_logit_kernel.warmup(
+            pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
+            HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
+        ),
+        **{
+            name: sum_shares._sum_shares_kernel.warmup(
+                pointer, pointer, scale, pointer, tokens, H, RANK=1, P=4,
+                HAS_SCALE=scale is not None, BLOCK_H=4096, num_warps=8, grid=(tokens, 1),
+            )
+            for name, scale, tokens in (("sum_shares", None, T), ("sum_shares scaled", fp32, 1))
+        },
     }  # fmt: skip
 
 

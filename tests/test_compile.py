@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 # The kernels of the ordinary path; the rescue of overflowing rows and metrics may spill a little.
 HOT = (
-    "linear_stats", "linear_stats cached", "merge", "dlogits", "dlogits scaled", "label_logit",
+    "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
+    "label_logit", "sum_shares", "sum_shares scaled",
 )  # fmt: skip
 
 # Kernels of logits tiles; the others read by pointers, for which there are no descriptors.

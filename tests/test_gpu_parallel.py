@@ -135,7 +135,7 @@ def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
         return self.tokens.tensor_split(group.size())[group.rank()].clone()
 
     for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
-        patch.setattr(kind, "start", lambda self, first, last: None)
+        patch.setattr(kind, "start", lambda self, first, last, scale=None: None)
         patch.setattr(kind, "wait", own_part)
 
 
