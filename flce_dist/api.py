@@ -98,7 +98,8 @@ def linear_cross_entropy(
     Returns:
         The loss, fp32 (fp64 for fp64 inputs), bitwise the same on every rank. Every rank of
         ``tp_group`` should start backward from it with the same upstream gradient: each uses its
-        own for its share, so that different ones give the gradient of no one function.
+        own for its share and for its own tokens, so that different ones give the gradient of no
+        one function.
 
     Raises:
         ValueError: an argument is wrong; NotImplementedError: a combination is not supported.

@@ -96,17 +96,6 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         stats, metrics = TokenStats(*stats), MetricGradients(*dmetrics)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
 
-        # Decided from facts that all ranks share, not from which upstream gradients this rank got:
-        # every rank gathers or none does.
-        recomputes = call.options.with_metrics or call.plan.cached_v < call.plan.V
-        gather = call.gather(hidden) if need_weight or recomputes else None
-        logits: LateLogits | None = None
-        if gather is not None:
-            gather.start_all()
-            logits = LateLogits(
-                call.logits(gather.tokens, weight, bias, labels), gather, call.order.pieces
-            )
-
         if dloss is None:
             dloss = torch.zeros_like(stats.others)
         of_loss = (labels, token_weight, norm, dloss, call.loss_terms)
@@ -119,6 +108,19 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         else:
             rows = call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse(hidden.dtype))
 
+        # Decided from facts that all ranks share, not from which upstream gradients this rank got:
+        # every rank gathers the same or none does.
+        logits = scaled_hidden = gather = None
+        if call.options.sequence_parallel and call.lacks_only_scales(hidden.dtype):
+            if need_weight:
+                gather = scaled_hidden = call.gather_scaled(hidden, rows, labels)
+        elif need_weight or call.options.with_metrics or call.plan.cached_v < call.plan.V:
+            gather = call.gather(hidden)
+            late = call.logits(gather.tokens, weight, bias, labels)
+            logits = LateLogits(late, gather, call.order.pieces)
+        if gather is not None:
+            gather.start_all()
+
         sum_of_dhidden = dweight = dbias = None
         if need_hidden:
             sum_of_dhidden = call.sum_of_dhidden(len(labels), weight)
@@ -128,11 +130,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dbias = torch.zeros_like(bias)
         results = Gradients(call, hidden.dtype, sum_of_dhidden, dweight, dbias)
         windows = ColumnCache(() if cache is None else (cache,))
-        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype, logits)
+        dlogits = Dlogits(call, labels, stats, rows, windows, hidden.dtype, logits, scaled_hidden)
         results.add((0, len(labels)), weight, dlogits)
         if gather is not None:
             gather.wait_all()  # also where nothing needed it: its memory must outlive it
-        del windows, dlogits, logits, gather  # before there is memory for the sum of dhidden
+        # Before there is memory for the sum of dhidden.
+        del windows, dlogits, logits, scaled_hidden, gather
         return *results.finished(), None, None, None
 
 

@@ -17,9 +17,12 @@ from flce_dist.collectives import (
     CollectiveSum,
     TokenGather,
     TokenSum,
+    Write,
+    group_rank,
 )
 from flce_dist.kernels import gemm
 from flce_dist.kernels.merge import LossTerms
+from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.peer_copies import PeerGather, PeerScatter
@@ -92,21 +95,49 @@ class Call:
 
         The same on every rank of the group, also on one with fewer rows.
         """
-        options, plan, (first, last) = self.options, self.plan, tokens
-        keeps_all = plan.cached_v >= plan.V and weight.dtype != torch.float16  # which converts
-        lends = plan.lending is not None and first == 0
-        scales = not options.label_smoothing and not options.with_metrics
+        first, last = tokens
+        lends = self.plan.lending is not None and first == 0
         large = (last - first) * weight.shape[1] >= _PRODUCT_FROM
-        return keeps_all and not lends and scales and large
+        return self.lacks_only_scales(weight.dtype) and not lends and large
+
+    def lacks_only_scales(self, dtype: torch.dtype) -> bool:
+        """Whether D of all columns is kept, and gradients are products of it but for the scales.
+
+        The same on every rank of the group.
+        """
+        options, keeps_all = self.options, self.plan.cached_v >= self.plan.V
+        converts = dtype == torch.float16
+        return keeps_all and not converts and not (options.label_smoothing or options.with_metrics)
 
     def gather(self, hidden: Tensor) -> TokenGather:
         """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""
         if not self.options.sequence_parallel:
             return TokenGather(hidden, self.order)
+        return self._gather(hidden)
+
+    def gather_scaled(self, hidden: Tensor, rows: RowGradient, labels: Tensor) -> TokenGather:
+        """The same of sequence-parallel hidden states times their scales, 0 where ignored.
+
+        rows and labels are those of all T tokens; every rank scales its own hidden, [T / P, H].
+        """
+        order, rank, scale = self.order, group_rank(self.tp_group), rows.scale
+        assert scale is not None
+
+        def write(out: Tensor) -> None:
+            for piece in range(len(order.pieces)):
+                own, t = order.local(piece), order.part(piece, rank)
+                ignore_index = self.options.ignore_index
+                self.kernels.scale_rows(
+                    hidden[own], scale[t], labels[t], ignore_index=ignore_index, out=out[own]
+                )
+
+        return self._gather(hidden, write)
+
+    def _gather(self, hidden: Tensor, write: Write | None = None) -> TokenGather:
         group, peers = self._sequence_group(hidden)
         if peers is not None:
-            return PeerGather(hidden, self.order, peers.hidden)
-        return CollectiveGather(hidden, self.order, group)
+            return PeerGather(hidden, self.order, peers.hidden, write)
+        return CollectiveGather(hidden, self.order, group, write)
 
     def sum_of_dhidden(self, T: int, weight: Tensor) -> TokenSum:
         """Return what sums dhidden over ranks, with memory for what this shard adds, [T, H]."""

@@ -4,6 +4,7 @@
 ranks must call the same functions in the same order with the same shapes.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -90,6 +91,10 @@ class TokenGather:
         return self.tokens
 
 
+Write = Callable[[Tensor], None]
+"""Writes into memory of a rank's own [T / P, H] what the others are to receive instead of it."""
+
+
 class CollectiveGather(TokenGather):
     """By all-gathers. Each rank receives (P - 1) / P of ``tokens``.
 
@@ -99,9 +104,14 @@ class CollectiveGather(TokenGather):
 
     owns_tokens = True
 
-    def __init__(self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup):
+    def __init__(
+        self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup, write: Write | None = None
+    ):
         super().__init__(x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:]), order)
         self._x, self._group = x.contiguous(), tp_group
+        if write is not None:
+            self._x = x.new_empty(x.shape)
+            write(self._x)
         self._works: list[dist.Work | None] = []
 
     def start(self, piece: int) -> None:

@@ -66,6 +66,7 @@ class Dlogits:
     cache: ColumnCache
     dtype: torch.dtype
     logits: LateLogits | None  # for what is not in the cache, and for hidden
+    scaled_hidden: TokenGather | None = None  # instead, where nothing else is made of hidden
     _window: Tensor | None = None
 
     def __post_init__(self) -> None:

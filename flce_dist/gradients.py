@@ -119,7 +119,7 @@ class RightFactor:
     """Hidden times each token's scale, [T, H], the right factor of dweight, made when needed.
 
     In the memory of hidden itself where that may be overwritten, else in ``out`` or, without one,
-    in new memory.
+    in new memory; unless hidden was scaled before it was gathered.
     """
 
     def __init__(self, call: Call, dlogits: Dlogits, out: Tensor | None):
@@ -129,6 +129,8 @@ class RightFactor:
 
     def of(self, rows: RowGradient) -> tuple[Tensor, Tensor | None]:
         """Return what ``right_factor`` does, with the scales of ``rows``. Waits for hidden."""
+        if self._dlogits.scaled_hidden is not None:
+            return self._dlogits.scaled_hidden.wait_all(), None
         if rows is not self._rows:
             assert self._dlogits.logits is not None
             logits = self._dlogits.logits.whole()
@@ -149,10 +151,11 @@ def right_factor(
     """
     kernels, ignore_index = call.kernels, call.options.ignore_index
     hidden, labels = logits.hidden, logits.labels
-    if out is hidden:
-        kernels.clear_ignored(out, labels, ignore_index=ignore_index)
-    elif rows.scale is None or rows.uniform is not None:
-        kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
+    if rows.scale is None or rows.uniform is not None:
+        if out is hidden:
+            kernels.clear_ignored(out, labels, ignore_index=ignore_index)
+        else:
+            kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
     row = None if rows.uniform is None else gemm.weighted_row_sum(rows.uniform, out)
     if rows.scale is not None:
         kernels.scale_rows(hidden, rows.scale, labels, ignore_index=ignore_index, out=out)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.collectives import TokenGather, TokenSum
+from flce_dist.collectives import TokenGather, TokenSum, Write
 from flce_dist.peer_memory import Copy, PeerMemory
 from flce_dist.token_order import TokenOrder
 
@@ -23,9 +23,11 @@ class PeerGather(TokenGather):
 
     owns_tokens = True
 
-    def __init__(self, x: Tensor, order: TokenOrder, memory: PeerMemory):
+    def __init__(
+        self, x: Tensor, order: TokenOrder, memory: PeerMemory, write: Write | None = None
+    ):
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
-        self._x, self._memory = x, memory
+        self._x, self._memory, self._write = x, memory, write
         self._arrivals: list[torch.cuda.Event] | None = None
 
     def start(self, piece: int) -> None:
@@ -34,12 +36,16 @@ class PeerGather(TokenGather):
         x, memory = self._x, self._memory
         memory.reserve(x.nbytes)
         memory.acquire()
-        memory.own(x.shape, x.dtype).copy_(x)
+        own = memory.own(x.shape, x.dtype)
+        if self._write is None:
+            own.copy_(x)
+        else:
+            self._write(own)
         pieces = range(len(self._order.pieces))
         self._arrivals = memory.pull([self._copy(piece) for piece in pieces])
         # Within a GPU a copy takes multiprocessors: here, ahead of what will fill them.
         for piece in pieces:
-            self.tokens[self._order.part(piece, memory.rank)].copy_(x[self._order.local(piece)])
+            self.tokens[self._order.part(piece, memory.rank)].copy_(own[self._order.local(piece)])
 
     def wait(self, piece: int) -> None:
         self.start(piece)

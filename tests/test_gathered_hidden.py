@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import call as call_module
 from flce_dist import gradients, linear_cross_entropy, plan
 from flce_dist.call import Call, kernels_of
 from flce_dist.collectives import TokenGather
@@ -245,7 +246,7 @@ def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch, walk: s
     assert {"dhidden", "dbias"} <= broken(walk)
 
 
-@pytest.mark.parametrize(("walk", "name"), [("cached", "dweight"), ("mixed", "dhidden")])
+@pytest.mark.parametrize(("walk", "name"), [("in_forward", "dweight"), ("mixed", "dhidden")])
 def test_in_place_scale_forgotten(mutate: Patch, walk: str, name: str) -> None:
     """Of hidden before the cached columns' dweight, or of dhidden before what is recomputed."""
 
@@ -255,6 +256,17 @@ def test_in_place_scale_forgotten(mutate: Patch, walk: str, name: str) -> None:
 
     mutate(eager, "scale_rows", forget)
     assert name in broken(walk)
+
+
+@pytest.mark.parametrize("walk", ["cached", "cached bf16"])
+def test_hidden_gathered_without_scales(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+    monkeypatch.setattr(Call, "gather_scaled", lambda self, hidden, *_: self.gather(hidden))
+    assert broken(walk) == {"dweight"}
+
+
+def test_hidden_scaled_as_another_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "group_rank", lambda group: 0)
+    assert broken("cached") == {"dweight"}
 
 
 def test_a_callers_hidden_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flce_dist import autograd, gradients, linear_cross_entropy, plan
 from flce_dist.call import Call, kernels_of
+from flce_dist.dhidden import ChunkDhidden
 from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import eager, gemm, row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
@@ -202,13 +203,13 @@ def test_a_window_that_is_never_added(
     options: dict[str, Any] = {"schedule": schedule, "max_logits_bytes": T * 4 * 520}
     check(inputs(), **options)
 
-    def skip_the_second(original: Any, acc: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> None:
-        seen.append(b)
+    def skip_the_second(original: Any, dhidden: ChunkDhidden, *piece: Any) -> None:
+        seen.append(piece)
         if len(seen) != 2:
-            original(acc, a, b, **kwargs)
+            original(dhidden, *piece)
 
-    seen: list[Tensor] = []
-    mutate(gemm, "add_matmul", skip_the_second)
+    seen: list[Any] = []
+    mutate(ChunkDhidden, "add", skip_the_second)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), **options)
     assert len(seen) == 3
