@@ -57,8 +57,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     Backward: two products of 2 T H V flop, a third over the columns that were not cached. Under
     sequence parallelism a gather of hidden (times the tokens' scales, if all columns were cached),
-    in flight while cached columns make dhidden or while dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
-    all-reduced), in flight during the last dweight.
+    in flight while cached columns make dhidden or while dlogits of its first piece are computed;
+    then the sum of dhidden over ranks (scattered, else all-reduced), in flight during the last
+    dweight.
     """
 
     @staticmethod
