@@ -175,7 +175,11 @@ class _Tokens:
 def _in_forward(
     tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
 ) -> Plan:
-    """Take all tokens at once if they fit, with dweight's memory or without; else chunks."""
+    """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
+
+    A first chunk that lends may be longer than the others. It is only where that makes them fewer,
+    and no longer than they need: then all are large, and dhidden of the others is one product.
+    """
     T = tokens.T
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
@@ -193,8 +197,10 @@ def _in_forward(
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
         return Plan("in_forward", T, V, *first[:2], T, max(1, T), tokens.head(T), *first[2:])
-    for first_t in range(_round_down(T - 1, tokens.unit), chunk, -tokens.unit) if lends else ():
-        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
+    others = -(-T // chunk) - 2  # one less than without lending
+    for more in range(others + 1) if lends else ():
+        first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), tokens.unit)
+        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0) if first_t < T else None
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)

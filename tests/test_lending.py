@@ -61,8 +61,15 @@ def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
 
 
 def test_more_tokens_take_few_chunks():
+    """The first is as long as makes them fewer, the others as long as fits."""
     chosen = in_forward(16384, 128256, 4096)
-    assert len(chosen.chunks()) <= 3 and chosen.first_t > 3 * chosen.chunk_t
+    assert chosen.chunks() == [(0, 8192), (8192, 12288), (12288, 16384)]
+
+
+def test_a_chunk_borrows_only_where_that_spares_one():
+    """32768 tokens of a quarter of the rows: two chunks of half of them fit as they are."""
+    chosen = in_forward(32768, 32064, 4096)
+    assert chosen.chunks() == [(0, 16384), (16384, 32768)] and chosen.lending is None
 
 
 def test_without_dweight_there_is_nothing_to_borrow():
@@ -137,7 +144,7 @@ def test_auto_borrows_rather_than_compute_again(small_windows, reduction, impl):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "P", "budget"),
-    [("in_forward", 2, 20_000), ("in_forward", 4, 20_000), ("auto", 4, 30_000)],
+    [("in_forward", 2, 22_000), ("in_forward", 4, 16_000), ("auto", 4, 30_000)],
 )
 def test_every_rank_borrows_from_its_own_shard(
     small_windows, schedule, P, budget, sequence_parallel

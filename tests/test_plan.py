@@ -145,7 +145,7 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
     assert chosen.schedule == "in_forward" and H > 0
     assert alone.first_t < chosen.first_t <= T
     assert chosen.first_t == T or chosen.chunk_t < chosen.first_t
-    assert len(chosen.chunks()) <= len(alone.chunks())
+    assert len(chosen.chunks()) < len(alone.chunks())
     assert 0 < chosen.lending.columns <= chosen.cached_v
     recomputed = V - chosen.cached_v
     assert recomputed <= (round(0.1 * V) if chosen.first_t == T else 0)
