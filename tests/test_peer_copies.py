@@ -50,9 +50,18 @@ def test_gradients_are_right(schedule, P, few, dtype, from_cells):
     assert misses(with_peers(P, problem, schedule=schedule, **few), problem) == []
 
 
-@pytest.mark.parametrize("name", ["none", "token weights", "smoothing"])
-def test_options(name, from_cells):
-    problem = PROBLEM.changed(options=OPTIONS[name])
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS["none"],
+        OPTIONS["token weights"],
+        OPTIONS["smoothing"],
+        {"z_loss_weight": 1e-2, "logit_scale": 0.5},
+        {"softcap": 5.0, "reduction": "sum"},
+    ],
+)
+def test_options(options, from_cells):
+    problem = PROBLEM.changed(options=options)
     assert misses(with_peers(4, problem, schedule="cached"), problem) == []
 
 
