@@ -89,8 +89,9 @@ def linear_cross_entropy(
             "cached" keeps exponentials [T, V] in hidden's dtype (in bf16 for fp16), "in_forward"
             makes both gradients in forward, a chunk of tokens at a time, and allows a scalar
             upstream gradient; "auto" caches what fits into ``max_logits_bytes`` and recomputes
-            the rest, or is in_forward if that takes all tokens at once in these bytes and
-            reduction is "mean" or "sum" without metrics (not under torch.compile).
+            the rest, or is in_forward if these bytes hold all tokens at once, or chunks of them and
+            what dweight's accumulator takes beyond dweight, and reduction is "mean" or "sum"
+            without metrics (not under torch.compile).
         max_logits_bytes: bound on what is held of the [T, V] logits on this rank, in bytes. Must be
             the same on all ranks. Default: 1 GiB for auto and in_forward, else none.
         impl: "triton", "eager", or by default triton on a GPU and eager elsewhere.

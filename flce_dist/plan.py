@@ -23,6 +23,8 @@ _TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' large
 _SPLIT_FROM = 2048  # gathered tokens of a first chunk
 _HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
 
+_LEAST_CHUNK = 2048  # tokens that auto takes at a time: its products are large then
+
 _FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
@@ -103,8 +105,9 @@ def plan(
         V: rows of the largest shard, ``ceil(V_all / P)``.
         itemsize: bytes of one cached exponential.
         schedule: ``auto`` caches what fits into the budget (1 GiB unless given) and recomputes the
-            rest, unless that can be spared: if the exponentials of all tokens fit with what
-            dweight's memory can hold and the loss ``reduces``, it is ``in_forward``. ``cached``
+            rest, unless that can be spared: if the loss ``reduces`` and the exponentials of all
+            tokens fit with what dweight's memory can hold, or those of chunks and what dweight's
+            accumulator takes beyond dweight, it is ``in_forward``. ``cached``
             caches what fits, but everything unless a budget is given;
             ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
             what dweight's own memory can hold, else token chunks that fit.
@@ -144,9 +147,9 @@ def plan(
     else:
         assert limit is not None  # else all is cached
         if reduces and schedule == "auto":
-            at_once = _in_forward(tokens, V, itemsize, limit, converts, dweight_row_bytes)
-            if at_once.first_t == T:
-                return at_once
+            in_forward = _auto_in_forward(tokens, V, itemsize, limit, converts, dweight_row_bytes)
+            if in_forward is not None:
+                return in_forward
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
@@ -170,6 +173,22 @@ class _Tokens:
         if self.P == 1 or first_t < _SPLIT_FROM:
             return first_t
         return min(first_t, _round_up(-(-first_t // _HEAD_SHARE), self.unit))
+
+
+def _auto_in_forward(
+    tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
+) -> Plan | None:
+    """In_forward with nothing beyond ``budget`` that ``auto`` would not hold, or None."""
+    at_once = _in_forward(tokens, V, itemsize, budget, converts, row_bytes)
+    if at_once.first_t == tokens.T:
+        return at_once
+    # What accumulates over chunks is there instead of dweight, and at the end, rounded, beside it.
+    rounded, accumulator = (V * n for n in row_bytes)
+    rest = budget - (accumulator - rounded)
+    at_end = accumulator if accumulator > rounded else 0
+    if converts or rest < _LEAST_CHUNK * V * itemsize or at_end > budget:
+        return None
+    return _in_forward(tokens, V, itemsize, rest, converts, row_bytes)
 
 
 def _in_forward(
