@@ -216,10 +216,10 @@ def _in_forward(
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
         return Plan("in_forward", T, V, *first[:2], T, max(1, T), tokens.head(T), *first[2:])
-    others = -(-T // chunk) - 2  # one less than without lending
-    for more in range(others + 1) if lends else ():
+    without_lending = -(-T // chunk)  # chunks
+    for more in range(1, without_lending - 1) if lends else ():
         first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), tokens.unit)
-        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0) if first_t < T else None
+        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
