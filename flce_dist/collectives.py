@@ -108,8 +108,10 @@ class CollectiveGather(TokenGather):
         self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup, write: Write | None = None
     ):
         super().__init__(x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:]), order)
-        self._x, self._group = x.contiguous(), tp_group
-        if write is not None:
+        self._group = tp_group
+        if write is None:
+            self._x = x.contiguous()
+        else:
             self._x = x.new_empty(x.shape)
             write(self._x)
         self._works: list[dist.Work | None] = []
