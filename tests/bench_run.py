@@ -21,9 +21,11 @@ runs:
 EAGER = "  - {impl: eager, schedule: cached}\n"
 
 
-def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
+def run(
+    tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID, out: str = "out/found.v1"
+) -> int:
     (tmp_path / "grid.yaml").write_text(grid + runs)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
+    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / out)]
     return bench.main([*paths, *args])
 
 

@@ -13,7 +13,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from flce_dist.launch import bench
 from flce_dist.launch.bench_files import trace_file
 from flce_dist.launch.bench_profile import (
     Activity,
@@ -24,6 +23,7 @@ from flce_dist.launch.bench_profile import (
     profile_of,
     take_profile,
 )
+from tests import bench_run
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 OWN_PART = "Memcpy DtoD (Device -> Device)"
@@ -41,14 +41,12 @@ shapes:
   - {T: 12, H: 16, V: 64, dtype: fp32}
   - {T: 24, H: 16, V: 64, dtype: fp32}
 runs:
-  - {impl: eager, schedule: recompute}
 """
+RECOMPUTE = "  - {impl: eager, schedule: recompute}\n"
 
 
 def run(tmp_path: Path, *args: str) -> list[Any]:
-    (tmp_path / "grid.yaml").write_text(GRID)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "found")]
-    assert bench.main([*paths, *args]) == 0
+    assert bench_run.run(tmp_path, RECOMPUTE, *args, grid=GRID, out="found") == 0
     file = tmp_path / "found.profile.json"
     return json.loads(file.read_text())["profiles"] if file.exists() else []
 
