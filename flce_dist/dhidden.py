@@ -47,8 +47,7 @@ class ChunkDhidden:
 
     def scale(self) -> None:
         """Bring the scales into what was taken so far, ahead of D that has them inside."""
-        if not self._is_product:
-            self._write(slice(None), self._dlogits.rows.scale, None, out=self._acc)
+        self._write(slice(None), self._dlogits.rows.scale, None, out=self._acc)
 
     def finish(self) -> None:
         """Turn what was taken into this shard's share, and begin to sum over ranks."""
