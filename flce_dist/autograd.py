@@ -21,11 +21,22 @@ from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.merge import TokenStats
 from flce_dist.kernels.row_gradient import MetricGradients
 
-Backward = TypeVar("Backward", bound=Callable[..., Any])
+Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 
-def first_order(backward: Backward) -> Backward:
-    """Refuse to be differentiated, and compute in forward's dtypes also under autocast.
+def on_its_device(forward: Pass) -> Pass:
+    """Make the device of hidden current, whatever the caller's is: Triton launches there."""
+
+    @functools.wraps(forward)
+    def run(ctx, hidden, *args):
+        with torch.cuda.device_of(hidden):
+            return forward(ctx, hidden, *args)
+
+    return cast(Pass, run)
+
+
+def first_order(backward: Pass) -> Pass:
+    """Refuse to be differentiated; compute on forward's device and, under autocast, in its dtypes.
 
     ``once_differentiable`` would not do: it lets a gradient penalty pass that then has no effect.
     """
@@ -37,13 +48,14 @@ def first_order(backward: Backward) -> Backward:
                 "linear_cross_entropy has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
-        device = next((g.device for g in grads if g is not None), None)
-        if device is None:  # nothing depends on the outputs
+        upstream = next((g for g in grads if g is not None), None)
+        if upstream is None:  # nothing depends on the outputs
             return (None,) * 6
-        with torch.autocast(device.type, enabled=False):
+        device_type = upstream.device.type
+        with torch.cuda.device_of(upstream), torch.autocast(device_type, enabled=False):
             return backward(ctx, *grads)
 
-    return cast(Backward, run)
+    return cast(Pass, run)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -63,6 +75,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @on_its_device
     def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
         ctx.set_materialize_grads(False)
         ctx.call = call
@@ -154,6 +167,7 @@ class InForwardFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @on_its_device
     def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
         ctx.set_materialize_grads(False)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

@@ -45,6 +45,18 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
     return 0 if tp_group is None else dist.get_rank(tp_group)
 
 
+def message_device(x: object, tp_group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of messages between hosts: the CPU if the group sends from there.
+
+    Else it is that of ``x`` or, if that is no tensor on a GPU, the current GPU.
+    """
+    if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
+        return torch.device("cpu")
+    if isinstance(x, Tensor) and x.is_cuda:
+        return x.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Sum ``x`` over ranks in place; every rank gets the same bits. 2 x bytes(x) on the wire."""
     return start_all_reduce(x, tp_group).wait()

@@ -211,9 +211,8 @@ class LinearCrossEntropy(nn.Module):
 
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
-        seed = torch.randint(2**32, (1,), dtype=torch.int64)
-        if self.tp_group is not None and dist.get_backend(self.tp_group) == "nccl":
-            seed = seed.cuda()
+        seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
+        seed = seed.to(collectives.message_device(self.weight, self.tp_group))
         return int(collectives.all_reduce_max(seed, self.tp_group))
 
     def _save_to_state_dict(

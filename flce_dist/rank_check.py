@@ -152,10 +152,7 @@ def _gather(
     It travels on the CPU if the group has a backend for that: a rank whose hidden is on another
     device than the others' must meet them all the same.
     """
-    device = torch.device("cpu")
-    if "cpu:" not in dist.get_backend_config(tp_group):
-        on_gpu = isinstance(hidden, Tensor) and hidden.is_cuda
-        device = hidden.device if on_gpu else torch.device("cuda", torch.cuda.current_device())
+    device = collectives.message_device(hidden, tp_group)
     text = json.dumps(summary, default=repr).encode()
     if len(text) > _BYTES:
         text = json.dumps({"error": f"a summary of {len(text)} bytes, over {_BYTES}"}).encode()

@@ -30,6 +30,7 @@ CHECKS: dict[str, Check] = {
     "gradients": parallel_checks.gradients_against_fp64,
     "bits": parallel_checks.equal_bits,
     "streams": parallel_device_checks.other_streams,
+    "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
@@ -41,7 +42,7 @@ CHECKS: dict[str, Check] = {
     "check_ranks": parallel_checks.ranks_that_disagree,
     "memory": parallel_device_checks.memory,
 }
-GPU_ONLY = ("invariant", "host", "collectives")
+GPU_ONLY = ("devices", "invariant", "host", "collectives")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

@@ -126,6 +126,18 @@ def other_streams(ranks: Ranks) -> Iterator[str]:
                     yield from differing(f"{way}, {name}, turn {turn}", sp, mine, expected)
 
 
+def another_device(ranks: Ranks) -> Iterator[str]:
+    """The same bits where another GPU than the tensors' is the current one."""
+    one = problem(ranks.device)
+    other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            expected = step(ranks, one, sequence_parallel=sp, **options)
+            with torch.cuda.device(other):
+                mine = step(ranks, one, sequence_parallel=sp, **options)
+            yield from differing(way, sp, mine, expected)
+
+
 # --- CUDA graphs
 
 

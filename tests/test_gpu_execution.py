@@ -166,6 +166,25 @@ def test_an_op_on_another_stream_than_its_inputs_is_noticed(device):
     assert not torch.equal(spoiled["loss"], expected["loss"])
 
 
+# --- another current device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@every_schedule
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_on_another_device_than_the_current_one(compiled, schedule):
+    torch._dynamo.reset()
+    call = torch.compile(our_call, backend="eager", fullgraph=True) if compiled else our_call
+    inputs = problem("cuda:1")
+    step = functools.partial(run, call, inputs, Upstream(), **options_of(schedule, inputs))
+    with torch.cuda.device(1):
+        expected = step()
+    with torch.cuda.device(0):
+        assert_same(step(), expected)
+        assert torch.cuda.current_device() == 0
+
+
 # --- autocast
 
 

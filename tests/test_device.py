@@ -1,0 +1,61 @@
+"""The op makes the device of its tensors the current one: Triton launches on that.
+
+On a CPU a recorder takes the place of what does so. On two GPUs see test_gpu_execution.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist.autograd import LinearCrossEntropyFunction
+from flce_dist.kernels import eager
+from tests.oracle import Upstream, run
+from tests.problems import each_schedule, small
+from tests.test_gpu_oracle import our_call
+
+Launches = dict[str, set[bool]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Kernels that ran, and whether the device of their tensors had been made current."""
+    current: list[torch.device] = []
+    seen: Launches = {}
+
+    @contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        current.append(x.device)
+        yield
+        current.pop()
+
+    def spy(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).add(torch.device("cpu") in current)
+            return kernel(*args, **kwargs)
+
+        return launch
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in eager.__all__:
+        monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
+    return seen
+
+
+@each_schedule
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_kernel_runs_on_the_device_of_its_tensors(launches, monkeypatch, compiled, schedule):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)  # True: by the operators
+    run(our_call, small("eager"), Upstream(), schedule=schedule)
+    assert {"linear_stats", "token_loss", "row_gradient"} <= set(launches)
+    assert {name for name, current in launches.items() if current != {True}} == set()
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("forward", "token_loss"), ("backward", "dlogits")])
+def test_mutation_a_pass_on_another_device_is_noticed(launches, monkeypatch, name, kernel):
+    method = getattr(LinearCrossEntropyFunction, name).__wrapped__
+    monkeypatch.setattr(LinearCrossEntropyFunction, name, staticmethod(method))
+    run(our_call, small("eager"), Upstream(), schedule="recompute")
+    assert launches[kernel] == {False}
