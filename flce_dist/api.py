@@ -115,17 +115,17 @@ def linear_cross_entropy(
         z_loss_weight=z_loss_weight,
         softcap=softcap,
         logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
         reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
+        impl=impl,
     )
-    arguments = Arguments(
-        hidden, weight, labels, bias, token_weight,
-        options, vocab_size, vocab_range, tp_group, impl,
-    )  # fmt: skip
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
 
 
@@ -166,18 +166,18 @@ def linear_cross_entropy_with_metrics(
         z_loss_weight=z_loss_weight,
         softcap=softcap,
         logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
         reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
+        impl=impl,
         with_metrics=True,
     )
-    arguments = Arguments(
-        hidden, weight, labels, bias, token_weight,
-        options, vocab_size, vocab_range, tp_group, impl,
-    )  # fmt: skip
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return LossWithMetrics(*_apply(arguments))
 
 

@@ -3,40 +3,25 @@
 All read host metadata only, but for ``check_labels``.
 """
 
-import math
 from collections.abc import Sequence
-from typing import get_args
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.options import COUNT, DECLARED, Declared, LossOptions, Range
 from flce_dist.vocab import INVARIANT_ROWS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_options(options: LossOptions, impl: str | None) -> None:
-    """Check what does not depend on the tensors."""
-    _one_of("reduction", options.reduction, get_args(Reduction))
-    _one_of("schedule", options.schedule, get_args(Schedule))
-    _one_of("impl", impl, (*get_args(Impl), None))
-    _integer("ignore_index", options.ignore_index)
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be within [0, 1], got {options.label_smoothing}")
-    if not math.isfinite(options.z_loss_weight):
-        raise ValueError(f"z_loss_weight must be finite, got {options.z_loss_weight}")
-    if options.softcap is not None and not 0.0 < options.softcap < math.inf:
-        raise ValueError(f"softcap must be None or positive and finite, got {options.softcap}")
-    if not math.isfinite(options.logit_scale) or options.logit_scale == 0.0:
-        raise ValueError(f"logit_scale must be finite and not 0, got {options.logit_scale}")
-    if options.max_logits_bytes is not None:
-        _integer("max_logits_bytes", options.max_logits_bytes)
-        if options.max_logits_bytes <= 0:
-            raise ValueError(
-                f"max_logits_bytes must be None or positive, got {options.max_logits_bytes}"
-            )
+def check_options(options: LossOptions) -> LossOptions:
+    """Check what does not depend on the tensors; return the options in Python's own types."""
+    given = vars(options)
+    plain = {name: _value(name, given[name], declared) for name, declared in DECLARED.items()}
+    options = LossOptions(**plain)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
@@ -57,16 +42,16 @@ def check_options(options: LossOptions, impl: str | None) -> None:
             f"schedule='{options.schedule}' keeps exponentials, which do not express "
             "label_smoothing with softcap; use schedule='recompute'"
         )
+    return options
 
 
 def check_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None
 ) -> None:
     """Check types, devices and the shapes that one rank can judge."""
-    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        _tensor(name, x)
-    if hidden.dtype not in _FLOATS:
-        raise ValueError(f"hidden must be one of {_names(_FLOATS)}, got {hidden.dtype}")
+    _tensor("hidden", hidden, _FLOATS)
+    _tensor("weight", weight, _FLOATS)
+    _tensor("labels", labels, (torch.int64, torch.int32))
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
@@ -74,31 +59,25 @@ def check_tensors(
         raise ValueError(
             f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
         )
-    _same("weight", weight, hidden)
-    if labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"labels must be torch.int64 or torch.int32, got {labels.dtype}")
-    if labels.device != hidden.device:
-        raise ValueError(f"labels must be on hidden's {hidden.device}, got {labels.device}")
+    _same_dtype("weight", weight, hidden)
+    _same_device("weight", weight, hidden)
+    _same_device("labels", labels, hidden)
     if bias is not None:
-        _tensor("bias", bias)
+        _tensor("bias", bias, _FLOATS)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
             )
-        _same("bias", bias, hidden)
+        _same_dtype("bias", bias, hidden)
+        _same_device("bias", bias, hidden)
     if token_weight is not None:
-        _tensor("token_weight", token_weight)
+        _tensor("token_weight", token_weight, _FLOATS)
         if token_weight.shape != labels.shape:
             raise ValueError(
                 f"token_weight must have labels' shape {tuple(labels.shape)}, "
                 f"got {tuple(token_weight.shape)}"
             )
-        if not token_weight.is_floating_point():
-            raise ValueError(f"token_weight must be a float tensor, got {token_weight.dtype}")
-        if token_weight.device != hidden.device:
-            raise ValueError(
-                f"token_weight must be on hidden's {hidden.device}, got {token_weight.device}"
-            )
+        _same_device("token_weight", token_weight, hidden)
         if token_weight.requires_grad:
             raise ValueError(
                 "token_weight has no gradient: it must have requires_grad=False, got True"
@@ -144,8 +123,6 @@ def check_parallel_shapes(
             f"labels must be {expected} from hidden {tuple(hidden.shape)}{whole}, "
             f"got {tuple(labels.shape)}"
         )
-    if vocab_size is not None:
-        _integer("vocab_size", vocab_size)
     if vocab_range is None:
         if V == 0:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
@@ -155,16 +132,12 @@ def check_parallel_shapes(
                 f"got {vocab_size}"
             )
         return
-    if not isinstance(vocab_range, Sequence) or len(vocab_range) != 2:
-        raise ValueError(f"vocab_range must be (start, end), got {vocab_range!r}")
     start, end = vocab_range
     if vocab_size is None:
         raise ValueError(
             "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
             "got None"
         )
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
     if start < 0 or end - start != V:
         raise ValueError(
             f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
@@ -225,27 +198,67 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
         )
 
 
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+def integer(name: str, value: object, limits: Range = COUNT) -> int:
+    """Return an argument that is an int within ``limits``, also where numpy made it."""
+    return _value(name, value, Declared(int, False, (), limits))
 
 
-def _integer(name: str, value: object) -> None:
-    if not isinstance(value, int):
-        raise ValueError(f"{name} must be an int, got {value!r}")
+def _value(name: str, value: object, declared: Declared) -> Any:
+    if value is None and declared.optional:
+        return None
+    plain = _plain(value, declared.kind)
+    good = plain in declared.choices if declared.choices else plain is not None
+    if good and declared.range is not None:
+        good = declared.range.holds(plain)
+    if not good:
+        shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be {declared.words}, got {shown}")
+    return plain
 
 
-def _tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+def _plain(value: Any, kind: type) -> Any:
+    """Return ``value`` as a ``kind`` of Python's own, or None where it is not of that kind.
+
+    A bool is no number. Neither is a tensor: to read it would make the host wait.
+    """
+    if kind is tuple:
+        ends = tuple(_plain(x, int) for x in value) if isinstance(value, Sequence) else ()
+        return ends if len(ends) == 2 and None not in ends else None
+    if type(value) is kind or (kind is int and isinstance(value, torch.SymInt)):
+        return value
+    if isinstance(value, bool):
+        return None
+    if kind is int and isinstance(value, Integral):
+        return int(value)
+    if kind is float and isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:  # an int beyond fp64
+            return None
+    return None
 
 
-def _same(name: str, x: Tensor, hidden: Tensor) -> None:
+def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
+        raise ValueError(f"{name} must hold data, got a tensor on device meta")
+
+
+def _same_dtype(name: str, x: Tensor, hidden: Tensor) -> None:
     if x.dtype != hidden.dtype:
-        raise ValueError(f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}")
+        raise ValueError(
+            f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
+            f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
+            "gradients reach each of them in its own dtype"
+        )
+
+
+def _same_device(name: str, x: Tensor, hidden: Tensor) -> None:
     if x.device != hidden.device:
         raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)

@@ -14,16 +14,22 @@ from flce_dist import checks, collectives
 from flce_dist.autograd import function_of
 from flce_dist.gradients import in_forward_dtype
 from flce_dist.kernels.column_cache import new_window
-from flce_dist.options import LossOptions
+from flce_dist.options import DECLARED, Declared, LossOptions
 from flce_dist.prepare import Arguments, Prepared, prepare
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
-_SPEC = (
-    "str reduction, int ignore_index, float label_smoothing, float z_loss_weight, float? softcap, "
-    "float logit_scale, bool sequence_parallel, bool reduce_dhidden, bool reduce_in_fp32, "
-    "bool tp_invariant, str schedule, SymInt? max_logits_bytes, bool with_metrics, "
-    "int? vocab_size, int[]? vocab_range, str? group_name, str? impl, bool[] needs"
-)
+_TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
+
+
+def _schema(name: str, declared: Declared) -> str:
+    kind = _TYPES[declared.kind] + "?" * declared.optional
+    if name == "max_logits_bytes":  # as torch.compile leaves sizes open
+        kind = f"Sym{kind.capitalize()}"
+    return f"{kind} {name}"
+
+
+_OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
+_SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
 _METRICS = 4  # lse, logprob, entropy, correct
 
 
@@ -49,7 +55,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
 
     ``needs`` says whether hidden, weight and bias need a gradient.
     """
-    options, tp_group = arguments.options, arguments.tp_group
+    options, tp_group = checks.check_options(arguments.options), arguments.tp_group
     if options.with_metrics and options.schedule == "in_forward":
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes no "
@@ -57,37 +63,18 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         )
     outputs = torch.ops.flce_dist.forward(
         *arguments[:5],
-        options.reduction,
-        options.ignore_index,
-        options.label_smoothing,
-        options.z_loss_weight,
-        options.softcap,
-        options.logit_scale,
-        options.sequence_parallel,
-        options.reduce_dhidden,
-        options.reduce_in_fp32,
-        options.tp_invariant,
-        options.schedule,
-        options.max_logits_bytes,
-        options.with_metrics,
-        arguments.vocab_size,
-        None if arguments.vocab_range is None else list(arguments.vocab_range),
+        *(getattr(options, name) for name in DECLARED),
         None if tp_group is None else tp_group.group_name,
-        arguments.impl,
         needs,
     )
     return tuple(outputs[: 1 + _METRICS] if options.with_metrics else outputs[:1])
 
 
 def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
-    *options, vocab_size, vocab_range, group_name, impl, needs = spec
-    bounds: Any = None if vocab_range is None else tuple(vocab_range)
-    group = collectives.group_of(group_name)
     hidden, weight, labels, bias, token_weight = operands
-    arguments = Arguments(
-        hidden, weight, labels, bias, token_weight,
-        LossOptions(*options), vocab_size, bounds, group, impl,
-    )  # fmt: skip
+    *options, group_name, needs = spec
+    group = collectives.group_of(group_name)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*options), group)
     # Where torch.compile leaves sizes open, their plan shapes what an operator returns; it cannot
     # know whether dweight's memory will do.
     return prepare(arguments, needs, auto_in_forward=False)
@@ -211,7 +198,7 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-    needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-5]).with_metrics
+    needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
     # Compiled code fills upstream gradients that nobody asked for with zeros.
     upstream = grads[:_METRICS] if with_metrics else (grads[0], None, None, None)
     if all(g is None for g in upstream):

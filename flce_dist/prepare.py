@@ -23,10 +23,7 @@ class Arguments(NamedTuple):
     bias: Tensor | None
     token_weight: Tensor | None
     options: LossOptions
-    vocab_size: int | None
-    vocab_range: tuple[int, int] | None
     tp_group: dist.ProcessGroup | None
-    impl: str | None
 
 
 class Prepared(NamedTuple):
@@ -43,9 +40,12 @@ class Prepared(NamedTuple):
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
     """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
     hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
-    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
+    if not isinstance(hidden, Tensor):
         return arguments
-    dtype = torch.get_autocast_dtype(hidden.device.type)
+    device_type = hidden.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return arguments
+    dtype = torch.get_autocast_dtype(device_type)
 
     def to(x: Tensor) -> Tensor:
         takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
@@ -68,11 +68,9 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
     ``auto`` may take them in forward. Whether labels are in range is not checked here: that reads
     data.
     """
-    (
-        hidden, weight, labels, bias, token_weight,
-        options, vocab_size, vocab_range, tp_group, impl,
-    ) = arguments  # fmt: skip
-    checks.check_options(options, impl)
+    options = checks.check_options(arguments.options)
+    arguments = arguments._replace(options=options)
+    hidden, weight, labels, bias, token_weight, _, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
@@ -84,15 +82,15 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
         P=P,
         rank=rank,
         sequence_parallel=options.sequence_parallel,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
+        vocab_size=options.vocab_size,
+        vocab_range=options.vocab_range,
     )
-    impl = impl or ("triton" if hidden.is_cuda else "eager")
+    impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
     chosen, order = _plan(arguments, needs, P, auto_in_forward)
-    vocab_size = V * P if vocab_size is None else vocab_size
-    start, end = (rank * V, (rank + 1) * V) if vocab_range is None else vocab_range
+    vocab_size = V * P if options.vocab_size is None else options.vocab_size
+    start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
         checks.check_invariant(impl, start, end)
     call = Call(
@@ -119,10 +117,10 @@ def _plan(
     """Return the plan, and the order in which tokens are walked along it."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
-    if arguments.vocab_range is not None:
-        V = -(-(arguments.vocab_size or 0) // P)
-    elif arguments.vocab_size is not None:
-        V = min(V, arguments.vocab_size)
+    if options.vocab_range is not None:
+        V = -(-(options.vocab_size or 0) // P)
+    elif options.vocab_size is not None:
+        V = min(V, options.vocab_size)
     # Sizes that torch.compile left open are not hashed, and no memory is lent for them: operators
     # are only shaped by such a plan, and run by one of their own.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))

@@ -7,7 +7,6 @@ verdict. A rank that could not call at all sends its complaint instead, so that 
 """
 
 import ctypes
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -78,17 +77,17 @@ def check_ranks(
         z_loss_weight=z_loss_weight,
         softcap=softcap,
         logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
         sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden,
         reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant,
         schedule=schedule,
         max_logits_bytes=max_logits_bytes,
+        impl=impl,
     )
-    arguments = Arguments(
-        hidden, weight, labels, bias, token_weight,
-        options, vocab_size, vocab_range, tp_group, impl,
-    )  # fmt: skip
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     if not isinstance(tp_group, dist.ProcessGroup):
         _summary(arguments)
         return
@@ -110,7 +109,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     labels, shard = labels.cpu(), call.shard
     checks.check_labels(labels, shard.vocab_size, call.options.ignore_index)
     return {
-        "arguments": _facts(arguments, needs),
+        "arguments": _facts(arguments, call.options, needs),
         "rows": [min(row, shard.vocab_size) for row in (shard.start, shard.end)],
         "values": {
             "hash of labels": _hash(labels),
@@ -120,7 +119,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _facts(arguments: Arguments, needs: list[bool]) -> dict[str, Any]:
+def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dict[str, Any]:
     """Return what must be equal on all ranks. Each rank compares the rest with hidden itself."""
     hidden, bias, token_weight = arguments.hidden, arguments.bias, arguments.token_weight
     return {
@@ -133,9 +132,8 @@ def _facts(arguments: Arguments, needs: list[bool]) -> dict[str, Any]:
         "hidden.requires_grad": needs[0],
         "weight.requires_grad": needs[1],
         "bias.requires_grad": needs[2],
-        **dataclasses.asdict(arguments.options),
-        "vocab_size": arguments.vocab_size,
-        "impl": arguments.impl or ("triton" if hidden.is_cuda else "eager"),
+        **{name: value for name, value in vars(options).items() if name != "vocab_range"},
+        "impl": options.impl or ("triton" if hidden.is_cuda else "eager"),
     }
 
 

@@ -3,12 +3,15 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.options import DECLARED, LossOptions
 from flce_dist.testing import run_ranks
 
 T, V, H = 6, 11, 4
@@ -23,27 +26,36 @@ def arguments(**changes: Any) -> dict[str, Any]:
     }
 
 
+NAN, INF = float("nan"), float("inf")
+INTS: list[Any] = [True, 1.0, 1e9, 1 << 63, 1 << 70]  # that no option is
+FLOATS: list[Any] = [True, NAN, INF, -INF, 1e300, 10**400, 1j, np.float64("nan")]
+FLAGS: list[Any] = [None, 0, 1, 1.0, np.True_]
+NAMES: list[Any] = ["", "fast", "Mean", ("mean",), 0, True]
+ANYTHING: list[Any] = ["1", b"1", [1], torch.ones(()), torch.ones(3), object]
+
+# What each option must be, and values that are not.
+WRONG: dict[str, tuple[str, list[Any]]] = {
+    "reduction": ("one of ('none', 'sum', 'mean')", [*NAMES, None]),
+    "ignore_index": ("an int within [-2**63, 2**63)", [*INTS, None, -(1 << 63) - 1]),
+    "label_smoothing": ("a float within [0, 1]", [*FLOATS, None, -0.1, 1.5, 2]),
+    "z_loss_weight": ("a float finite in fp32", [*FLOATS, None]),
+    "softcap": ("None or a float finite and above 0 in fp32", [*FLOATS, 0, 0.0, -2.0, 1e-300]),
+    "logit_scale": ("a float finite and not 0 in fp32", [*FLOATS, None, 0, 0.0, 1e-300]),
+    "vocab_size": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
+    "vocab_range": (
+        "None or (start, end)", [11, (0,), (0, 5, 11), (0.0, 11.0), (False, True), "ab"]
+    ),
+    "sequence_parallel": ("a bool", FLAGS),
+    "reduce_dhidden": ("a bool", FLAGS),
+    "reduce_in_fp32": ("a bool", FLAGS),
+    "tp_invariant": ("a bool", FLAGS),
+    "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
+    "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
+    "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
+}  # fmt: skip
+
 # (changed arguments, whole message), by the function of checks.py that complains.
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"reduction": "avg"}, "reduction must be one of ('none', 'sum', 'mean'), got 'avg'"),
-    (
-        {"schedule": "fast"},
-        "schedule must be one of ('auto', 'recompute', 'cached', 'in_forward'), got 'fast'",
-    ),
-    ({"impl": "cuda"}, "impl must be one of ('triton', 'eager', None), got 'cuda'"),
-    ({"ignore_index": None}, "ignore_index must be an int, got None"),
-    ({"label_smoothing": -0.1}, "label_smoothing must be within [0, 1], got -0.1"),
-    ({"label_smoothing": 1.5}, "label_smoothing must be within [0, 1], got 1.5"),
-    ({"label_smoothing": float("nan")}, "label_smoothing must be within [0, 1], got nan"),
-    ({"z_loss_weight": float("inf")}, "z_loss_weight must be finite, got inf"),
-    ({"softcap": 0.0}, "softcap must be None or positive and finite, got 0.0"),
-    ({"softcap": -2.0}, "softcap must be None or positive and finite, got -2.0"),
-    ({"softcap": float("inf")}, "softcap must be None or positive and finite, got inf"),
-    ({"logit_scale": 0.0}, "logit_scale must be finite and not 0, got 0.0"),
-    ({"logit_scale": float("nan")}, "logit_scale must be finite and not 0, got nan"),
-    ({"max_logits_bytes": 1e9}, "max_logits_bytes must be an int, got 1000000000.0"),
-    ({"max_logits_bytes": 0}, "max_logits_bytes must be None or positive, got 0"),
-    ({"max_logits_bytes": -1}, "max_logits_bytes must be None or positive, got -1"),
     (
         {"sequence_parallel": True, "reduce_dhidden": False},
         "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
@@ -78,48 +90,62 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
 ]  # fmt: skip
 
-TENSORS: list[tuple[dict[str, Any], str]] = [
-    ({"hidden": [[0.0] * H] * T}, "hidden must be a torch.Tensor, got list"),
-    ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
-    ({"labels": [0] * T}, "labels must be a torch.Tensor, got list"),
-    (
-        {"hidden": torch.zeros(T, H, dtype=torch.int64)},
-        "hidden must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
-        "got torch.int64",
+FLOAT_DTYPES = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "None": (lambda: None, "be a torch.Tensor, got NoneType"),
+    "a string": (lambda: "hidden", "be a torch.Tensor, got str"),
+    "a list": (lambda: [0.0], "be a torch.Tensor, got list"),
+    "sparse": (
+        lambda: torch.eye(H).to_sparse(), "be a dense tensor (torch.strided), got torch.sparse_coo"
     ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2, H)], layout=torch.jagged),
+        "be a dense tensor (torch.strided), got a nested tensor",
+    ),
+    "nested, strided": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2, H)]),
+        "be a dense tensor (torch.strided), got a nested tensor",
+    ),
+    "bool": (lambda: torch.zeros(T, dtype=torch.bool), f"be one of {FLOAT_DTYPES}, got torch.bool"),
+    "complex": (
+        lambda: torch.zeros(T, dtype=torch.complex64),
+        f"be one of {FLOAT_DTYPES}, got torch.complex64",
+    ),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(torch.zeros(T, H), 0.1, 0, torch.qint8),
+        f"be one of {FLOAT_DTYPES}, got torch.qint8",
+    ),
+    "meta": (lambda: torch.zeros(T, H, device="meta"), "hold data, got a tensor on device meta"),
+}  # fmt: skip
+TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(())}, "hidden must be [..., H] with H >= 1, got ()"),
     ({"hidden": torch.zeros(T, 0)}, "hidden must be [..., H] with H >= 1, got (6, 0)"),
     ({"weight": torch.zeros(V, 3)}, "weight must be [V, H] with H = 4 from hidden, got (11, 3)"),
     ({"weight": torch.zeros(H)}, "weight must be [V, H] with H = 4 from hidden, got (4,)"),
     (
         {"weight": torch.zeros(V, H).bfloat16()},
-        "weight must have hidden's dtype torch.float32, got torch.bfloat16",
+        "weight must have hidden's dtype torch.float32, got torch.bfloat16: pass "
+        "weight.to(torch.float32) or hidden.to(torch.bfloat16), or call under torch.autocast; "
+        "gradients reach each of them in its own dtype",
     ),
-    ({"weight": torch.zeros(V, H, device="meta")}, "weight must be on hidden's cpu, got meta"),
-    ({"labels": torch.zeros(T)}, "labels must be torch.int64 or torch.int32, got torch.float32"),
     (
-        {"labels": torch.zeros(T, dtype=torch.int64, device="meta")},
-        "labels must be on hidden's cpu, got meta",
+        {"labels": torch.zeros(T)},
+        "labels must be one of torch.int64, torch.int32, got torch.float32",
     ),
-    ({"bias": [0.0] * V}, "bias must be a torch.Tensor, got list"),
     ({"bias": torch.zeros(V, 1)}, "bias must be [V] with V = 11 from weight, got (11, 1)"),
     (
         {"bias": torch.zeros(V).half()},
-        "bias must have hidden's dtype torch.float32, got torch.float16",
+        "bias must have hidden's dtype torch.float32, got torch.float16: pass "
+        "bias.to(torch.float32) or hidden.to(torch.float16), or call under torch.autocast; "
+        "gradients reach each of them in its own dtype",
     ),
-    ({"bias": torch.zeros(V, device="meta")}, "bias must be on hidden's cpu, got meta"),
-    ({"token_weight": 1.0}, "token_weight must be a torch.Tensor, got float"),
     (
         {"token_weight": torch.ones(T, 1)},
         "token_weight must have labels' shape (6,), got (6, 1)",
     ),
     (
         {"token_weight": torch.ones(T, dtype=torch.bool)},
-        "token_weight must be a float tensor, got torch.bool",
-    ),
-    (
-        {"token_weight": torch.ones(T, device="meta")},
-        "token_weight must be on hidden's cpu, got meta",
+        f"token_weight must be one of {FLOAT_DTYPES}, got torch.bool",
     ),
     (
         {"token_weight": torch.ones(T, requires_grad=True)},
@@ -157,22 +183,15 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
         {"weight": torch.zeros(0, H)},
         "weight must have at least one row without vocab_range, got V = 0",
     ),
-    ({"vocab_size": 11.0}, "vocab_size must be an int, got 11.0"),
-    (
-        {"vocab_size": 0},
-        "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 0",
-    ),
     (
         {"vocab_size": 12},
         "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 12",
     ),
-    ({"vocab_range": 11, "vocab_size": 11}, "vocab_range must be (start, end), got 11"),
     (
         {"vocab_range": (0, 11)},
         "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
         "got None",
     ),
-    ({"vocab_range": (0, 11), "vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     (
         {"vocab_range": (0, 10), "vocab_size": 11},
         "vocab_range must be half-open (start, end) with end - start = 11 from weight, got (0, 10)",
@@ -219,6 +238,59 @@ VALUE_ERRORS = [*OPTIONS, *TENSORS, *GROUP, *SHAPES, *LABELS]
 def test_value_errors(changes: dict[str, Any], message: str, call: Any) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call(**arguments(**changes))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_of_another_type_or_beyond_its_range(name: str) -> None:
+    words, values = WRONG[name]
+    for value in [*values, *ANYTHING]:
+        shown = "a Tensor" if isinstance(value, torch.Tensor) else repr(value)
+        with pytest.raises(ValueError) as error:
+            linear_cross_entropy(**arguments(**{name: value}))
+        assert str(error.value) == f"{name} must be {words}, got {shown}"
+
+
+def test_every_option_has_wrong_values_here() -> None:
+    assert {*WRONG, "with_metrics"} == {*DECLARED}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantized tensor")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["hidden", "weight", "labels", "bias", "token_weight"])
+def test_tensors_of_another_kind(name: str, kind: str) -> None:
+    """Under autocast, too, which looks at operands first."""
+    make, message = KINDS[kind]
+    value = make()
+    if name == "labels":
+        message = message.replace(FLOAT_DTYPES, "torch.int64, torch.int32")
+        value = value.long() if kind in ("sparse", "meta") else value
+    if value is None and name in ("bias", "token_weight"):
+        return
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with pytest.raises(ValueError) as error:
+                linear_cross_entropy(**arguments(**{name: value}))
+            assert str(error.value) == f"{name} must {message}"
+
+
+def test_numbers_of_numpy_are_as_good() -> None:
+    """The same result, and plain numbers in what travels on: a plan, a compiled operator."""
+    plain: dict[str, Any] = dict(
+        ignore_index=-1, label_smoothing=0.5, z_loss_weight=0.25, softcap=None, logit_scale=2.0,
+        vocab_size=9, vocab_range=(0, 11), max_logits_bytes=4096,
+    )  # fmt: skip
+    numpy = {
+        name: np.int32(x) if isinstance(x, int) else np.float32(x)
+        for name, x in plain.items()
+        if isinstance(x, int | float)
+    }
+    numpy["vocab_range"] = [np.int64(0), np.uint8(11)]
+    options = checks.check_options(LossOptions(**numpy))
+    assert options == LossOptions(**plain)
+    assert repr(options) == repr(LossOptions(**plain))
+    hidden = torch.randn(T, H)
+    losses = [linear_cross_entropy(**arguments(hidden=hidden, **x)) for x in (plain, numpy)]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m for _, m in REFUSED])

@@ -92,6 +92,8 @@ def test_wrong_arguments_keep_their_message():
     hidden, weight, bias, labels = inputs(9)
     with pytest.raises(Exception, match=r"weight must be \[V, H\] with H = 16 from hidden"):
         compiled(hidden, weight[:, 1:], bias, labels, {})
+    with pytest.raises(Exception, match=r"vocab_size must be None or an int .*, got True"):
+        compiled(hidden, weight, bias, labels, {"vocab_size": True})
     labels[0, 0] = V
     with pytest.raises(ValueError, match=r"labels must be within \[0, 70\)"):
         compiled(hidden, weight, bias, labels, {})
@@ -116,21 +118,10 @@ def test_opcheck(schedule, reduction, with_metrics, dtype):
     hidden, weight, bias, labels = inputs(9, dtype=dtype)
     options = LossOptions(
         reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, schedule=schedule,
-        with_metrics=with_metrics,
+        impl="eager", with_metrics=with_metrics,
     )  # fmt: skip
-    arguments = (
-        hidden,
-        weight,
-        labels,
-        bias,
-        None,
-        *dataclasses.astuple(options),
-        None,
-        None,
-        None,
-        "eager",
-        [True] * 3,
-    )
+    spec = (*dataclasses.astuple(options), None, [True] * 3)
+    arguments = (hidden, weight, labels, bias, None, *spec)
     opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
