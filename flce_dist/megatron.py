@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flce_dist import checks
 from flce_dist.api import linear_cross_entropy
-from flce_dist.options import Impl, Schedule
+from flce_dist.options import Impl, LossOptions, Schedule
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -58,14 +59,15 @@ def use_linear_cross_entropy(
             max_logits_bytes, impl: see ``linear_cross_entropy``.
 
     Raises:
-        ValueError: if the model has no output layer here, or already has ours.
+        ValueError: if the model has no output layer here, or already has ours; or an option is
+            wrong.
         NotImplementedError: with gradient_accumulation_fusion, defer_embedding_wgrad_compute, MuP,
             an output layer with a bias or of another class; or schedule="in_forward", which has
             no per-token loss.
     """
     layer: Any = getattr(model, "output_layer", None)
     _check(layer, model.config, schedule)
-    layer.loss_keywords = {
+    keywords: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "z_loss_weight": z_loss_weight,
@@ -76,6 +78,13 @@ def use_linear_cross_entropy(
         "max_logits_bytes": max_logits_bytes,
         "impl": impl,
     }
+    options = checks.check_options(LossOptions(reduction="none", **keywords))
+    if options.vocab_size is not None and options.vocab_size > layer.output_size:
+        raise ValueError(
+            f"vocab_size must be at most the {layer.output_size} rows of model.output_layer, "
+            f"got {vocab_size}"
+        )
+    layer.loss_keywords = {name: getattr(options, name) for name in keywords}
     layer.__class__ = _output_layer_class()
     # A plain function: the logits know their layer, so it needs no reference to this model.
     model.compute_language_model_loss = _language_model_loss

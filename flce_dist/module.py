@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from flce_dist import collectives
+from flce_dist import checks, collectives
 from flce_dist.api import (
     LossWithMetrics,
     linear_cross_entropy,
@@ -89,31 +89,42 @@ class LinearCrossEntropy(nn.Module):
         impl: Impl | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
-        if not 1 <= vocab_size <= self.padded_vocab_size:
+        if padded_vocab_size is None:
+            padded_vocab_size = vocab_size
+        self.hidden_size = checks.integer("hidden_size", hidden_size)
+        self.vocab_size = checks.integer("vocab_size", vocab_size)
+        self.padded_vocab_size = checks.integer("padded_vocab_size", padded_vocab_size)
+        if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
-                f"padded_vocab_size must be at least vocab_size = {vocab_size} >= 1, "
+                f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
                 f"got {padded_vocab_size}"
             )
+        checks.check_group(tp_group, sequence_parallel)
         self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
         self.init_method = init_method
         self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
         self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
-        self.loss_options: dict[str, Any] = dict(
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss_weight=z_loss_weight,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            reduce_dhidden=reduce_dhidden,
-            reduce_in_fp32=reduce_in_fp32,
-            tp_invariant=tp_invariant,
-            schedule=schedule,
-            max_logits_bytes=max_logits_bytes,
-            impl=impl,
+        self.options = checks.check_options(
+            LossOptions(
+                reduction=reduction,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss_weight=z_loss_weight,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                vocab_size=self.vocab_size,
+                vocab_range=self.vocab_range,
+                sequence_parallel=sequence_parallel,
+                reduce_dhidden=reduce_dhidden,
+                reduce_in_fp32=reduce_in_fp32,
+                tp_invariant=tp_invariant,
+                schedule=schedule,
+                max_logits_bytes=max_logits_bytes,
+                impl=impl,
+            )
         )
+        if tp_invariant:
+            checks.check_invariant(impl or "triton", *self.vocab_range)
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
@@ -168,7 +179,7 @@ class LinearCrossEntropy(nn.Module):
         group = self.tp_group
         if self.sequence_parallel:
             hidden = collectives.gather_tokens(hidden, group)
-        scale, softcap = self.loss_options["logit_scale"], self.loss_options["softcap"]
+        scale, softcap = self.options.logit_scale, self.options.softcap
         z = F.linear(hidden, self.weight) * scale
         if self.bias is not None:
             z = z + self.bias
@@ -194,20 +205,17 @@ class LinearCrossEntropy(nn.Module):
             f"bias={self.bias is not None}",
             f"sequence_parallel={self.sequence_parallel}",
         ]
-        defaults = vars(LossOptions()) | {"impl": None}
-        parts += [f"{k}={v!r}" for k, v in self.loss_options.items() if v != defaults[k]]
+        shown = {"vocab_size", "vocab_range", "sequence_parallel"}
+        for name, default in vars(LossOptions()).items():
+            value = getattr(self.options, name)
+            if name not in shown and value != default:
+                parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 
     def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
-        return dict(
-            bias=self.bias,
-            token_weight=token_weight,
-            vocab_size=self.vocab_size,
-            vocab_range=self.vocab_range,
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            **self.loss_options,
-        )
+        options = dict(vars(self.options))
+        del options["with_metrics"]  # the one that is no keyword, but another function
+        return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)
 
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""

@@ -279,6 +279,10 @@ def rank_refusals(group: Any) -> None:
         setattr(model.config, name, False)
     with pytest.raises(NotImplementedError, match='schedule="in_forward"'):
         use_linear_cross_entropy(model, schedule="in_forward")
+    wrong: list[Any] = [{"label_smoothing": 2.0}, {"vocab_size": True}, {"vocab_size": 1 << 20}]
+    for option in wrong:
+        with pytest.raises(ValueError, match=f"^{next(iter(option))} must be "):
+            use_linear_cross_entropy(model, **option)
     layer, model.output_layer = model.output_layer, nn.Linear(2, 2)
     with pytest.raises(NotImplementedError, match="ColumnParallelLinear, got Linear"):
         use_linear_cross_entropy(model)

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -253,7 +254,7 @@ def test_repr_shows_the_shard_and_the_options():
 
 
 def test_wrong_padding_is_named():
-    with pytest.raises(ValueError, match=r"padded_vocab_size .* vocab_size = 507 .* got 500"):
+    with pytest.raises(ValueError, match=r"padded_vocab_size .* vocab_size = 507, got 500"):
         make(None, padded_vocab_size=500)
 
 
@@ -263,3 +264,28 @@ def test_mutation_a_shard_of_the_wrong_rows_is_noticed(gloo_ranks):
     shards = gloo_ranks(4).run(init_rank)
     start, end = vocab_range(VOCAB, 1, 4)
     assert not torch.equal(shards[0][0], whole[start:end])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
+        ({"vocab_size": 0}, ValueError, r"vocab_size must be an int .*, got 0"),
+        ({"padded_vocab_size": 512.0}, ValueError, r"padded_vocab_size must .*, got 512\.0"),
+        ({"label_smoothing": "0.1"}, ValueError, r"label_smoothing must .*, got '0\.1'"),
+        ({"ignore_index": 2**70}, ValueError, r"ignore_index must .*, got 1180591620717411303424"),
+        ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
+        ({"sequence_parallel": True}, ValueError, r"sequence_parallel=True needs a tp_group"),
+        ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "one scalar"),
+        ({"tp_invariant": True, "impl": "eager"}, NotImplementedError, "needs impl='triton'"),
+    ],
+)
+def test_options_are_checked_when_it_is_made(changes, error, message):
+    sizes = {"hidden_size": H, "vocab_size": VOCAB} | changes
+    with pytest.raises(error, match=message):
+        LinearCrossEntropy(**sizes)
+
+
+def test_sizes_and_options_of_numpy_are_plain_numbers():
+    layer = LinearCrossEntropy(np.int64(H), np.int32(VOCAB), label_smoothing=np.float32(0.5))
+    assert repr(layer) == repr(LinearCrossEntropy(H, VOCAB, label_smoothing=0.5))
