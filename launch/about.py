@@ -1,7 +1,8 @@
-"""What a measurement holds for: hardware, versions, commit."""
+"""What a measurement holds for: hardware, versions, commit; and how a figure says so."""
 
 import platform
 import subprocess
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ def about(device: torch.device) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
     }
+
+
+def caption(about: dict[str, Any], inches: float) -> str:
+    """Return hardware, commit and versions, in lines as wide as a figure if set in 7 points."""
+    keys = ("flce_dist", "commit", "torch", "triton", "megatron-core", "cuda")
+    packages = {key: about.get(key) for key in keys} | about.get("peers", {})
+    ranks = about.get("ranks", 1)
+    hardware = f"{about.get('hardware')}{f', {ranks} ranks' if ranks > 1 else ''}"
+    known = [f"{name} {version}" for name, version in packages.items() if version is not None]
+    versions = textwrap.fill(", ".join(known), round(16 * inches), break_on_hyphens=False)
+    return f"{hardware}\n{versions}"
 
 
 def _version(package: str) -> str | None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from flce_dist.launch.bench_config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_measure import Measured
+from flce_dist.launch.bench_peers import NotInstalled
 
 MIB = 2**20
 LOSS_BUDGET = 1e-4
@@ -58,6 +59,10 @@ class Record:
     @property
     def shape(self) -> tuple[int, int, int, str]:
         return self.T, self.H, self.V, self.dtype
+
+    @property
+    def not_installed(self) -> bool:
+        return self.status == "error" and f"{NotInstalled.__name__}: " in (self.message or "")
 
     @property
     def run(self) -> RunSpec:

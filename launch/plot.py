@@ -5,7 +5,8 @@
 Of each file ``<name>.json`` come those of the pictures that its records are enough for:
 ``<name>-latency.png``, ``-memory.png``, ``-dial.png`` and ``-forward.png``. Of a profile,
 ``<name>.profile.json``, come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one
-grid on different numbers of ranks together give ``<first name>-scaling.png``.
+grid, one commit and one kind of GPU on different numbers of ranks together give
+``<first name>-scaling.png``.
 """
 
 import sys
@@ -16,11 +17,11 @@ from typing import Any
 import tyro
 from matplotlib.figure import Figure
 
+from flce_dist.launch.about import caption
 from flce_dist.launch.bench_files import read_profiles, read_results
-from flce_dist.launch.bench_report import Record
 from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
 from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
-from flce_dist.launch.plot_scaling import scaling
+from flce_dist.launch.plot_scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.yaml_config import ConfigError
 
 FIGURES = {"latency": latency, "memory": memory, "dial": dial, "forward": forward_grid}
@@ -55,8 +56,8 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     stems = [path.stem for path in results]
     if len(set(stems)) < len(stems):
         raise ConfigError(f"results must have names of their own, got {stems}")
-    written: list[Path] = []
-    hardware: dict[str, list[tuple[Path, dict[str, Any], list[Record]]]] = {}
+    pictures: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
+    by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:
         if path.stem.endswith(PROFILE):
             about, profiles = read_profiles(path)
@@ -65,25 +66,20 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
-            hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
+            by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for name, figure in figures.items():
-            _save(figure, caption(about), out / f"{_name(path)}-{name}.png", written)
-    for alike in hardware.values():
-        path, about, _ = alike[0]
-        figure = scaling([record for _, _, records in alike for record in records])
-        commits = sorted({about["commit"] for _, about, _ in alike if about.get("commit")})
-        about = {**about, "ranks": 1, "commit": " and ".join(commits) or None}
-        _save(figure, caption(about), out / f"{_name(path)}-scaling.png", written)
-    return written
-
-
-def _save(figure: Figure | None, text: str, path: Path, written: list[Path]) -> None:
-    if figure is None:
-        return
-    figure.text(0.5, -0.01, text, ha="center", va="top", fontsize=7, color="dimgray")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    written.append(path)
+            pictures[out / f"{_name(path)}-{name}.png"] = figure, about
+    for alike in map(one_grid, by_hardware.values()):
+        if alike:
+            path, about, _ = alike[0]
+            figure = scaling([record for _, _, records in alike for record in records])
+            pictures[out / f"{_name(path)}-scaling.png"] = figure, {**about, "ranks": 1}
+    drawn = [(path, figure, about) for path, (figure, about) in pictures.items() if figure]
+    for path, figure, about in drawn:
+        figure.supxlabel(caption(about, figure.get_figwidth()), fontsize=7, color="dimgray")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    return [path for path, *_ in drawn]
 
 
 def _name(path: Path) -> str:
@@ -93,18 +89,6 @@ def _name(path: Path) -> str:
 def _with_ranks(shape: str, about: dict[str, Any]) -> str:
     ranks = about.get("ranks", 1)
     return f"{shape}, {ranks} ranks" if ranks > 1 else shape
-
-
-def caption(about: dict[str, Any]) -> str:
-    """Say what the numbers hold for, in two lines."""
-    packages = {
-        name: about.get(name) for name in ("flce_dist", "commit", "torch", "triton", "cuda")
-    }
-    packages |= about.get("peers", {})
-    ranks = about.get("ranks", 1)
-    hardware = f"{ranks} x {about.get('hardware')}" if ranks > 1 else str(about.get("hardware"))
-    known = [f"{name} {version}" for name, version in packages.items() if version is not None]
-    return f"{hardware}\n{', '.join(known)}"
 
 
 if __name__ == "__main__":

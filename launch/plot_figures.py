@@ -2,12 +2,12 @@
 
 Latency and memory show every run with gradients, shape by shape, in the order of the file. All
 are held against the same three products (logits and both gradients), also those that compute the
-logits twice: the picture compares what a user waits for. Results that are wrong are hatched and a
-run that failed says so in its place.
+logits twice: the picture compares what a user waits for. Results that are wrong are hatched, a run
+that failed says so in its place, and what was not installed is named below.
 """
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,6 +18,11 @@ from flce_dist.launch.bench_report import Record
 
 OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
 MIB = 2**20
+BLUE = "blue: linear_cross_entropy"
+PRODUCTS = "3 matrix products; dotted: 4 products, logits computed twice"
+WORKSPACE = "MiB at the peak, beyond inputs and gradients"
+ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Behind a text that reference lines may cross."""
 LEAST_MIB = 1.0
 """Where the memory axis starts: a logarithm has no place for 0."""
 
@@ -40,12 +45,10 @@ def latency(records: list[Record]) -> Figure | None:
             if r.p20_ms is not None and r.p80_ms is not None:
                 spread = (r.p20_ms / products, r.p80_ms / products)
                 axes.plot(spread, (y, y), color="black", linewidth=1)
-        axes.axvline(1.0, color="black", linewidth=1)
-        axes.axvline(4 / 3, color="black", linewidth=0.8, linestyle=":")
+        mark_products(axes.axvline)
         longest = max([longest, *(value for value in ends if value is not None)])
-    label = "time over 3 matrix products; dotted: 4 products, logits computed twice"
-    _one_axis(panels, (0, 1.2 * longest), label)
-    return _titled(figure, "Forward and backward of output layer and loss: time")
+    _one_axis(panels, (0, 1.3 * longest), f"time over {PRODUCTS}{_missing(records)}")
+    return _titled(figure, f"Forward and backward of output layer and loss: time ({BLUE})")
 
 
 def memory(records: list[Record]) -> Figure | None:
@@ -58,14 +61,15 @@ def memory(records: list[Record]) -> Figure | None:
     most = 10.0
     for axes, found in panels:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:,g}")
         values = [
             None if r.workspace_mib is None else max(r.workspace_mib, LEAST_MIB) for r in found
         ]
         labels = [_text(r.workspace_mib, ",.0f") for r in found]
         _bars(axes, found, values, values, labels)
         most = max([most, *(value for value in values if value is not None)])
-    _one_axis(panels, (LEAST_MIB, 4 * most), "MiB at the peak, beyond inputs and gradients")
-    return _titled(figure, "Forward and backward of output layer and loss: memory")
+    _one_axis(panels, (LEAST_MIB, 8 * most), f"{WORKSPACE}{_missing(records)}")
+    return _titled(figure, f"Forward and backward of output layer and loss: memory ({BLUE})")
 
 
 def dial(records: list[Record]) -> Figure | None:
@@ -84,29 +88,52 @@ def dial(records: list[Record]) -> Figure | None:
     curves = {shape: curve for shape, curve in curves.items() if len(curve) > 1}
     if not curves:
         return None
-    budgets = sorted({budget for curve in curves.values() for budget in curve})
-    # They have no budget; their places are one step outside those of auto.
-    places = {"recompute": budgets[0] / 2, "cached": budgets[-1] * 2}
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for shape, curve in curves.items():
-        xs = sorted(curve)
-        (line,) = axes.plot(xs, [curve[x] for x in xs], "o-", label=f"auto, {_name(shape)}")
-        for schedule, value in ends.get(shape, {}).items():
-            nearest = xs[0] if schedule == "recompute" else xs[-1]
-            to = (places[schedule], nearest), (value, curve[nearest])
-            axes.plot(*to, linestyle="--", color=line.get_color(), linewidth=0.8)
-            axes.plot(places[schedule], value, "s", color=line.get_color())
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.axhline(4 / 3, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xscale("log", base=2)
-    ticks = {**{budget: f"{budget:g}" for budget in budgets}, **{v: k for k, v in places.items()}}
-    axes.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
-    axes.minorticks_off()
-    axes.set_xlabel("max_logits_bytes, MiB", fontsize=8)
-    axes.set_ylabel("time over 3 matrix products (dotted: 4)", fontsize=8)
-    axes.legend(fontsize=8)
+    figure = Figure(figsize=(8.0, 0.8 + 3.4 * len(curves)), layout="constrained")
+    stacked = figure.subplots(len(curves), 1, squeeze=False)[:, 0]
+    for (shape, curve), axes in zip(curves.items(), stacked, strict=True):
+        axes.set_title(_name(shape), fontsize=9, loc="left")
+        _dial(axes, curve, ends.get(shape, {}))
     return _titled(figure, "Memory against time: the budget of schedule auto")
+
+
+def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None:
+    """Draw one shape's ``curve``, time over three products by budget in MiB."""
+    budgets = sorted(curve)
+    axes.plot(budgets, [curve[x] for x in budgets], "o-", color=OUR_COLOR)
+    _above(axes, "auto", budgets[0], curve[budgets[0]])
+    # The ends have no budget; their places are one step outside those of auto.
+    places = {"recompute": (budgets[0] / 2, budgets[0]), "cached": (budgets[-1] * 2, budgets[-1])}
+    for schedule, value in ends.items():
+        place, nearest = places[schedule]
+        axes.plot((place, nearest), (value, curve[nearest]), "--", color=OUR_COLOR, linewidth=0.8)
+        axes.plot(place, value, "s", color=OUR_COLOR)
+        _above(axes, schedule, place, value)
+    mark_products(axes.axhline)
+    right = axes.get_yaxis_transform()
+    for products, text in (
+        (1.0, "3 matrix products"),
+        (4 / 3, "4 matrix products: logits computed twice"),
+    ):
+        axes.annotate(
+            text, (0.99, products), (0, -3), right, "offset points",
+            ha="right", va="top", fontsize=8,
+        )  # fmt: skip
+    values = [*curve.values(), *ends.values()]
+    axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(budgets[0] / 3, budgets[-1] * 3)
+    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("max_logits_bytes of auto, MiB", fontsize=8)
+    axes.set_ylabel("time of forward and backward over 3 matrix products", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _above(axes: Axes, text: str, x: float, y: float) -> None:
+    axes.annotate(
+        text, (x, y), (0, 8), textcoords="offset points", ha="center", color=OUR_COLOR, fontsize=9
+    )
 
 
 def forward_grid(records: list[Record]) -> Figure | None:
@@ -138,11 +165,22 @@ def forward_grid(records: list[Record]) -> Figure | None:
     return _titled(figure, "The loss without gradients")
 
 
+def mark_products(line: Callable[..., Any]) -> None:
+    """Draw a reference line for three and for four products over three, by axvline or axhline."""
+    line(1.0, color="black", linewidth=1)
+    line(4 / 3, color="black", linewidth=0.8, linestyle=":")
+
+
+def _missing(records: list[Record]) -> str:
+    names = sorted({r.impl for r in records if r.not_installed})
+    return f"\nnot installed: {', '.join(names)}" if names else ""
+
+
 def _with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
-    """Group by shape, floors among them; a shape without a run of an implementation drops out."""
+    """Group what was installed by shape, floors too; a shape with floors alone drops out."""
     shapes: dict[Shape, list[Record]] = {}
     for r in records:
-        if r.mode == "forward_backward":
+        if r.mode == "forward_backward" and not r.not_installed:
             shapes.setdefault((*r.shape, r.P), []).append(r)
     return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
 
@@ -194,7 +232,9 @@ def _bars(
         if value is None or end is None:
             text = f" {(r.message or r.status).split('. ')[0]:.70}"
             at = axes.get_yaxis_transform()
-            axes.text(0.0, y, text, va="center", fontsize=7, color=EDGE, transform=at)
+            axes.text(
+                0.0, y, text, va="center", fontsize=7, color=EDGE, transform=at, bbox=ON_LINES
+            )
             continue
         wrong = r.status == "wrong"
         axes.barh(
@@ -206,8 +246,11 @@ def _bars(
             edgecolor=EDGE if wrong else None,
         )
         what = (r.message or "").split(" ")[0]  # of "dweight is off by ..."
-        text = f"  {label}{f', wrong {what}' if wrong else ''}"
-        axes.text(end, y, text, va="center", fontsize=7, color=EDGE if wrong else "black")
+        text = f"{label}{f', wrong {what}' if wrong else ''}"
+        axes.annotate(
+            text, (end, y), (5, 0), textcoords="offset points", va="center",
+            fontsize=7, color=EDGE if wrong else "black", bbox=ON_LINES,
+        )  # fmt: skip
     axes.set_yticks(range(len(found)), [r.run.name for r in found], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)

@@ -60,10 +60,10 @@ def timeline(found: list[ProfiledRun]) -> Figure | None:
     for axes, runs in panels:
         for y, x in enumerate(runs):
             for kind, start_us, end_us in x.profile.timeline:
-                row = y + (0.2 if kind == "communication" else -0.2)
-                axes.barh(
-                    row, (end_us - start_us) / 1e3, left=start_us / 1e3, height=0.36,
-                    color=COLORS[kind], edgecolor="dimgray", linewidth=0.2,
+                row, edge = (0.2, COLORS[kind]) if kind == "communication" else (-0.2, "dimgray")
+                axes.barh(  # a short one is little more than its edge
+                    y + row, (end_us - start_us) / 1e3, left=start_us / 1e3, height=0.36,
+                    color=COLORS[kind], edgecolor=edge, linewidth=0.2 if row < 0 else 0.8,
                 )  # fmt: skip
         for kind in ("products", "other", "communication"):
             label = PARTS[kind].removeprefix("exposed ")

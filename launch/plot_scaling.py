@@ -1,78 +1,147 @@
 """A picture of how time and memory go with the number of ranks: the same grid run on several.
 
 T, H and V (the whole vocabulary) stay as they are while P, the number of ranks, grows, so that each
-rank has V / P rows. Efficiency is the time on the fewest ranks over the time on P of them, times
-how many more these are: 100 % on the dotted line.
+rank has V / P rows. Each run has a row of its own and each P a marker in it, so that nothing covers
+anything. Efficiency is the time on the fewest ranks over the time on P of them, times how many more
+these are: at 100 % the markers of a row are one below the other.
 """
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flce_dist.launch.bench_config import OURS
 from flce_dist.launch.bench_report import Record
+from flce_dist.launch.plot_figures import (
+    BLUE,
+    ON_LINES,
+    OUR_COLOR,
+    PRODUCTS,
+    WORKSPACE,
+    mark_products,
+)
+from flce_dist.launch.yaml_config import ConfigError
 
 FLOOR = "gemm3"
+MARKERS = ("o", "s", "D", "^", "v")
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#000000")
+"""Of Okabe and Ito, which colour-blind readers tell apart."""
 
+ResultFile = tuple[Path, dict[str, Any], list[Record]]
 OverRanks = dict[int, Record]  # by P
 Problem = tuple[int, int, int, str]  # T, H, V, dtype
 
 
+def one_grid(files: list[ResultFile]) -> list[ResultFile]:
+    """Return the files that have a run in common with one on another number of ranks.
+
+    Raises:
+        ConfigError: they are of different commits.
+    """
+    runs = [
+        {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
+        for _, _, records in files
+    ]
+    ranks = [about.get("ranks", 1) for _, about, _ in files]
+    found = [
+        file
+        for file, mine, P in zip(files, runs, ranks, strict=True)
+        if any(mine & theirs and P != Q for theirs, Q in zip(runs, ranks, strict=True))
+    ]
+    commits = [about.get("commit") for _, about, _ in found]
+    if len(set(commits)) > 1:
+        names = [
+            f"{path.name} of {commit}" for (path, *_), commit in zip(found, commits, strict=True)
+        ]
+        raise ConfigError(
+            "results of one grid on several numbers of ranks must be of one commit to be compared, "
+            f"got {', '.join(names)}; draw those of each commit by a command of their own"
+        )
+    return found
+
+
 def scaling(records: list[Record]) -> Figure | None:
-    """Draw time and memory against P for each run with gradients; None if there is one P only."""
+    """Draw time and memory on each P for each run with gradients; None if there is one P only."""
     problems: dict[Problem, dict[str, OverRanks]] = {}
-    for r in records:
-        floor = r.op == "floor"
-        if r.mode == "forward_backward" and r.p50_ms is not None and (not floor or r.impl == FLOOR):
-            problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
+    for r in filter(_is_drawn, records):
+        problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
     for problem, runs in problems.items():
         problems[problem] = {name: over for name, over in runs.items() if len(over) > 1}
-    problems = {problem: runs for problem, runs in problems.items() if runs}
+    problems = {problem: runs for problem, runs in problems.items() if FLOOR in runs}
     if not problems:
         return None
-    figure = Figure(figsize=(11.0, 0.6 + 3.6 * len(problems)), layout="constrained")
-    rows = figure.subplots(len(problems), 2, squeeze=False, width_ratios=(1.0, 1.0))
-    for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), rows, strict=True):
+    heights = [0.7 + 0.36 * len(runs) for runs in problems.values()]
+    figure = Figure(figsize=(11.0, 1.2 + sum(heights)), layout="constrained")
+    panels = figure.subplots(
+        len(problems), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights
+    )
+    counts = sorted({P for runs in problems.values() for over in runs.values() for P in over})
+    for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
-        for i, (name, over) in enumerate(sorted(runs.items(), key=_floor_first)):
-            _draw(times, memory, name, over, f"C{i}")
-        times.set_ylabel("time of forward and backward, ms", fontsize=8)
-        memory.set_ylabel("MiB at the peak, beyond inputs and gradients", fontsize=8)
-        counts = sorted({P for over in runs.values() for P in over})
-        for axes in (times, memory):
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter("{x:,g}")
-            axes.set_xticks(counts, [str(P) for P in counts])
-            axes.set_xlabel("ranks", fontsize=8)
-            axes.tick_params(labelsize=8)
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-        times.legend(fontsize=7, title="efficiency on more ranks", title_fontsize=7)
-    figure.suptitle("The same problem on more ranks; dotted: in proportion", fontsize=10)
+        _draw(times, memory, dict(sorted(runs.items(), key=_floor_first)), counts)
+    times, memory = panels[-1]
+    left, right = times.get_xlim()
+    times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
+    times.set_xlabel(f"time x ranks, over {PRODUCTS}; percent: efficiency", fontsize=8)
+    memory.set_xscale("log", base=2)
+    memory.xaxis.set_major_formatter("{x:,g}")
+    memory.set_xlabel(f"{WORKSPACE}, per rank", fontsize=8)
+    figure.legend(
+        *times.get_legend_handles_labels(), loc="outside upper right", ncols=5, fontsize=8
+    )
+    figure.suptitle(f"The same problem on more ranks ({BLUE})", fontsize=10, x=0.01, ha="left")
     return figure
 
 
 def efficiency(over: OverRanks) -> dict[int, float]:
     """Return the share of the ranks that is put to use, for each P beyond the least."""
     least, *more = sorted(over)
-    work_ms = least * (over[least].p50_ms or 0.0)
-    return {P: work_ms / (P * (over[P].p50_ms or float("nan"))) for P in more}
+    return {P: _rank_ms(over[least]) / _rank_ms(over[P]) for P in more}
 
 
-def _draw(times: Axes, memory: Axes, name: str, over: OverRanks, color: str) -> None:
-    counts = sorted(over)
-    style = "o-" if over[counts[0]].impl in OURS else "s--"
-    if name == FLOOR:
-        color, style = "black", "-"
-    shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
-    measured = [over[P].p50_ms or float("nan") for P in counts]
-    times.plot(counts, measured, style, color=color, markersize=4, label=f"{name}: {shares}")
-    linear = [measured[0] * counts[0] / P for P in counts]
-    times.plot(counts, linear, ":", color=color, linewidth=1.0)
-    mib = {P: over[P].workspace_mib for P in counts}
-    known = {P: max(value, 1.0) for P, value in mib.items() if value is not None}
-    if known:
-        memory.plot(list(known), list(known.values()), style, color=color, markersize=4)
+def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequence[int]) -> None:
+    """Draw a row for each run, downwards, and in it a marker for each of ``counts`` ranks."""
+    products_ms = _rank_ms(runs[FLOOR][min(runs[FLOOR])])
+    for i, P in enumerate(counts):
+        found = [(y, over[P]) for y, over in enumerate(runs.values()) if P in over]
+        within = 0.6 * ((i + 0.5) / len(counts) - 0.5)
+        style: dict[str, Any] = {"marker": MARKERS[i % 5], "color": COLORS[i % 5], "markersize": 5}
+        label = f"{P} rank{'s' if P > 1 else ''}"
+        costs = [_rank_ms(r) / products_ms for _, r in found]
+        times.plot(costs, [y + within for y, _ in found], linestyle="none", label=label, **style)
+        known = [(y, r.workspace_mib) for y, r in found if r.workspace_mib is not None]
+        mib = [max(value, 1.0) for _, value in known]
+        memory.plot(mib, [y + within for y, _ in known], linestyle="none", **style)
+    for y, over in enumerate(runs.values()):
+        shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
+        most = max(_rank_ms(r) for r in over.values()) / products_ms
+        times.annotate(
+            shares, (most, y), (8, 0), textcoords="offset points", va="center", fontsize=7,
+            bbox=ON_LINES,
+        )  # fmt: skip
+    mark_products(times.axvline)
+    times.set_yticks(range(len(runs)), runs)
+    times.set_ylim(len(runs) - 0.5, -0.5)
+    for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
+        name.set_color(OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
+    for axes in (times, memory):
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="x", alpha=0.3)
+        for y in range(1, len(runs)):
+            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
+
+
+def _rank_ms(r: Record) -> float:
+    """Return the time of all ranks together."""
+    return r.P * (r.p50_ms or float("nan"))
+
+
+def _is_drawn(r: Record) -> bool:
+    named = r.op != "floor" or r.impl == FLOOR
+    return r.mode == "forward_backward" and r.p50_ms is not None and named
 
 
 def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:

@@ -4,13 +4,13 @@ import json
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.about import about
+from flce_dist.launch.about import about, caption
 from flce_dist.launch.train_head import (
     Head,
     HeadResult,
@@ -20,6 +20,9 @@ from flce_dist.launch.train_head import (
     run_head,
     time_head_ms,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIB = 2**20
 TIMED_ROUNDS = 3
@@ -80,10 +83,7 @@ def print_table(numbers: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = (
-        "Output layer and loss, forward + backward: {tokens} tokens, hidden {hidden_size}, "
-        "{rows_per_rank} vocabulary rows on each of {ranks} ranks, {dtype} on {hardware}"
-    ).format(**numbers)
+    title = f"Output layer and loss, forward + backward: {_shape(numbers)} on {numbers['hardware']}"
     table = Table(title=title, caption="differences are from Megatron's; relative RMS of gradients")
     table.add_column("")
     for name in numbers["heads"]:
@@ -104,23 +104,42 @@ def print_table(numbers: dict[str, Any]) -> None:
 
 def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
     """Write compare.json and compare.png."""
+    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    comparison_figure(numbers).savefig(out_dir / "compare.png", dpi=120)
+
+
+def comparison_figure(numbers: dict[str, Any]) -> "Figure":
+    """Draw peak memory and time of the heads; shape, hardware and commit below."""
     from matplotlib.figure import Figure
 
-    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    figure = Figure(figsize=(8.5, 3.2), layout="constrained")
-    memory, times = figure.subplots(1, 2)
-    for axes, key, label in ((memory, "peak_mib", "peak memory, MiB"), (times, "time_ms", "ms")):
-        heads = numbers["heads"]
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    memory, times = figure.subplots(1, 2, sharey=True)
+    heads = numbers["heads"]
+    for axes, key, label in (
+        (memory, "peak_mib", "peak memory, MiB (dotted: the gradients alone)"),
+        (times, "time_ms", "time of forward and backward, ms"),
+    ):
         bars = axes.barh(list(heads), [head[key] for head in heads.values()], height=0.6)
-        axes.bar_label(bars, fmt=" %.0f")
         bars[-1].set_color("tab:gray")
-        axes.set(xlabel=label)
-        axes.invert_yaxis()
+        axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=8)
+        axes.set_xlabel(label, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.25)
+    memory.invert_yaxis()
     memory.axvline(numbers["gradients_mib"], color="black", linestyle=":", linewidth=1)
-    memory.set_title("dotted: the gradients alone", fontsize=9)
-    figure.suptitle("Output layer and loss, forward and backward", fontsize=10)
-    figure.savefig(out_dir / "compare.png", dpi=120)
+    figure.suptitle("Output layer and loss of the trained model", fontsize=10)
+    below = f"{_shape(numbers)}\n{caption(numbers, figure.get_figwidth())}"
+    figure.supxlabel(below, fontsize=7, color="dimgray")
+    return figure
+
+
+def _shape(numbers: dict[str, Any]) -> str:
+    return (
+        "{tokens} tokens, hidden {hidden_size}, {rows_per_rank} vocabulary rows on each of {ranks} "
+        "ranks, {dtype}"
+    ).format(**numbers)
 
 
 def _differences(

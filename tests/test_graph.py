@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
@@ -286,6 +287,38 @@ def test_activation_checkpointing(impl, schedule, use_reentrant):
     actual = gradients(lambda *leaves: checkpoint(layer, *leaves, use_reentrant=use_reentrant))
     assert len(actual) == 3
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options, alone, not_reentrant, reentrant",
+    [
+        ({"schedule": "recompute"}, 4, 5, 5),
+        ({"schedule": "cached"}, 3, 4, 4),
+        ({"schedule": "in_forward"}, 3, 6, 4),
+        ({"schedule": "auto", "max_logits_bytes": 12 * 9000 * 4}, 3, 6, 4),
+    ],
+)
+def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, reentrant):
+    """A first pass that PyTorch runs with gradients makes them, under in_forward, for nothing."""
+    T, V, H = 12, 12288, 4  # auto is in_forward here
+    hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (T, V))
+    labels = torch.randint(V, (T,))
+
+    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, impl="eager", **options)
+
+    def product(acc: Any, a: list[int], b: list[int], **_: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    for use_reentrant, expected in ((None, alone), (False, not_reentrant), (True, reentrant)):
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product})
+        with counter:
+            if use_reentrant is None:
+                loss = layer(hidden, weight)
+            else:
+                loss = checkpoint(layer, hidden, weight, use_reentrant=use_reentrant)
+            loss.backward()
+        assert counter.get_total_flops() == expected * 2 * T * V * H, use_reentrant
 
 
 @both

@@ -1,5 +1,7 @@
-"""``launch.plot``: which pictures a result file gives, and what is drawn in them."""
+"""``launch.plot``: which pictures a result file gives, what is drawn in them, readably."""
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,21 @@ pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from flce_dist.launch import plot
+from flce_dist.launch.about import caption
 from flce_dist.launch.bench_files import write_profiles, write_results
 from flce_dist.launch.bench_profile import Activity, Profile, profile_of
 from flce_dist.launch.bench_report import Record
 from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
 from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot_scaling import efficiency, scaling
+from flce_dist.launch.yaml_config import ConfigError
 
 MIB = 2**20
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 ABOUT = {
     "hardware": "Some GPU",
     "ranks": 1,
@@ -47,7 +54,8 @@ GRADIENTS = [
     record("triton", 11.0, schedule="cached", workspace_mib=0.0),
     record("canonical", 15.0),
     record("cce", 40.0, status="wrong", message="dweight is off by 1e-1"),
-    record("liger", None, status="error", message="NotInstalled: liger-kernel is not there. So"),
+    record("cce_exact", None, status="error", message="OutOfMemoryError: CUDA out. Of memory"),
+    record("liger", None, status="error", message="rank 0: NotInstalled: liger is not there"),
 ]
 DIAL = [
     record("gemm3", 10.0),
@@ -66,6 +74,29 @@ FORWARD = [
 def drawn(figure: Figure | None) -> Figure:
     assert figure is not None
     return figure
+
+
+def assert_readable(figure: Figure | None) -> None:
+    """Every text lies within the figure, and none over another."""
+    figure = drawn(figure)
+    figure.draw_without_rendering()
+    outside: set[Text] = set()  # labels of ticks beyond an axis's limits are not drawn
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        first, last = sorted(axis.get_view_interval())
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+            if not first <= tick.get_loc() <= last:
+                outside |= {tick.label1, tick.label2}
+    boxes: dict[str, Bbox] = {}
+    for text in set(figure.findobj(Text)) - outside:
+        if isinstance(text, Text) and text.get_visible() and text.get_text().strip():
+            box = text.get_window_extent()
+            kept = Bbox.intersection(box, figure.bbox)
+            inside = kept is not None and np.allclose(kept.extents, box.extents, atol=0.5)
+            assert inside, f"clipped: {text.get_text()!r}"
+            boxes[f"{text.get_text()!r} {len(boxes)}"] = box
+    for (a, box), (b, other) in itertools.combinations(boxes.items(), 2):
+        common = Bbox.intersection(box, other)
+        assert common is None or min(common.size) < 0.5, f"{a} over {b}"
 
 
 def texts(figure: Figure | None, panel: int = 0) -> list[str]:
@@ -91,14 +122,12 @@ def test_latency_is_over_three_products_and_names_what_is_wrong_or_failed() -> N
     assert [bar.get_hatch() is not None for bar in bars] == [False, False, True]
     assert bars[0].get_facecolor() != bars[1].get_facecolor() == bars[2].get_facecolor()
     shown = texts(figure)
-    assert shown == [
-        "1.10",
-        "1.50",
-        "4.00, wrong dweight",
-        "NotInstalled: liger-kernel is not there",
-    ]
+    assert shown == ["1.10", "1.50", "4.00, wrong dweight", "OutOfMemoryError: CUDA out"]
+    assert all(x.get_bbox_patch() for x in figure.axes[0].texts), "reference lines run behind them"
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["triton cached", "canonical", "cce", "liger"]
+    assert labels == ["triton cached", "canonical", "cce", "cce_exact"]
+    assert figure.axes[-1].get_xlabel().endswith("\nnot installed: liger")
+    assert_readable(figure)
     assert latency([r for r in GRADIENTS if r.impl != "gemm3"]) is None
 
 
@@ -115,16 +144,24 @@ def test_memory_has_a_place_for_nothing() -> None:
     figure = drawn(memory(GRADIENTS))
     assert figure.axes[0].get_xscale() == "log"
     assert texts(figure)[:2] == ["0", "100"]
+    assert figure.axes[-1].get_xlabel().endswith("\nnot installed: liger")
+    assert_readable(figure)
 
 
 def test_the_dial_runs_from_recompute_to_cached() -> None:
-    axes = drawn(dial(DIAL)).axes[0]
+    figure = drawn(dial(DIAL))
+    axes = figure.axes[0]
     curve = axes.lines[0]
     assert np.asarray(curve.get_xdata()).tolist() == [64, 128]
     assert np.asarray(curve.get_ydata()).tolist() == [1.3, 1.2]
     squares = [line for line in axes.lines if line.get_marker() == "s"]
     assert [np.asarray(line.get_ydata()).item() for line in squares] == [1.4, 1.1]
+    assert axes.get_ylim()[0] == 0.9
+    assert axes.get_legend() is None
+    assert {"auto", "recompute", "cached", "3 matrix products"} <= set(texts(figure))
+    assert_readable(figure)
     assert dial(GRADIENTS) is None
+    assert len(drawn(dial([*DIAL, *(replace(r, T=16) for r in DIAL)])).axes) == 2
 
 
 def test_the_forward_grid_shows_the_floor_and_canonical() -> None:
@@ -180,6 +217,7 @@ def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
     assert rows == pytest.approx([0.2, -0.2, 0.2, -0.2])
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["triton cached SP"], "a floor is its products"
+    assert patches[2].get_edgecolor() == patches[2].get_facecolor(), "seen where it is short"
     assert timeline(PROFILED[3:]) is None
 
 
@@ -213,18 +251,25 @@ OVER_RANKS = [
 
 
 def test_scaling_shows_time_and_memory_against_ranks() -> None:
-    figure = drawn(scaling(OVER_RANKS))
+    equal = [replace(r, impl="eager") for r in OVER_RANKS if r.impl == "triton"]
+    figure = drawn(scaling([*OVER_RANKS, *equal]))
     times, memory_axes = figure.axes
-    found = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in times.lines}
-    assert found["triton cached SP: 80%, 80%"] == [40.0, 25.0, 12.5]
-    assert found["megatron_fused SP: 91%, 75%"] == [60.0, 33.0, 20.0]
-    assert found["gemm3: 100%, 100%"] == [40.0, 20.0, 10.0]
-    assert not any(str(label).startswith("gemm4") for label in found)
-    linear = [x for x in times.lines if x.get_linestyle() == ":"]
-    assert np.asarray(linear[1].get_ydata()).tolist() == [40.0, 20.0, 10.0]
-    assert len(memory_axes.lines) == 2, "a floor has no memory of its own"
-    assert np.asarray(memory_axes.lines[0].get_ydata()).tolist() == [200.0] * 3
-    assert np.asarray(times.lines[0].get_xdata()).tolist() == [1, 2, 4]
+    found = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in times.lines}
+    rows = [label.get_text() for label in times.get_yticklabels()]
+    assert rows == ["gemm3", "triton cached SP", "eager cached SP", "megatron_fused SP"]
+    assert found["1 rank"] == [1.0, 1.0, 1.0, 1.5]
+    assert found["4 ranks"] == [1.0, 1.25, 1.25, 2.0]
+    assert texts(figure) == ["100%, 100%", "80%, 80%", "80%, 80%", "91%, 75%"]
+    of_memory = [line for line in memory_axes.lines if line.get_marker() != "None"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in of_memory] == [
+        [200.0, 200.0, 900.0]
+    ] * 3
+    assert_readable(figure)
+    for axes in figure.axes:
+        markers = [line for line in axes.lines if line.get_marker() != "None"]
+        places = np.concatenate([axes.transData.transform(line.get_xydata()) for line in markers])
+        gaps = np.linalg.norm(places[:, None] - places, axis=-1) + 1e9 * np.eye(len(places))
+        assert gaps.min() > markers[0].get_markersize() * figure.dpi / 72, "one covers another"
 
 
 def test_scaling_needs_several_numbers_of_ranks() -> None:
@@ -236,22 +281,47 @@ def test_scaling_needs_several_numbers_of_ranks() -> None:
     assert efficiency(two_and_four) == {4: 1.0}
 
 
-def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(tmp_path: Path) -> None:
-    for P in (1, 2, 4):
-        about = {**ABOUT, "ranks": P, "commit": "abc1234" if P < 4 else "def5678"}
-        write_results(tmp_path / f"tp-P{P}", about, [r for r in OVER_RANKS if r.P == P])
-    write_results(tmp_path / "elsewhere", {**ABOUT, "hardware": "B"}, [OVER_RANKS[0]])
-    files = [tmp_path / f"{name}.json" for name in ("tp-P1", "tp-P2", "tp-P4", "elsewhere")]
-    written = plot.draw(files, tmp_path / "figures")
-    assert [path.name for path in written if "scaling" in path.name] == ["tp-P1-scaling.png"]
-    write_results(tmp_path / "elsewhere", {**ABOUT, "hardware": "B"}, [OVER_RANKS[1]])
-    written = plot.draw([files[0], files[3]], tmp_path / "figures")
-    assert not any("scaling" in path.name for path in written), "ranks of different hardware"
+def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "FIGURES", {})
+    for name, P, fields in (
+        ("first", 1, {}),
+        ("second", 2, {}),
+        ("fourth", 4, {"commit": "def5678"}),
+        ("elsewhere", 4, {"hardware": "B"}),
+    ):
+        about = {**ABOUT, "ranks": P, **fields}
+        write_results(tmp_path / name, about, [r for r in OVER_RANKS if r.P == P])
+    write_results(tmp_path / "other", {**ABOUT, "commit": "0ld"}, GRADIENTS)
+
+    def drawn_from(*names: str) -> list[str]:
+        files = [tmp_path / f"{name}.json" for name in (*names, "elsewhere", "other")]
+        return [path.name for path in plot.draw(files, tmp_path / "figures")]
+
+    assert drawn_from("first") == [], "ranks of different hardware"
+    got = "first.json of abc1234, second.json of abc1234, fourth.json of def5678"
+    with pytest.raises(ConfigError, match=f"must be of one commit to be compared, got {got}"):
+        drawn_from("first", "second", "fourth")
+    assert not (tmp_path / "figures").exists()
+    assert drawn_from("first", "second") == ["first-scaling.png"]
+
+
+def test_the_comparison_of_heads_says_what_it_is_of() -> None:
+    compare = pytest.importorskip("flce_dist.launch.train_compare", exc_type=ImportError)
+    numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
+    figure = compare.comparison_figure({**numbers, "commit": "abc1234"})
+    below = figure.get_supxlabel()
+    assert below.startswith("8192 tokens, hidden 4096, 65536 vocabulary rows on each of 2 ranks")
+    assert "NVIDIA H200, 2 ranks" in below and "commit abc1234" in below
+    assert texts(figure, 0) == ["1,888.5", "928.4", "3,072.3"]
+    assert_readable(figure)
 
 
 def test_the_caption_says_what_the_numbers_hold_for() -> None:
-    assert plot.caption(ABOUT) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
-    assert plot.caption({**ABOUT, "ranks": 4}).startswith("4 x Some GPU\n")
+    assert caption(ABOUT, 8.0) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
+    assert caption({**ABOUT, "ranks": 4}, 8.0).startswith("Some GPU, 4 ranks\n")
+    assert max(len(line) for line in caption(ABOUT, 2.0).splitlines()) <= 32
 
 
 def test_what_is_no_result_file_is_named(tmp_path: Path, capsys) -> None:
