@@ -93,7 +93,9 @@ def linear_cross_entropy(
             what dweight's accumulator takes beyond dweight, and reduction is "mean" or "sum"
             without metrics (not under torch.compile).
         max_logits_bytes: bound on what is held of the [T, V] logits on this rank, in bytes. Must be
-            the same on all ranks. Default: 1 GiB for auto and in_forward, else none.
+            the same on all ranks. Default: 1 GiB for in_forward; for auto 1 GiB or, if logits would
+            be computed again within that, half of the fp32 logits of up to 16,384 tokens, less if
+            in_forward can do with less; else none.
         impl: "triton", "eager", or by default triton on a GPU and eager elsewhere.
 
     Returns:

@@ -12,7 +12,9 @@ from typing import Literal
 from flce_dist.options import Schedule
 
 DEFAULT_LOGITS_BYTES = 1 << 30
-"""Budget of ``auto`` and ``in_forward`` where the caller names none."""
+"""Budget of ``in_forward`` where the caller names none, and of ``auto`` unless it needs more."""
+
+_MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
 
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
@@ -104,10 +106,10 @@ def plan(
         T: tokens on the tensor-parallel group.
         V: rows of the largest shard, ``ceil(V_all / P)``.
         itemsize: bytes of one cached exponential.
-        schedule: ``auto`` caches what fits into the budget (1 GiB unless given) and recomputes the
-            rest, unless that can be spared: if the loss ``reduces`` and the exponentials of all
-            tokens fit with what dweight's memory can hold, or those of chunks and what dweight's
-            accumulator takes beyond dweight, it is ``in_forward``. ``cached``
+        schedule: ``auto`` caches what fits into the budget (``_auto_budget`` unless given) and
+            recomputes the rest, unless that can be spared: if the loss ``reduces`` and the
+            exponentials of all tokens fit with what dweight's memory can hold, or those of chunks
+            and what dweight's accumulator takes beyond dweight, it is ``in_forward``. ``cached``
             caches what fits, but everything unless a budget is given;
             ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
             what dweight's own memory can hold, else token chunks that fit.
@@ -131,6 +133,9 @@ def plan(
     limit = max_logits_bytes
     if limit is None and schedule == "auto":
         limit = DEFAULT_LOGITS_BYTES
+        if caching:
+            held = V + (window if converts else 0)
+            limit = _auto_budget(tokens, V, held, itemsize, converts, dweight_row_bytes, reduces)
     if limit is not None:
         columns = limit // column_bytes
         if caching:  # what is cached gets the larger part, as long as windows are not too narrow
@@ -173,6 +178,36 @@ class _Tokens:
         if self.P == 1 or first_t < _SPLIT_FROM:
             return first_t
         return min(first_t, _round_up(-(-first_t // _HEAD_SHARE), self.unit))
+
+
+def _auto_budget(
+    tokens: _Tokens,
+    V: int,
+    held: int,
+    itemsize: int,
+    converts: bool,
+    row_bytes: tuple[int, int],
+    reduces: bool,
+) -> int:
+    """Return the bytes of ``auto`` that was given none: 1 GiB, or what spares the fourth product.
+
+    That is half of what the fp32 logits of up to 16,384 tokens take: as many 16-bit exponentials.
+    In_forward takes less: half of dweight holds some of them, in one window, or, of twice as many
+    tokens, chunks of 8192 accumulate dweight. ``held`` columns are the cache's and, where it is
+    converted, one window's.
+    """
+    T, (rounded, accumulator) = tokens.T, row_bytes
+    budgets = [2 * held * min(T, _MANY_TOKENS)]
+    if reduces and not converts:
+        lean = _auto_in_forward(tokens, V, itemsize, DEFAULT_LOGITS_BYTES, converts, row_bytes)
+        # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
+        if lean is not None and (len(lean.chunks()) == 1 or accumulator == rounded):
+            return DEFAULT_LOGITS_BYTES
+        budgets.append(V * (T * itemsize - min(T * itemsize, rounded) // 2))
+        if T >= 2 * _MANY_TOKENS:
+            chunk = _MANY_TOKENS // 2 * itemsize
+            budgets.append(V * max(chunk + accumulator - rounded, accumulator))
+    return max(DEFAULT_LOGITS_BYTES, min(budgets))
 
 
 def _auto_in_forward(

@@ -14,6 +14,7 @@ from flce_dist.vocab import VocabShard, vocab_range
 
 GIB = 1 << 30
 SMALLEST = 256  # columns or tokens of the smallest piece
+MANY = 16384  # tokens up to which auto, given no budget, computes nothing again
 WAVE = 8448  # columns whose products fill the last wave of an H200
 
 sizes = st.one_of(st.integers(0, 600), st.integers(0, 200_000))
@@ -57,13 +58,18 @@ def held_bytes(chosen: Plan, itemsize: int) -> int:
     return max([first, *((end - start) * chosen.V for start, end in later)]) * itemsize
 
 
+def most_of_auto(T: int, V: int) -> int:
+    """What ``auto`` may hold that was given no budget: half of the fp32 logits of MANY tokens."""
+    return max(GIB, 2 * V * min(T, MANY))
+
+
 @given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
 def test_the_budget_is_held(T, V, itemsize, schedule, budget, H):
     chosen = make(T, V, itemsize, schedule, budget, H=H)
     smallest = SMALLEST * itemsize * (V if schedule == "in_forward" else T)
     asked = budget
     if budget is None and schedule in ("auto", "in_forward"):
-        asked = DEFAULT_LOGITS_BYTES
+        asked = DEFAULT_LOGITS_BYTES if schedule == "in_forward" else most_of_auto(T, V)
     held = held_bytes(chosen, itemsize)
     assert held <= chosen.logits_bytes
     if asked is not None:
@@ -125,7 +131,7 @@ def test_windows_are_of_whole_waves_and_leave_the_larger_part_to_the_cache(
     window = chosen.window_v
     assert window == V or window <= WAVE or window % WAVE == 0
     if budget is None and schedule == "auto":
-        budget = DEFAULT_LOGITS_BYTES
+        budget = most_of_auto(T, V)
     if budget is not None and schedule != "recompute":
         # Never so narrow as to be slow: 4096 columns come first, of a small shard a quarter.
         least = max(SMALLEST, min(4096, V // 4))
@@ -158,10 +164,10 @@ def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     assert len(chosen.chunks()) == 1 and chosen.lending is None
 
 
-@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
-@example(8192, 128_256, 2, "auto", None, 4096)
-@example(8192, 256_000, 2, "auto", None, 2304)
-@example(32768, 64_128, 2, "auto", None, 4096)
+@given(sizes, rows, itemsizes, schedules, budgets.filter(bool), hidden_sizes)
+@example(8192, 128_256, 2, "auto", GIB, 4096)
+@example(8192, 256_000, 2, "auto", GIB, 2304)
+@example(32768, 64_128, 2, "auto", GIB, 4096)
 def test_auto_computes_nothing_again_that_in_forward_would_spare(
     T, V, itemsize, schedule, budget, H
 ):
@@ -170,7 +176,6 @@ def test_auto_computes_nothing_again_that_in_forward_would_spare(
         assert chosen == plain
         return
     at_once = make(T, V, itemsize, "in_forward", budget, H=H)
-    budget = DEFAULT_LOGITS_BYTES if budget is None else budget
     beyond_dweight = V * (max(4, itemsize) - itemsize) * H  # of an accumulator for several chunks
     expected = plain
     if len(at_once.chunks()) == 1:
@@ -180,6 +185,61 @@ def test_auto_computes_nothing_again_that_in_forward_would_spare(
         assert held_bytes(expected, itemsize) + beyond_dweight <= budget
     assert chosen == expected
     assert held_bytes(chosen, itemsize) <= chosen.logits_bytes
+
+
+@given(sizes, rows, itemsizes, hidden_sizes, st.booleans())
+@example(16384, 64_128, 2, 4096, True)
+@example(16384, 128_256, 2, 16_384, True)
+@example(12_000, 128_256, 2, 12_345, True)
+@example(12_000, 1000, 4, 12_345, True)
+def test_auto_given_no_budget_computes_nothing_again_of_16_bit_logits(T, V, itemsize, H, reduces):
+    """Of up to 16,384 tokens; of more it may if backward brings a gradient per token."""
+    chosen = make(T, V, itemsize, H=H, reduces=reduces)
+    lean = make(T, V, itemsize, max_logits_bytes=GIB, H=H, reduces=reduces)
+    if len(lean.chunks()) == 1 and lean.cached_v >= V - reduces * round(0.1 * V):
+        assert chosen == lean  # 1 GiB is enough
+        return
+    accumulator = V * H * (max(4, itemsize) - itemsize) * (len(chosen.chunks()) > 1)
+    assert held_bytes(chosen, itemsize) + accumulator <= most_of_auto(T, V)
+    if itemsize == 2 and T <= MANY:
+        assert chosen.cached_v == V and len(chosen.chunks()) == 1
+    elif T >= 2 * MANY and H <= 8192 and reduces:
+        assert chosen.cached_v == V and chosen.schedule == "in_forward"
+
+
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize(
+    ("T", "H", "V_all", "schedule", "logits_mib", "per_token_mib"),
+    [
+        (16384, 7168, 129280, "in_forward", 3152, 4040),
+        (12346, 1536, 151936, "in_forward", 3355, 3578),
+        (8192, 2304, 256000, "in_forward", 3436, 4000),
+        (8192, 4096, 128256, "in_forward", 1024, 2004),
+        (4096, 4096, 128256, "cached", 1002, 1002),
+    ],
+)
+def test_auto_given_no_budget_takes_a_quarter_of_pytorch(
+    T, H, V_all, schedule, logits_mib, per_token_mib, P
+):
+    """In three products, for which PyTorch with fp32 logits takes 10.9 bytes per logit.
+
+    Beyond gradients: what is held of the logits and dhidden's accumulator; under sequence
+    parallelism hidden gathered and, beside an accumulator, what peers read. Then a loss per token,
+    metrics or compiled code, of which ``plan`` knows that nothing ``reduces``.
+    """
+    V, MIB = V_all // P, 1 << 20
+    for reduces, mib in ((True, logits_mib), (False, per_token_mib)):
+        chosen = plan(
+            T=T, V=V, itemsize=2, schedule="auto", max_logits_bytes=None, reduces=reduces,
+            dweight_row_bytes=(2 * H, 4 * H), gathers_from=P,
+        )  # fmt: skip
+        assert (chosen.cached_v, len(chosen.chunks())) == (V, 1)
+        peers = (1 / P + 1 / 15) * (chosen.schedule == "in_forward")
+        gathered = 0 if P == 1 else 2 * T * H * (1 + peers)
+        assert chosen.logits_bytes + 4 * T * H + gathered <= 10.9 * T * V / 4
+        if P == 1:
+            assert chosen.schedule == (schedule if reduces else "cached")
+            assert round(chosen.logits_bytes / MIB) == mib
 
 
 @given(sizes, rows, schedules, st.integers(1, 1 << 40))
@@ -230,21 +290,15 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
         ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 8192, 8192),
         ({"schedule": "cached"}, "cached", 128256, 2 * WAVE, 8192, 8192),
         # 1 GiB is 65,536 columns; at most 0.3 of them are the window, the others are cached.
-        ({"schedule": "auto"}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
+        ({"max_logits_bytes": GIB}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
         ({"max_logits_bytes": GIB // 2}, "cached", 32768 - WAVE, WAVE, 8192, 8192),
         ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 8192, 8192),
         ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 8192, 8192),
         ({"reduces": True}, "in_forward", 128256, 4096, 4096, 4096),
         ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 8192, 8192),
-        ({"reduces": True, "H": 4096, "T": 16384}, "cached", 32768 - WAVE, WAVE, 16384, 16384),
-        (
-            {"reduces": True, "H": 4096, "T": 32768, "V": 64128},
-            "in_forward",
-            64128,
-            4096,
-            8192,
-            4096,
-        ),
+        ({"reduces": True, "H": 4096, "T": 16384}, "in_forward", 128256, 4096, 16384, 16384),
+        ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 8192, 8192),
+        ({"T": 32768}, "cached", 64000 - 4096, 4096, 32768, 32768),
         ({"schedule": "auto", "V": 32064}, "cached", 32064, 2 * WAVE, 8192, 8192),
         ({"max_logits_bytes": 3 * GIB}, "cached", 128256, 2 * WAVE, 8192, 8192),
         ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192, 8192),
