@@ -3,6 +3,7 @@
 V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ranks.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from flce_dist import checks, collectives
+from flce_dist import checks, collectives, dtensor
 from flce_dist.api import (
     LossWithMetrics,
     linear_cross_entropy,
@@ -57,7 +57,12 @@ class LinearCrossEntropy(nn.Module):
 
     ``state_dict`` has a DTensor per parameter where there is a tp_group, so that
     ``torch.distributed.checkpoint`` saves with one P and loads with another. ``load_state_dict``
-    takes such DTensors, this rank's rows, or the whole parameter.
+    takes such DTensors, this rank's rows, or the whole parameter. ``copy.deepcopy`` shares the
+    group.
+
+    FSDP2's ``fully_shard`` may cut each rank's rows again over a data-parallel mesh, also on the
+    meta device (then ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``, and
+    for ``forward_with_metrics`` and ``logits`` after ``register_fsdp_forward_method`` of each.
     """
 
     weight: nn.Parameter
@@ -128,28 +133,28 @@ class LinearCrossEntropy(nn.Module):
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
-        for parameter in self.parameters():
-            for name, value in _MEGATRON_ATTRIBUTES.items():
-                setattr(parameter, name, value)
+        self._mark_parameters()
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight anew and zero the bias. One all-reduce of 8 bytes."""
+        """Draw the weight anew and zero the bias. One all-reduce of 8 bytes for each group."""
         if self.weight.is_meta:
             return
         seed = self._shared_seed()
         state = torch.get_rng_state()
+        weight, (rows, columns) = dtensor.local_part(self.weight)
+        start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
         try:
-            start, end = self.vocab_range
             for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
                 # An odd multiplier: no two blocks of a weight share a seed. The generator takes 32
                 # bits; only the CPU's is touched.
                 torch.default_generator.manual_seed((seed + first * 0x9E3779B1) % 2**32)
-                block = torch.empty(_BLOCK_ROWS, self.hidden_size, dtype=torch.float32)
+                size = (_BLOCK_ROWS, self.hidden_size)
+                block = torch.empty(size, dtype=torch.float32, device="cpu")
                 self.init_method(block)
                 low, high = max(first, start), min(first + _BLOCK_ROWS, end)
-                self.weight[low - start : high - start] = block[low - first : high - first]
+                weight[low - start : high - start] = block[low - first : high - first, columns]
         finally:
             torch.set_rng_state(state)
         if self.bias is not None:
@@ -220,8 +225,28 @@ class LinearCrossEntropy(nn.Module):
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
         seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
-        seed = seed.to(collectives.message_device(self.weight, self.tp_group))
-        return int(collectives.all_reduce_max(seed, self.tp_group))
+        for group in (self.tp_group, *dtensor.groups_of(self.weight)):
+            seed = seed.to(collectives.message_device(self.weight, group))
+            collectives.all_reduce_max(seed, group)
+        return int(seed)
+
+    def _mark_parameters(self) -> None:
+        """Set Megatron's attributes, which do not follow when a parameter is replaced."""
+        for parameter in self.parameters():
+            for name, value in _MEGATRON_ATTRIBUTES.items():
+                setattr(parameter, name, value)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "LinearCrossEntropy":
+        super()._apply(fn, recurse)
+        self._mark_parameters()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LinearCrossEntropy":
+        memo[id(self.tp_group)] = self.tp_group  # shared: it is no data but connections
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied._mark_parameters()
+        return copied
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -229,30 +254,31 @@ class LinearCrossEntropy(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tp_group is None:
             return
-        mesh = DeviceMesh.from_group(self.tp_group, self.weight.device.type)
         for name, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            shape = torch.Size((self.padded_vocab_size, *parameter.shape[1:]))
-            # Shard(0) cuts as vocab_range does: runs of ceil(rows / P), the last short or empty.
-            destination[prefix + name] = DTensor.from_local(
-                destination[prefix + name],
-                mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=shape,
-                stride=parameter.stride(),
-            )
+            if parameter is not None:
+                destination[prefix + name] = dtensor.whole_of_rows(
+                    destination[prefix + name], self.padded_vocab_size, self.tp_group
+                )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        start, end = self.vocab_range
         state_dict = dict(state_dict)  # the caller's keeps what it has
-        for name in self._parameters:
+        for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
-            if isinstance(value, DTensor):
-                state_dict[prefix + name] = value.to_local()
-            elif value is not None and len(value) == self.padded_vocab_size:
-                state_dict[prefix + name] = value[start:end]
+            if parameter is not None and value is not None:
+                state_dict[prefix + name] = self._own_part(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._mark_parameters()
+
+    def _own_part(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return what this rank holds of a parameter's value; one of a wrong size as it is."""
+        mine, place = dtensor.local_part(parameter)
+        start, end = self.vocab_range
+        if isinstance(value, DTensor):
+            part = value.to_local()
+        elif value.shape[:1] == (self.padded_vocab_size,):
+            part = value[start:end][place]
+        else:
+            part = value[place]
+        return dtensor.in_kind(part, parameter) if part.shape == mine.shape else value

@@ -71,6 +71,7 @@ TABLE = {
     "peer_memory": Rule(lazily=frozenset({"cuda"})),
     "peer_copies": Rule(ours=ours("collectives", "peer_memory", "token_order")),
     "memory": Rule(ours=ours("peer_memory")),
+    "dtensor": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "call": Rule(
@@ -87,7 +88,7 @@ TABLE = {
     ),
     "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
     "rank_check": Rule(ours=LEAVES | ours("checks", "collectives", "prepare")),
-    "module": HEAD,
+    "module": Rule(ours=HEAD.ours | ours("dtensor")),
     "megatron": HEAD,
     "error_budget": Rule(ours=RANKS),
     "forked_ranks": Rule(ours=RANKS),
