@@ -1,7 +1,6 @@
 """The functions that people call.  T tokens, V vocabulary rows here, H hidden size, P ranks."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,12 @@ def linear_cross_entropy(
         z_loss_weight: weight of ``lse^2``.
         softcap: c of ``c * tanh(z / c)``; None for none.
         logit_scale: factor of ``h . w``, before the bias.
-        token_weight: float, labels' shape, the same on every rank; a factor of each token's loss.
+        token_weight: float, labels' shape, the same on every rank; a factor of each token's loss,
+            of any sign, rounded to fp32 (fp64 for fp64 hidden; an fp64 weight beyond fp32 is inf
+            there). "mean" divides by the sum over counted tokens, whatever that is: inf or NaN
+            where it is 0 while some weight is not. If all these weights are 0, or no token is
+            counted, the loss and its gradients are 0. NaN reaches what its token takes part in. The
+            weights of ignored tokens are not read.
         vocab_size: true size V_all of the whole vocabulary where the weight is padded; rows at or
             beyond it are excluded everywhere and get a zero gradient. Default: all rows.
         tp_group: ranks among which the vocabulary is split; None for one process.
@@ -193,15 +197,7 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     prepared = prepare(arguments, needs)
     call, *flat = prepared
     checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
-    with _without_autocast(prepared.hidden.device.type):
-        loss, *metrics = function_of(call).apply(*flat, call)
+    loss, *metrics = function_of(call).apply(*flat, call)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Dtypes are settled: autocast must not reach into the products of the schedules."""
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)

@@ -7,6 +7,7 @@ loss; in backward dlogits by pieces, two matrix products each, and the sum of dh
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,11 +26,14 @@ Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 
 def on_its_device(forward: Pass) -> Pass:
-    """Make the device of hidden current, whatever the caller's is: Triton launches there."""
+    """Compute on hidden's device, where Triton launches, and in the dtypes that were prepared.
+
+    Autocast has had its say by then. It must not reach into the products, in compiled code either.
+    """
 
     @functools.wraps(forward)
     def run(ctx, hidden, *args):
-        with torch.cuda.device_of(hidden):
+        with torch.cuda.device_of(hidden), _without_autocast(hidden.device.type):
             return forward(ctx, hidden, *args)
 
     return cast(Pass, run)
@@ -51,11 +55,16 @@ def first_order(backward: Pass) -> Pass:
         upstream = next((g for g in grads if g is not None), None)
         if upstream is None:  # nothing depends on the outputs
             return (None,) * 6
-        device_type = upstream.device.type
-        with torch.cuda.device_of(upstream), torch.autocast(device_type, enabled=False):
+        with torch.cuda.device_of(upstream), _without_autocast(upstream.device.type):
             return backward(ctx, *grads)
 
     return cast(Pass, run)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()  # costs the host less
+    return torch.autocast(device_type, enabled=False)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
