@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     labels: Tensor  # [T] int64, in the order of the walk
-    token_weight: Tensor | None  # [T], likewise
+    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
 
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
@@ -107,8 +107,14 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
         weight,
         bias,
         order.walked(labels.reshape(-1).long().contiguous()),
-        None if token_weight is None else order.walked(token_weight.reshape(-1).contiguous()),
+        None if token_weight is None else order.walked(_flat_weights(token_weight, hidden)),
     )
+
+
+def _flat_weights(token_weight: Tensor, hidden: Tensor) -> Tensor:
+    """[T] in the dtype of statistics, in which the loss is returned whatever weights came in."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return token_weight.reshape(-1).to(dtype).contiguous()
 
 
 def _plan(

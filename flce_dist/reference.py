@@ -75,8 +75,7 @@ def reference_linear_cross_entropy(
     if reduction == "sum":
         loss = loss.sum()
     elif reduction == "mean":
-        norm = token_weight.sum()
-        loss = loss.sum() / norm.where(norm != 0, 1.0)
+        loss = loss.sum() / token_weight.sum().where((token_weight != 0).any(), 1.0)
     return loss, lse, label_logprob, entropy, correct
 
 

@@ -164,12 +164,11 @@ def token_loss(
 def loss_norm(
     labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
+    """Return what a mean divides by: the sum of counted tokens' weights, 1 where all are 0."""
     weights = (labels != ignore_index).to(dtype)
     if token_weight is not None:
-        weights = token_weight.to(dtype).where(labels != ignore_index, 0.0)
-    norm = weights.sum()
-    return norm.where(norm != 0, 1.0)
+        weights = token_weight.where(labels != ignore_index, 0.0)
+    return weights.sum().where((weights != 0).any(), 1.0)
 
 
 def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from flce_dist.kernels.token_loss import (
 
 @triton.jit
 def _row_gradient_kernel(
-    labels_ptr, token_weight_ptr, norm_ptr, dloss_ptr,  # in:  [T] int64, [T], [], [] or [T]
+    labels_ptr, token_weight_ptr, norm_ptr, dloss_ptr,  # in:  [T] int64, [T] fp32, [], [] or [T]
     label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each
     scale_ptr, label_value_ptr, uniform_ptr, lse_ptr,  # out: [T] fp32 each
     T, stride_dloss,
@@ -36,7 +36,7 @@ def _row_gradient_kernel(
     if HAS_DLOSS:
         dloss *= tl.load(dloss_ptr + offs_t * stride_dloss, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
-        dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+        dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     if HAS_NORM:
         dloss /= tl.load(norm_ptr)
     dloss = tl.where(counted, dloss, 0.0)

@@ -44,7 +44,7 @@ def z_loss_factor(lse, z_loss_weight):
 
 @triton.jit
 def _token_loss_kernel(
-    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
+    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
     reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
     others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
@@ -79,7 +79,7 @@ def _token_loss_kernel(
         loss -= smoothing_share * sum_z
     loss += z_loss_weight * lse * lse
     if HAS_WEIGHT:
-        loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+        loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
     value = label_value_of(
@@ -91,22 +91,25 @@ def _token_loss_kernel(
 
 @triton.jit
 def _loss_norm_kernel(
-    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T]
+    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     norm_ptr,  # out: [] fp32
     T, ignore_index,
     HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     weights = tl.zeros((BLOCK_T,), tl.float32)
+    nonzero = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, T, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
         mask = offs_t < T
         label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
         weight = tl.full((BLOCK_T,), 1.0, tl.float32)
         if HAS_WEIGHT:
-            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
-        weights += tl.where(label != ignore_index, weight, 0.0)
+            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
+        weight = tl.where(label != ignore_index, weight, 0.0)
+        weights += weight
+        nonzero |= (weight != 0.0).to(tl.int32)
     norm = tl.sum(weights, axis=0)
-    tl.store(norm_ptr, tl.where(norm == 0.0, 1.0, norm))
+    tl.store(norm_ptr, tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0))
 
 
 @triton.jit
@@ -171,7 +174,7 @@ def token_loss(
 def loss_norm(
     labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what a mean divides by: the sum of counted tokens' weights, 1 where that is 0."""
+    """Return what a mean divides by: the sum of counted tokens' weights, 1 where all are 0."""
     norm = torch.empty((), dtype=dtype, device=labels.device)
     _loss_norm_kernel[(1,)](
         labels, token_weight,
