@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source of every file. CONTRIBUTING.md explains the rooms."""
+"""Who may import whom, read from the source of every file. CONTRIBUTING.md has the table."""
 
 import ast
 import sys
