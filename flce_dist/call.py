@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import peer_memory
+from flce_dist import peer_groups
 from flce_dist.collectives import (
     CollectiveGather,
     CollectiveScatter,
@@ -26,7 +26,7 @@ from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.options import LossOptions
 from flce_dist.peer_copies import PeerGather, PeerScatter
-from flce_dist.peer_memory import PeerMemories
+from flce_dist.peer_groups import PeerMemories
 from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import INVARIANT_ROWS, VocabShard
@@ -158,7 +158,7 @@ class Call:
 
     def _sequence_group(self, x: Tensor) -> tuple[dist.ProcessGroup, PeerMemories | None]:
         assert self.tp_group is not None
-        return self.tp_group, peer_memory.of_group(self.tp_group, x.device)
+        return self.tp_group, peer_groups.of_group(self.tp_group, x.device)
 
 
 def kernels_of(impl: str) -> ModuleType:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from flce_dist import peer_memory
+from flce_dist import peer_groups
 
 _one_profiler = threading.Lock()
 
@@ -65,7 +65,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
-        peak.shared_bytes = peer_memory.held_bytes()
+        peak.shared_bytes = peer_groups.held_bytes()
         return
 
     if not _one_profiler.acquire(blocking=False):
@@ -83,10 +83,11 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
 def release_shared_memory() -> None:
     """Give memory back that GPUs of this host read from each other under sequence parallelism.
 
-    It stays, for the largest call so far: the next call takes what it needs, and waits for it. All
-    ranks of the groups concerned must call this, and their hosts wait for each other.
+    It stays, for the largest call so far: the next call takes what it needs, and waits for it. What
+    captured CUDA graphs use stays until their process group is destroyed, as long as they may be
+    replayed. All ranks of the groups concerned must call this, and their hosts wait for each other.
     """
-    peer_memory.release()
+    peer_groups.release()
 
 
 def _peak_of_running_sum(prof: profiler.profile) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.collectives import TokenGather, TokenSum, Write
-from flce_dist.peer_memory import Copy, PeerMemory
+from flce_dist.peer_memory import Arrival, Copy, PeerMemory
 from flce_dist.token_order import TokenOrder
 
 _FIRST_BLOCK = 15  # of tokens, this part: with the blocks twice as long after it, four in all
@@ -28,13 +28,15 @@ class PeerGather(TokenGather):
     ):
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
         self._x, self._memory, self._write = x, memory, write
-        self._arrivals: list[torch.cuda.Event] | None = None
+        self._arrivals: list[Arrival] | None = None
+        self._is_open = False
 
     def start(self, piece: int) -> None:
         if self._arrivals is not None:
             return
         x, memory = self._x, self._memory
-        memory.reserve(x.nbytes)
+        memory.open(x.nbytes)
+        self._is_open = True
         memory.acquire()
         own = memory.own(x.shape, x.dtype)
         if self._write is None:
@@ -51,6 +53,9 @@ class PeerGather(TokenGather):
         self.start(piece)
         assert self._arrivals is not None
         self._arrivals[piece].wait()
+        if self._is_open and piece == len(self._arrivals) - 1:
+            self._memory.close()
+            self._is_open = False
 
     def _copy(self, piece: int) -> Copy:
         def of(peer: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +71,7 @@ class _Pulled(NamedTuple):
     piece: int
     others: Tensor  # [P - 1, N, H], of the peers
     scale: Tensor | None  # [N], of the sum
-    arrival: torch.cuda.Event
+    arrival: Arrival
 
 
 class PeerScatter(TokenSum):
@@ -97,7 +102,7 @@ class PeerScatter(TokenSum):
         self._lead = -(-T // _FIRST_BLOCK) if accumulates and dtype.itemsize == 2 else 0  # tokens
         self._acc_start = _aligned(self._lead * H * dtype.itemsize)
         self._others_start = _aligned(nbytes)
-        memory.reserve(self._acc_start + T * H * 4 if self._lead else nbytes)
+        memory.open(self._acc_start + T * H * 4 if self._lead else nbytes)
         super().__init__(memory.own(shape, dtype))
 
     def accumulator(self, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -134,7 +139,7 @@ class PeerScatter(TokenSum):
             arrival.wait()
             mine, here = tokens[self._order.part(piece, rank)], out[self._order.local(piece)]
             self._sum_shares(mine, others, rank, scale, out=here)
-        self._memory.end_read()
+        self._memory.close()
         self._pulled.clear()
         return out
 

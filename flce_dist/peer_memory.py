@@ -5,30 +5,45 @@ are none: a collective that was issued beside a product runs after it. The copy 
 nor do the streams' own memory operations, by which ranks tell each other what is ready. So tokens
 [T, H] travel between GPUs of one host this way (``peer_copies.py``); all else is NCCL's.
 
-One rank's memory goes through these steps, in the order of its stream:
+One use of a rank's memory takes these steps, in the order of the current stream:
 
-    acquire   wait until every peer has read what was published last
+    open      the host sees to it that there is enough
+    acquire   wait until this rank's last use is over and every peer has read what was published
     (write)   kernels and copies of this rank
-    publish   tell every peer
-    pull      on a stream of its own: wait until every peer has published, copy, tell them
+    pull      publish: tell every peer. Then on a stream of its own: wait until every peer has
+              published, copy, tell them
+    (read)    wait for what was copied, read this rank's own memory
+    close     tell this rank's next use
 
-Two flags for each pair of ranks say so, ``READY`` at the reader and ``FREE`` at the owner. Who
-waits for a flag takes it down, so that all are as before when a turn is over: CUDA graphs may
-replay it. Every rank issues what others wait for before it waits itself, hence it does not matter
-if streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies from several peers
-run one after the other on an H200, whatever their streams: on one, first pieces come first.
+acquire, write and pull may come several times. Each pair of ranks has two flags, ``READY`` at the
+reader and ``FREE`` at the owner; a rank's ``FREE`` for itself says that its last use is over, on
+whatever stream or in whatever graph that was. Who waits for a flag takes it down, so that all are
+as before when a use is over: CUDA graphs may replay it. Every rank issues what others wait for
+before it waits itself, hence it does not matter if streams share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies from several peers run one after the other on an H200,
+whatever their streams: on one, first pieces come first.
+
+What goes wrong:
+
+* A use that raises is not closed. The next one then begins with all ranks meeting and putting all
+  flags right. So it is if every rank raised. A rank that raised alone waits in vain for the others
+  to meet it and raises again, naming them; they wait for its flags until ``peer_watch.py`` ends
+  them. No rank takes what was published for another use.
+* A use in a capture that fails leaves nothing behind, since nothing of it ran. If it raises, its
+  graph must not be replayed: the flags would be left halfway.
+* A block that a graph may use is kept until its group is destroyed. Blocks only grow, so a graph
+  adds one if it is the first to need so much, and calls that need less use that one, too.
 """
 
-import functools
-import os
-import socket
+import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from flce_dist.peer_driver import Block, PeerDriver, refuse_capture
+from flce_dist.peer_watch import Wait, watch
 
 READY, FREE = 0, 1
 _PAGE = 2 << 20  # bytes: GPU memory that others map comes in such pages
@@ -37,54 +52,85 @@ Copy = Callable[[int], tuple[Tensor, Tensor]]
 """From a peer's rank to ``(out, peer's tensor)``, of one shape, both contiguous."""
 
 
+class Arrival:
+    """Copies in flight. Where they go to is nobody else's before they are done."""
+
+    def __init__(self, driver: PeerDriver, stream: Any):
+        self._driver, self._stream = driver, stream
+        self._outs: list[Tensor] = []
+        self._done: Any = None
+
+    def copy(self, out: Tensor, theirs: Tensor) -> None:
+        self._outs.append(out)
+        out.copy_(theirs, non_blocking=True)
+
+    def record(self) -> None:
+        self._done = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        self._done.wait()
+        self._outs.clear()
+
+    def __del__(self) -> None:
+        for out in self._outs:  # nobody waited: a call raised
+            self._driver.keep(out, self._stream)
+
+
 class PeerMemory:
     """As many bytes on each rank of a group, which every rank can read.
 
     All ranks must call the same methods in the same order with the same shapes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, driver: PeerDriver, holds: str):
+        self.P, self.rank = driver.P, driver.rank
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
         """The other ranks; each begins with another one, so that links are used evenly."""
-        self._group, self._device = group, device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        # With the handles to theirs; the last one is in use, those before are in CUDA graphs.
-        self._held: list[tuple[Tensor, Any]] = []
-        self._writable = self._in_graph = False
+        self._driver, self._holds = driver, holds
+        self._stream = driver.side_stream()
+        self._blocks: list[Block] = []  # the last one is in use, those before are in CUDA graphs
+        self._capture: int | None = None
+        """Which capture the use that is not closed yet is in; 0 is none, None no such use."""
+        self._begun = self._writable = False
 
-        self._flags = flags, handle = _shared(2 * self.P, torch.int32, device, group)
-        flags.view(2, self.P)[READY], flags.view(2, self.P)[FREE] = 0, 1
-        at = _Flags(list(handle.buffer_ptrs), self.P)
-        mine = self.rank
-        self._await_free = [op for p in self.peers for op in at.take(mine, FREE, p)]
-        self._tell_ready = [at.put(p, READY, mine) for p in self.peers]
-        self._await_ready = [op for p in self.peers for op in at.take(mine, READY, p)]
-        self._tell_free = [at.put(p, FREE, mine) for p in self.peers]
-        self._meet()
+        self._flags = driver.shared(4 * 2 * self.P)
+        self._peeked = driver.host_cells(2 * self.P)
+        peers, both = self.peers, [*self.peers, self.rank]
+        self._waits: list[Wait] = []
+        self._await_ready = self._take(READY, peers, f"to publish {holds}")
+        self._await_free = self._take(FREE, peers, f"to read {holds}")
+        self._await_all_free = self._take(FREE, both, f"to be done with {holds}")
+        self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in peers]
+        self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in peers]
+        self._tell_self = [driver.put(self._flag(self.rank, FREE, self.rank), 1)]
+        self._set_flags()
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory held here, outside of PyTorch's caching allocator."""
-        return sum(memory.numel() for memory, _ in self._held)
+        return sum(block.nbytes for block in self._blocks)
 
-    def reserve(self, nbytes: int) -> None:
-        """Hold at least so many bytes. If there are too few, all ranks meet and hosts wait."""
-        if self._held and nbytes <= self._held[-1][0].numel():
-            return
-        _refuse_capture(f"{nbytes:,} bytes of memory that other ranks can read")
-        self._meet()
-        if not self._in_graph:
-            self._held.clear()
-        self._in_graph = False
-        pages = max(1, -(-nbytes // _PAGE))
-        self._held.append(_shared(pages * _PAGE, torch.uint8, self._device, self._group))
+    def open(self, nbytes: int) -> None:
+        """Begin a use of so many bytes. If there are too few, all ranks meet and hosts wait."""
+        capture = self._driver.capture()
+        if self._capture is not None:
+            self._after_exception(capture)
+        if not self._blocks or nbytes > self._blocks[-1].nbytes:
+            self._grow(nbytes)
+        self._blocks[-1].in_graph |= capture != 0
+        self._capture, self._begun, self._writable = capture, False, False
+
+    def close(self) -> None:
+        """End a use: nothing reads this rank's memory after what was issued here."""
+        if self._begun:
+            self._driver.enqueue(self._tell_self, self._driver.current_stream())
+        self._capture = None
 
     def release(self) -> None:
         """Give the memory back, but for what CUDA graphs use. All ranks meet and hosts wait."""
-        self._meet()
-        if not self._in_graph:
-            self._held.clear()
+        self._meet("gives memory back")
+        self._blocks = [block for block in self._blocks if block.in_graph]
 
     def own(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
         """View this rank's memory from byte ``start`` on."""
@@ -92,200 +138,110 @@ class PeerMemory:
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
         """View a rank's memory from byte ``start`` on, a multiple of an element's bytes."""
-        _, handle = self._held[-1]
-        return handle.get_buffer(rank, tuple(shape), dtype, start // dtype.itemsize)
+        return self._blocks[-1].of(rank, tuple(shape), dtype, start)
 
     def acquire(self) -> None:
         """Make the current stream wait until this rank's memory may be written."""
+        assert self._capture is not None, "not open"
         if self._writable:
             return
-        here = torch.cuda.current_stream()
-        capturing = _captures(here)
-        self._in_graph |= capturing
-        if capturing == _captures(self._stream):  # else what was read was not of this graph
-            here.wait_stream(self._stream)
-        _enqueue(self._await_free, here)
-        self._writable = True
+        awaited = self._await_free if self._begun else self._await_all_free
+        self._driver.enqueue(awaited, self._driver.current_stream())
+        self._begun = self._writable = True
 
-    def pull(self, copies: Sequence[Copy]) -> list[torch.cuda.Event]:
+    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
         """Publish what the current stream wrote, and copy what the peers published.
 
-        One event for each of ``copies``, its arrival; they come one after the other. The last one
-        must be waited for.
+        Returns the arrival of each of ``copies``; they come one after the other. The last one must
+        be waited for.
         """
-        here = torch.cuda.current_stream()
         self.acquire()
-        _enqueue(self._tell_ready, here)
+        here = self._driver.current_stream()
+        self._driver.enqueue(self._tell_ready, here)
         self._writable = False
         self._stream.wait_stream(here)
         arrivals = []
-        with torch.cuda.stream(self._stream):
-            _enqueue(self._await_ready, self._stream)
+        with self._driver.on(self._stream):
+            self._driver.enqueue(self._await_ready, self._stream)
             for i, copy in enumerate(copies, start=1):
+                arrivals.append(Arrival(self._driver, self._stream))
                 for peer in self.peers:
-                    out, theirs = copy(peer)
-                    out.copy_(theirs, non_blocking=True)
+                    arrivals[-1].copy(*copy(peer))
                 if i == len(copies):
-                    _enqueue(self._tell_free, self._stream)
-                arrivals.append(self._stream.record_event())
+                    self._driver.enqueue(self._tell_free, self._stream)
+                arrivals[-1].record()
         return arrivals
 
-    def end_read(self) -> None:
-        """Let the next one who acquires this rank's memory wait for what was issued here."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def _after_exception(self, capture: int) -> None:
+        """Make up for a use that was not closed, before the next one."""
+        if capture and capture == self._capture:
+            raise RuntimeError(
+                "an earlier call raised in this capture of a CUDA graph, which must not be "
+                "replayed: end it, and capture anew"
+            )
+        if self._capture == 0:
+            refuse_capture(capture != 0, "putting right what a call left that raised")
+            self._meet("puts right what a call left that raised")
+            self._set_flags()
+        self._capture = None
 
-    def _meet(self) -> None:
-        """Return when all ranks' GPUs have done what was issued before."""
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group, device_ids=[self._device.index])
-        torch.cuda.synchronize(self._device)
+    def _grow(self, nbytes: int) -> None:
+        capturing = self._driver.capture() != 0
+        refuse_capture(capturing, f"{nbytes:,} bytes of memory that other ranks can read")
+        self._meet(f"takes {nbytes:,} bytes")
+        self._blocks = [block for block in self._blocks if block.in_graph]
+        pages = max(1, -(-nbytes // _PAGE))
+        self._blocks.append(self._driver.shared(pages * _PAGE))
 
+    def _meet(self, what: str) -> None:
+        """Return when all ranks have come for the same, and their GPUs have done all before it.
 
-class _Flags(NamedTuple):
-    """Memory operations on the flags [2, P] of each rank, which lie at ``addresses``."""
+        What is in a graph of any rank is so on each, so that all keep the same.
+        """
+        in_graph = sum(block.in_graph << i for i, block in enumerate(self._blocks))
+        said = [
+            word.split("|") for word in self._driver.meet(f"{what} for {self._holds}|{in_graph}")
+        ]
+        if len({what for what, _ in said}) > 1:
+            each = "; ".join(f"rank {rank} {what}" for rank, (what, _) in enumerate(said))
+            raise RuntimeError(f"ranks disagree on what comes next: {each}")
+        for i, block in enumerate(self._blocks):
+            block.in_graph = any(int(mask) >> i & 1 for _, mask in said)
 
-    addresses: list[int]
-    P: int
+    def _set_flags(self) -> None:
+        """Let all be as it is between two uses."""
+        flags = self._flags.of(self.rank, (2, self.P), torch.int32)
+        flags[READY], flags[FREE] = 0, 1
+        self._meet("sets its flags")
 
-    def put(self, rank: int, kind: int, who: int) -> Any:
-        """Put up a flag at ``rank``; what was written before is seen by who sees it."""
-        driver = _driver()
-        op = driver.CUstreamBatchMemOpParams()
-        op.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        op.writeValue.address = self._address(rank, kind, who)
-        op.writeValue.value = 1
-        return op
+    def _flag(self, rank: int, kind: int, who: int) -> int:
+        return self._flags.address(rank) + 4 * (kind * self.P + who)
 
-    def take(self, rank: int, kind: int, who: int) -> list[Any]:
-        """Wait for a flag at ``rank``, and take it down."""
-        driver = _driver()
-        wait = driver.CUstreamBatchMemOpParams()
-        wait.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-        wait.waitValue.address = self._address(rank, kind, who)
-        wait.waitValue.value = 1
-        wait.waitValue.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
-        down = self.put(rank, kind, who)
-        down.writeValue.value = 0
-        return [wait, down]
+    def _take(self, kind: int, ranks: list[int], what: str) -> list[Any]:
+        """Return operations that wait for these ranks' flags here, and take them down."""
+        driver, flags = self._driver, [self._flag(self.rank, kind, rank) for rank in ranks]
+        memory = weakref.ref(self)
 
-    def _address(self, rank: int, kind: int, who: int) -> int:
-        return self.addresses[rank] + 4 * (kind * self.P + who)
+        def describe() -> tuple[str, str]:
+            one = memory()
+            missing = ranks if one is None else one._missing(kind, ranks)
+            return driver.where, f"ranks {sorted(missing)} {what}"
 
+        wait = Wait(driver.host_cells(2), driver.limit_s, describe)
+        watch(wait)
+        self._waits.append(wait)
+        return [
+            driver.put(wait.address(Wait.WAITS), 1),
+            *(driver.wait_for(flag, 1) for flag in flags),
+            *(driver.put(flag, 0) for flag in flags),
+            driver.put(wait.address(Wait.PASSED), 1),
+            driver.put(wait.address(Wait.WAITS), 0),
+        ]
 
-class PeerMemories(NamedTuple):
-    """One for each direction, so that neither waits for what peers still read of the other."""
-
-    hidden: PeerMemory
-    dhidden: PeerMemory
-
-
-_memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories | None]] = {}
-
-
-def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
-    """Return the memories that a group's ranks share, or None if not all can read each other's.
-
-    They can if they are processes of one host over NCCL, each with a GPU of its own that reaches
-    the others', and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. Asked once for a group,
-    which is a collective that hosts wait for.
-    """
-    if device.type != "cuda" or dist.get_world_size(group) == 1:
-        return None
-    key = (group.group_name, device)
-    asked, memories = _memories.get(key, (None, None))
-    if asked is not group:
-        _refuse_capture("the first call of a group under sequence parallelism")
-        memories = None
-        if _all_reach_all(group, device):
-            memories = PeerMemories(PeerMemory(group, device), PeerMemory(group, device))
-        _memories[key] = group, memories
-    return memories
-
-
-def held_bytes() -> int:
-    """Bytes of GPU memory that this process holds for its groups, beside PyTorch's own."""
-    return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
-
-
-def release() -> None:
-    """Give the memory of all groups back. Every rank of each group must do so."""
-    for _, both in _memories.values():
-        for memory in both or ():
-            memory.release()
-
-
-class _Site(NamedTuple):
-    """Where a rank is, and which GPUs that it sees its own one reaches."""
-
-    host: tuple[str, str]
-    gpu: str
-    reaches: dict[str, bool]
-    willing: bool
-
-
-def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
-    if "cuda:nccl" not in dist.get_backend_config(group):
-        return False
-    gpus = [_gpu_name(i) for i in range(torch.cuda.device_count())]
-    others = [i for i in range(len(gpus)) if i != device.index]
-    mine = _Site(
-        host=(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()),
-        gpu=gpus[device.index],
-        reaches={gpus[i]: torch.cuda.can_device_access_peer(device, i) for i in others},
-        willing=os.environ.get("NCCL_P2P_DISABLE", "0") == "0",
-    )
-    sites: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(sites, mine, group=group)
-    return (
-        all(site.willing and site.host == mine.host for site in sites)
-        and len({site.gpu for site in sites}) == len(sites)
-        # Of a GPU that a rank does not see it cannot tell.
-        and all(one.reaches.get(other.gpu, True) for one in sites for other in sites)
-    )
-
-
-def _gpu_name(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _shared(
-    n: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-) -> tuple[Tensor, Any]:
-    """Return n cells of memory that all ranks of the group can read, and the handle to theirs."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    memory = symmetric_memory.empty(n, dtype=dtype, device=device)
-    return memory, symmetric_memory.rendezvous(memory, group)
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ImportError(
-            "sequence parallelism between GPUs of one host needs the package cuda-bindings, which "
-            "PyTorch's CUDA builds bring along: install it in CUDA's version, or set "
-            "NCCL_P2P_DISABLE=1 to use NCCL's collectives alone"
-        ) from error
-    return driver
-
-
-def _enqueue(operations: list[Any], stream: torch.cuda.Stream) -> None:
-    """Let a stream do these operations in their order."""
-    (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
-    if error:
-        raise RuntimeError(f"the CUDA driver refused memory operations in a stream: {error.name}")
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_capture(what: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what}: cannot be set up while a CUDA graph is captured; "
-            "run the same call once before the capture"
-        )
+    def _missing(self, kind: int, ranks: list[int]) -> list[int]:
+        """Return whose flags are still awaited, for a last message: all ranks' if unknown."""
+        flags = self._flags.of(self.rank, (2 * self.P,), torch.int32)
+        if self._driver.peek(flags, self._peeked):
+            up = self._peeked.view(2, self.P)[kind].tolist()
+            return [rank for rank in ranks if not up[rank]]
+        return ranks

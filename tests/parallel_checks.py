@@ -20,7 +20,7 @@ from flce_dist import (
     check_ranks,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
-    peer_memory,
+    peer_groups,
 )
 from flce_dist.options import Impl
 from flce_dist.plan import Plan, plan
@@ -206,9 +206,9 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 def without_peer_copies(ranks: Ranks) -> Iterator[str]:
     """The same over collectives alone, as between hosts; and that it is not so by default."""
-    if peer_memory.of_group(ranks.group, ranks.device) is None:
+    if peer_groups.of_group(ranks.group, ranks.device) is None:
         yield "ranks on GPUs of one host do not copy from each other"
-    with mock.patch.object(peer_memory, "of_group", lambda group, device: None):
+    with mock.patch.object(peer_groups, "of_group", lambda group, device: None):
         yield from gradients_against_fp64(ranks)
 
 

@@ -1,89 +1,198 @@
-"""Peer memory between the threads of one process: what ``peer_copies`` does, without GPUs.
+"""CUDA between the threads of one process, so that the real PeerMemory runs without GPUs.
 
-Ranks meet where GPUs raise flags. What a rank may not write yet, or has not written, is noticed.
+The current stream does at once what it is given. Others do it as late as they may: a copy is done
+when its event is waited for, or the current stream waits for a flag that other ranks raise only
+after such copies, and until then its destination holds NaN. Flags are int32 in the
+memory of the process. Orders of streams, graphs and failures are explored in test_peer_memory.py.
 """
 
+import ctypes
+import functools
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_dist import peer_memory
-from flce_dist.peer_memory import Copy, PeerMemories, PeerMemory
+from flce_dist import peer_groups
+from flce_dist.peer_groups import PeerMemories
+from flce_dist.peer_memory import PeerMemory
 
 PATIENCE = 60.0  # seconds
 
 
 class Meeting:
-    """What the ranks of one group have in common."""
+    """What the ranks of one memory have in common."""
 
     def __init__(self, P: int) -> None:
         self.barrier = threading.Barrier(P, timeout=PATIENCE)
-        self.memories: dict[int, Tensor] = {}
-        self.pulls = 0  # of rank 0
+        self.changed = threading.Condition(threading.RLock())
+        self.said: dict[int, Any] = {}
+        self.late: list[Late] = []
+        self.copies = 0
+
+    def exchange(self, rank: int, mine: Any) -> list[Any]:
+        self.said[rank] = mine
+        self.barrier.wait()
+        said = [self.said[rank] for rank in sorted(self.said)]
+        self.barrier.wait()
+        return said
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(reached, PATIENCE), "waited in vain for another rank"
+
+
+class SharedBlock:
+    """Every rank's bytes, which read as NaN at first."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.nbytes, self.in_graph, self._parts = parts[0].numel(), False, parts
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        assert end <= self.nbytes, "beyond what was reserved"
+        return self._parts[rank][start:end].view(dtype).view(shape)
+
+    def address(self, rank: int) -> int:
+        return self._parts[rank].data_ptr()
+
+
+class Operation(NamedTuple):
+    """Of a stream, which begins when it is ``ready``."""
+
+    run: Callable[[], Any]
+    ready: Callable[[], bool] = lambda: True
+
+
+class Now:
+    """The current stream of a rank."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def do(self, operation: Operation) -> None:
+        if not operation.ready():
+            # Other ranks may raise the flag only after copies, for which nobody waits yet.
+            self._meeting.wait_until(lambda: self._goes_on(operation))
+        with self._meeting.changed:
+            operation.run()
+            self._meeting.changed.notify_all()
+
+    def _goes_on(self, operation: Operation) -> bool:
+        for stream in self._meeting.late:
+            stream.advance(math.inf)
+        return operation.ready()
 
 
 class Late:
-    """What was copied is there when it is waited for, and NaN before."""
+    """Another stream."""
 
-    def __init__(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        self.copies = copies
-        for out, _ in copies:
-            out.fill_(torch.nan)
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._pending, self._done = meeting, list[Operation](), 0
+        meeting.late.append(self)
+
+    def wait_stream(self, other: Now) -> None:
+        """All that the current stream was given is done."""
+
+    def do(self, operation: Operation) -> None:
+        self._pending.append(operation)
+
+    def record_event(self) -> "Event":
+        return Event(self._meeting, self, self._done + len(self._pending))
+
+    def advance(self, to: float) -> bool:
+        """Do operations as far as ``to``, and return whether they are done."""
+        with self._meeting.changed:
+            while self._done < to and self._pending and self._pending[0].ready():
+                self._pending.pop(0).run()
+                self._done += 1
+                self._meeting.changed.notify_all()
+            return self._done >= to
+
+
+class Event(NamedTuple):
+    meeting: Meeting
+    stream: Late
+    at: int
 
     def wait(self) -> None:
-        for out, copy in self.copies:
-            out.copy_(copy)
-        self.copies = []
+        self.meeting.wait_until(lambda: self.stream.advance(self.at))
 
 
-class SimulatedMemory(PeerMemory):
-    """One thread's view of the memories of all ranks."""
+class Deferred(TorchDispatchMode):
+    """Copies are left to a stream."""
+
+    def __init__(self, stream: Late, meeting: Meeting) -> None:
+        super().__init__()
+        self._stream, self._meeting = stream, meeting
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is not torch.ops.aten.copy_.default:
+            return op(*args, **(kwargs or {}))
+        out, theirs = args[:2]
+        assert out.is_contiguous() and theirs.is_contiguous()
+        assert out.shape == theirs.shape and out.dtype == theirs.dtype
+        out.fill_(torch.nan)
+        self._meeting.copies += 1
+        self._stream.do(Operation(lambda: out.copy_(theirs)))
+        return out
+
+
+class ThreadDriver:
+    """``PeerDriver`` of a rank that is a thread."""
 
     def __init__(self, meeting: Meeting, rank: int, P: int) -> None:
-        self.P, self.rank, self._meeting = P, rank, meeting
-        self.peers = [(rank + i) % P for i in range(1, P)]
-        self._writable = False
+        self.rank, self.P, self.where, self.limit_s = rank, P, f"rank {rank}", math.inf
+        self._meeting, self._now = meeting, Now(meeting)
+        self._cells: list[Tensor] = []
 
-    def reserve(self, nbytes: int) -> None:
-        mine = self._meeting.memories.get(self.rank)
-        if mine is not None and nbytes <= mine.numel():
-            return
-        self._meeting.barrier.wait()
-        self._meeting.memories[self.rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN
-        self._meeting.barrier.wait()
+    def current_stream(self) -> Now:
+        return self._now
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        memory = self._meeting.memories[rank]
-        assert end <= memory.numel(), "beyond what was reserved"
-        return memory[start:end].view(dtype).view(*shape)
+    def side_stream(self) -> Late:
+        return Late(self._meeting)
 
-    def acquire(self) -> None:
-        self._writable = True
+    def on(self, stream: Late) -> Any:
+        return Deferred(stream, self._meeting)
 
-    def pull(self, copies: Sequence[Copy]) -> list[Any]:
-        assert self._writable, "published what may not have been written"
-        self._writable = False
-        self._meeting.pulls += self.rank == 0
-        self._meeting.barrier.wait()
-        arrivals: list[Late] = []
-        for copy in copies:
-            pairs = [copy(peer) for peer in self.peers]
-            for out, theirs in pairs:
-                assert out.is_contiguous() and theirs.is_contiguous()
-                assert out.shape == theirs.shape and out.dtype == theirs.dtype
-            arrivals.append(Late([(out, theirs.clone()) for out, theirs in pairs]))
-        self._meeting.barrier.wait()
-        return arrivals
+    def capture(self) -> int:
+        return 0
 
-    def end_read(self) -> None:
-        pass
+    def keep(self, x: Tensor, stream: Late) -> None:
+        """Python keeps it."""
+
+    def shared(self, nbytes: int) -> SharedBlock:
+        mine = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        return SharedBlock(self._meeting.exchange(self.rank, mine))
+
+    def host_cells(self, n: int) -> Tensor:
+        self._cells.append(torch.zeros(n, dtype=torch.int32))
+        return self._cells[-1]
+
+    def put(self, address: int, value: int) -> Operation:
+        return Operation(functools.partial(setattr, _flag(address), "value", value))
+
+    def wait_for(self, address: int, value: int) -> Operation:
+        flag = _flag(address)
+        return Operation(lambda: None, ready=lambda: flag.value == value)
+
+    def enqueue(self, operations: list[Operation], stream: Now | Late) -> None:
+        for operation in operations:
+            stream.do(operation)
+
+    def meet(self, word: str) -> list[str]:
+        return self._meeting.exchange(self.rank, word)
+
+
+def _flag(address: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(address)
 
 
 @contextmanager
@@ -97,12 +206,14 @@ def simulated_peers() -> Iterator[dict[str, Meeting]]:
         P, rank, name = group.size(), group.rank(), group.group_name
         if P == 1:
             return None
-        with one:
-            if (name, rank) not in memories:
+        if (name, rank) not in memories:
+            with one:
                 both = [meetings.setdefault(f"{name}/{i}", Meeting(P)) for i in range(2)]
-                memories[name, rank] = PeerMemories(*(SimulatedMemory(m, rank, P) for m in both))
-            return memories[name, rank]
+            drivers: list[Any] = [ThreadDriver(meeting, rank, P) for meeting in both]
+            hidden, dhidden = (PeerMemory(driver, "tokens") for driver in drivers)
+            memories[name, rank] = PeerMemories(hidden, dhidden)
+        return memories[name, rank]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "of_group", of_group)
+        patch.setattr(peer_groups, "of_group", of_group)
         yield meetings

@@ -68,14 +68,17 @@ TABLE = {
     "vocab": LEAF,
     "token_order": Rule(),
     "collectives": Rule(ours=ours("token_order")),
-    "peer_memory": Rule(lazily=frozenset({"cuda"})),
+    "peer_driver": Rule(lazily=frozenset({"cuda"})),
+    "peer_watch": Rule(),
+    "peer_memory": Rule(ours=ours("peer_driver", "peer_watch")),
+    "peer_groups": Rule(ours=ours("peer_driver", "peer_memory")),
     "peer_copies": Rule(ours=ours("collectives", "peer_memory", "token_order")),
-    "memory": Rule(ours=ours("peer_memory")),
+    "memory": Rule(ours=ours("peer_groups")),
     "dtensor": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "call": Rule(
-        ours=LEAVES | ours("kernels", "collectives", "peer_copies", "peer_memory", "token_order")
+        ours=LEAVES | ours("kernels", "collectives", "peer_copies", "peer_groups", "token_order")
     ),
     "steps": Rule(ours=LEAVES | ours("kernels", "collectives", "call")),
     "dlogits": Rule(ours=LEAVES | ours("kernels", "call", "collectives")),
