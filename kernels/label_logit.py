@@ -30,7 +30,8 @@ def _label_logit_kernel(
         weight_ptr += column.to(tl.int64) * stride_weight_v
         acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
         for start_h in range(0, H, BLOCK_H):
-            offs_h = start_h + tl.arange(0, BLOCK_H)
+            # H * V passes 2**31 at 8k x 262k: the stride along H of a column-major weight is V.
+            offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)
             mask_h = offs_h < H
             h = tl.load(hidden_ptr + offs_h * stride_hidden_h, mask=mask_h, other=0.0)
             w = tl.load(weight_ptr + offs_h * stride_weight_h, mask=mask_h, other=0.0)

@@ -65,8 +65,9 @@ def load_tile(
     if TMA:
         return src.load([row, col])
     else:
-        offs_row = row + tl.arange(0, BLOCK_ROW).to(tl.int64)  # V * H passes 2**31 at 262k x 8k
-        offs_col = col + tl.arange(0, BLOCK_COL)
+        # V * H passes 2**31 at 262k x 8k, along columns where these have the long stride.
+        offs_row = row + tl.arange(0, BLOCK_ROW).to(tl.int64)
+        offs_col = col + tl.arange(0, BLOCK_COL).to(tl.int64)
         return tl.load(
             src + offs_row[:, None] * stride_row + offs_col[None, :] * stride_col,
             mask=(offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols),

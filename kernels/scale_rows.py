@@ -15,7 +15,7 @@ def _scale_rows_kernel(
     HAS_SCALE: tl.constexpr, HAS_PLUS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)  # column-major, too
     counted = tl.load(labels_ptr + t) != ignore_index
     mask_n = offs_n < N
     x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_n & counted, other=0.0)

@@ -34,7 +34,8 @@ def _row_gradient_kernel(
     others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
     dloss = tl.full((BLOCK_T,), logit_scale, tl.float32)
     if HAS_DLOSS:
-        dloss *= tl.load(dloss_ptr + offs_t * stride_dloss, mask=mask, other=0.0).to(tl.float32)
+        cells = offs_t.to(tl.int64) * stride_dloss  # a column of [T, V] passes 2**31 at 16k x 128k
+        dloss *= tl.load(dloss_ptr + cells, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
         dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     if HAS_NORM:

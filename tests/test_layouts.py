@@ -1,5 +1,6 @@
 """Operands that are not contiguous: right, not silently wrong."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
+from tests.invariant_problem import interpreted
 from tests.oracle import (
     Upstream,
     compare,
@@ -145,3 +147,42 @@ def test_column_major_hidden_that_is_frozen(impl, schedule):
     F.cross_entropy(inputs.hidden.detach().double() @ truth.T, inputs.labels).backward()
     assert weight.grad is not None and truth.grad is not None
     assert relative_rms(weight.grad.cpu(), truth.grad) < 3e-6
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """``x`` again, its last dimension spread over more than 2**31 elements of untouched memory.
+
+    An offset that wraps would lie as far below the first element: that is mapped, too, and zero.
+    """
+    stride = (1 << 31) // (x.shape[-1] - 1) + 1
+    size = (1 << 31) + stride * (x.shape[-1] - 1) + len(x)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, named by Python 3.13
+    memory = torch.frombuffer(mmap.mmap(-1, x.itemsize * size, flags=flags), dtype=x.dtype)
+    strides = (1, stride)[-x.dim() :]
+    return x.new_empty(0).set_(memory.untyped_storage(), 1 << 31, x.shape, strides).copy_(x)
+
+
+class FarApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return far_apart(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@interpreted
+@each_schedule
+def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
+    """Column-major matrices as large as that; and an upstream gradient per token, strided."""
+    inputs, upstream, options = make_inputs(33, 70, 4, torch.bfloat16), Upstream(), {}
+    if schedule != "in_forward":
+        upstream, options = Upstream(far_apart(torch.randn(33))), {"reduction": "none"}
+
+    def call(hidden, weight, labels, **kwargs):
+        hidden, weight = FarApart.apply(hidden), FarApart.apply(weight)
+        return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
+
+    results = run(call, inputs, upstream, impl="triton", schedule=schedule, **options)
+    compare(results, inputs, upstream, **options)
