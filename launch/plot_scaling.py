@@ -73,12 +73,12 @@ def scaling(records: list[Record]) -> Figure | None:
     problems = {problem: runs for problem, runs in problems.items() if FLOOR in runs}
     if not problems:
         return None
-    heights = [0.7 + 0.36 * len(runs) for runs in problems.values()]
+    counts = sorted({P for runs in problems.values() for over in runs.values() for P in over})
+    heights = [0.7 + (0.1 + 0.14 * len(counts)) * len(runs) for runs in problems.values()]
     figure = Figure(figsize=(11.0, 1.2 + sum(heights)), layout="constrained")
     panels = figure.subplots(
         len(problems), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights
     )
-    counts = sorted({P for runs in problems.values() for over in runs.values() for P in over})
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
         _draw(times, memory, dict(sorted(runs.items(), key=_floor_first)), counts)

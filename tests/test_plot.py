@@ -269,7 +269,8 @@ def test_scaling_shows_time_and_memory_against_ranks() -> None:
         markers = [line for line in axes.lines if line.get_marker() != "None"]
         places = np.concatenate([axes.transData.transform(line.get_xydata()) for line in markers])
         gaps = np.linalg.norm(places[:, None] - places, axis=-1) + 1e9 * np.eye(len(places))
-        assert gaps.min() > markers[0].get_markersize() * figure.dpi / 72, "one covers another"
+        largest = 2**0.5 * markers[0].get_markersize() * figure.dpi / 72  # a diamond
+        assert gaps.min() > largest, "one covers another"
 
 
 def test_scaling_needs_several_numbers_of_ranks() -> None:
