@@ -44,32 +44,25 @@ from flce_dist.launch.bench_peers import PEERS, close_peers, forget_compiled
 from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
 from flce_dist.launch.bench_profile import Profile, describe
 from flce_dist.launch.bench_report import Record, make_records, table
+from flce_dist.launch.program import run_program
 from flce_dist.launch.verify import start
 from flce_dist.launch.yaml_config import ConfigError
 
 
 def main(args: list[str] | None = None) -> int:
-    """Return 0 if the benchmark ran to its end, whatever single runs did; 2 if it could not."""
+    """Return 0 if the benchmark ran to its end, whatever single runs did."""
     rank = int(os.environ.get("RANK", "0"))
+    config = load_config(
+        sys.argv[1:] if args is None else args,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        show_errors=rank == 0,
+    )
+    device, tp_group = start(_device_type(config))
+    console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     try:
-        config = load_config(
-            sys.argv[1:] if args is None else args,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            show_errors=rank == 0,
-        )
-        device, tp_group = start(_device_type(config))
-        console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
-        try:
-            _bench(config, device, tp_group, console)
-        finally:
-            close_peers(tp_group)
-    except ConfigError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            # torchrun ends all at the first exit, which must be the one that explains.
-            time.sleep(5)
-        return 2
+        _bench(config, device, tp_group, console)
+    finally:
+        close_peers(tp_group)
     return 0
 
 
@@ -213,7 +206,4 @@ def _peer_versions() -> dict[str, str | None]:
 
 
 if __name__ == "__main__":
-    status = main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(status)
+    run_program(main)

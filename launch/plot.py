@@ -9,7 +9,6 @@ grid, one commit and one kind of GPU on different numbers of ranks together give
 ``<first name>-scaling.png``.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from flce_dist.launch.bench_files import read_profiles, read_results
 from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
 from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot_scaling import ResultFile, one_grid, scaling
+from flce_dist.launch.program import run_program
 from flce_dist.launch.yaml_config import ConfigError
 
 FIGURES = {"latency": latency, "memory": memory, "dial": dial, "forward": forward_grid}
@@ -38,16 +38,12 @@ class Settings:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Return 0 if every file could be read, else 2."""
+    """Return 0 if every file could be read."""
     settings = tyro.cli(Settings, args=args, description=__doc__)
-    try:
-        if not settings.results:
-            raise ConfigError("results must name at least one file, got none")
-        for path in draw(list(settings.results), settings.out):
-            print(path)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not settings.results:
+        raise ConfigError("results must name at least one file, got none")
+    for path in draw(list(settings.results), settings.out):
+        print(path)
     return 0
 
 
@@ -92,4 +88,4 @@ def _with_ranks(shape: str, about: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -10,37 +10,21 @@ This module reads the command line and torchrun's environment; ``train_run`` has
 
 import os
 import sys
-import time
 import warnings
 
 import torch
 import torch.distributed as dist
 
+from flce_dist.launch.program import run_program
 from flce_dist.launch.train_config import RunConfig, load_config
 from flce_dist.launch.yaml_config import ConfigError
 
 
-def main() -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        _main(rank)
-    except (ConfigError, SystemExit) as error:
-        if rank != 0:
-            # Every rank finds the same error. torchrun ends all at the first exit, and the one
-            # that explains must be the first.
-            time.sleep(30)
-        if isinstance(error, SystemExit):
-            raise
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
-def _main(rank: int) -> None:
+def main() -> int:
     config = load_config(
         sys.argv[1:],
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        show_errors=rank == 0,
+        show_errors=os.environ.get("RANK", "0") == "0",
     )
     if "RANK" not in os.environ:
         raise ConfigError(
@@ -64,7 +48,7 @@ def _main(rank: int) -> None:
     else:
         dist.init_process_group("gloo")
     run(config, corpus, device)
-    dist.destroy_process_group()
+    return 0
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -86,4 +70,4 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

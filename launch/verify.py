@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flce_dist.launch.about import about
+from flce_dist.launch.program import run_program
 from flce_dist.launch.verify_cases import (
     Shape,
     cases,
@@ -60,7 +61,8 @@ class Settings:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Return 0 if every rank met every budget, else 1."""
-    settings = tyro.cli(Settings, args=args, description=__doc__)
+    show_errors = os.environ.get("RANK", "0") == "0"
+    settings = tyro.cli(Settings, args=args, description=__doc__, console_outputs=show_errors)
     started = time.monotonic()
     device, tp_group = start(settings.device)
     rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
@@ -147,7 +149,4 @@ def _fits(shape: Shape, device: torch.device, tp_group: dist.ProcessGroup | None
 
 
 if __name__ == "__main__":
-    status = main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(status)
+    run_program(main)

@@ -9,10 +9,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from flce_dist.launch.program import RunError
+
 Schema = TypeVar("Schema")
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError):
     """Something the user can put right in a configuration or in how the program was started."""
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("tyro")
 from flce_dist.launch import bench, bench_files
 from flce_dist.launch.bench_files import write_results
 from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, records, run
 
 
@@ -43,19 +44,18 @@ def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeyp
     assert records(tmp_path)[: len(first)] == first
     assert {record.T for record in records(tmp_path)} == {24, 12}
 
-    assert run(tmp_path, EAGER, "--rounds", "3") == 2
-    error = capsys.readouterr().err
-    assert "config.rounds is 2 there and 3 here" in error and "--fresh" in error
+    with pytest.raises(ConfigError, match=r"config\.rounds is 2 there and 3 here.*--fresh"):
+        run(tmp_path, EAGER, "--rounds", "3")
     assert run(tmp_path, EAGER, "--rounds", "3", "--fresh") == 0
     assert measured[3:] == [24, 12]
 
 
-def test_results_of_another_commit_are_not_mixed(tmp_path, monkeypatch, capsys):
+def test_results_of_another_commit_are_not_mixed(tmp_path, monkeypatch):
     assert run(tmp_path) == 0
     about = bench.about
     monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
-    assert run(tmp_path) == 2
-    assert "commit is " in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="commit is "):
+        run(tmp_path)
 
 
 def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -76,10 +76,10 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])
-def test_something_else_is_not_overwritten(tmp_path, capsys, text):
+def test_something_else_is_not_overwritten(tmp_path, text):
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "found.v1.json"
     path.write_text(text)
-    assert run(tmp_path) == 2
-    assert "must be a result file of the benchmark" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="must be a result file of the benchmark"):
+        run(tmp_path)
     assert path.read_text() == text
