@@ -7,7 +7,7 @@ that failed says so in its place, and what was not installed is named below.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -100,14 +100,14 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
     """Draw one shape's ``curve``, time over three products by budget in MiB."""
     budgets = sorted(curve)
     axes.plot(budgets, [curve[x] for x in budgets], "o-", color=OUR_COLOR)
-    _above(axes, "auto", budgets[0], curve[budgets[0]])
+    _above(axes, "auto", budgets[0], curve[budgets[0]], "left")
     # The ends have no budget; their places are one step outside those of auto.
     places = {"recompute": (budgets[0] / 2, budgets[0]), "cached": (budgets[-1] * 2, budgets[-1])}
     for schedule, value in ends.items():
         place, nearest = places[schedule]
         axes.plot((place, nearest), (value, curve[nearest]), "--", color=OUR_COLOR, linewidth=0.8)
         axes.plot(place, value, "s", color=OUR_COLOR)
-        _above(axes, schedule, place, value)
+        _above(axes, schedule, place, value, "right" if place < nearest else "left")
     mark_products(axes.axhline)
     right = axes.get_yaxis_transform()
     for products, text in (
@@ -121,7 +121,7 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
     values = [*curve.values(), *ends.values()]
     axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
     axes.set_xscale("log", base=2)
-    axes.set_xlim(budgets[0] / 3, budgets[-1] * 3)
+    axes.set_xlim(budgets[0] / 4, budgets[-1] * 4)
     axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
     axes.minorticks_off()
     axes.tick_params(labelsize=8)
@@ -130,10 +130,13 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _above(axes: Axes, text: str, x: float, y: float) -> None:
+def _above(axes: Axes, text: str, x: float, y: float, side: Literal["left", "right"]) -> None:
+    """Write above a point, with the text's left or right end over it: no line goes there."""
+    at = (4 if side == "right" else -4, 7)
     axes.annotate(
-        text, (x, y), (0, 8), textcoords="offset points", ha="center", color=OUR_COLOR, fontsize=9
-    )
+        text, (x, y), at, textcoords="offset points", ha=side, color=OUR_COLOR, fontsize=9,
+        bbox=ON_LINES,
+    )  # fmt: skip
 
 
 def forward_grid(records: list[Record]) -> Figure | None:

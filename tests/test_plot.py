@@ -77,7 +77,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 
 def assert_readable(figure: Figure | None) -> None:
-    """Every text lies within the figure, and none over another."""
+    """All texts lie within the figure, none over another; lines pass behind only, none of data."""
     figure = drawn(figure)
     figure.draw_without_rendering()
     outside: set[Text] = set()  # labels of ticks beyond an axis's limits are not drawn
@@ -97,6 +97,13 @@ def assert_readable(figure: Figure | None) -> None:
     for (a, box), (b, other) in itertools.combinations(boxes.items(), 2):
         common = Bbox.intersection(box, other)
         assert common is None or min(common.size) < 0.5, f"{a} over {b}"
+    for axes in figure.axes:
+        lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+        for text, line in itertools.product(axes.texts, lines):
+            path = line.get_transform().transform_path(line.get_path())
+            behind = line.get_color() == "black" and text.get_bbox_patch() is not None
+            crossed = path.intersects_bbox(text.get_window_extent(), filled=False)
+            assert behind or not crossed, f"a line through {text.get_text()!r}"
 
 
 def texts(figure: Figure | None, panel: int = 0) -> list[str]:
