@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flce_dist import checks, library
 from flce_dist.autograd import function_of
+from flce_dist.dtensor import localized
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 
@@ -108,6 +109,14 @@ def linear_cross_entropy(
         own for its share and for its own tokens, so that different ones give the gradient of no
         one function.
 
+        Loss and metrics are plain tensors, also of DTensors. Operands may be DTensors: weight and
+        bias with Shard(0) over ``tp_group`` (uneven and empty shards too; ``vocab_range`` is then
+        not passed) or, without a group, Replicate; hidden with Replicate or, under
+        ``sequence_parallel``, Shard(0) over ``tp_group``; labels and token_weight with Replicate.
+        Gradients have their operand's mesh and placements; dhidden is Partial with
+        ``reduce_dhidden=False``. Over mesh dimensions other than the group's, DTensors must be
+        replicated and plain tensors the same: no gradient is summed over these.
+
     Raises:
         ValueError: an argument is wrong; NotImplementedError: a combination is not supported.
 
@@ -189,7 +198,7 @@ def linear_cross_entropy_with_metrics(
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
-    arguments = in_autocast_dtype(arguments)
+    arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
         return library.apply(arguments, needs)

@@ -1,10 +1,154 @@
-"""DTensors: what a rank holds of one, and the whole of which a rank's rows are a part."""
+"""DTensors: those that a caller passes, and those that a state dict is made of.
+
+The op and its collectives know plain tensors alone: a DTensor is replaced by what this rank holds
+of it, where that is what the op takes from this rank, and refused by name elsewhere. DTensor's own
+``to_local`` gives gradients the mesh and the placements of their operand.
+"""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from flce_dist import checks, collectives
+from flce_dist.options import LossOptions
+from flce_dist.prepare import Arguments
+from flce_dist.vocab import vocab_range
+
+_OF_ROWS = (
+    "ranks that share its rows, such as those of weight.device_mesh.get_group(), are passed as "
+    "tp_group; FSDP2 gathers a parameter for its module's forward alone"
+)
+
+
+def localized(arguments: Arguments) -> Arguments:
+    """Return a caller's arguments with what this rank holds of each DTensor, if it will do.
+
+    Every rank of ``tp_group`` comes to the same verdict: it reads global shapes and placements.
+    """
+    if not any(isinstance(x, DTensor | AsyncCollectiveTensor) for x in arguments[:5]):
+        return arguments
+    options, tp_group = checks.check_options(arguments.options), arguments.tp_group
+    checks.check_group(tp_group, options.sequence_parallel)
+    hidden, weight, labels, bias, token_weight = arguments[:5]
+    tokens = Shard(0) if options.sequence_parallel else Replicate()
+    rows = Replicate() if tp_group is None else Shard(0)
+    # A sum over ranks that the caller does himself is, of a DTensor, one that DTensor does.
+    dhidden = None if options.reduce_dhidden else Partial()
+    of_tokens = f"sequence_parallel is {options.sequence_parallel}"
+    return Arguments(
+        _local("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
+        _local("weight", weight, rows, tp_group, _OF_ROWS),
+        _local("labels", labels, Replicate(), tp_group),
+        _local("bias", bias, rows, tp_group, _OF_ROWS),
+        _local("token_weight", token_weight, Replicate(), tp_group),
+        options if tp_group is None else _checked_wholes(options, hidden, weight, bias, tp_group),
+        tp_group,
+    )
+
+
+def _checked_wholes(
+    options: LossOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp_group: dist.ProcessGroup,
+) -> LossOptions:
+    """Check global sizes, which only some ranks' parts would show to be wrong.
+
+    Return options that say which rows of a DTensor's weight are here: shards may be uneven.
+    """
+    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[0] % P:
+        raise ValueError(
+            f"hidden must have a multiple of {P} in its first dimension under "
+            f"sequence_parallel=True, got {tuple(hidden.shape)}"
+        )
+    if not isinstance(weight, DTensor):
+        return options
+    V, vocab_size = weight.shape[0], options.vocab_size
+    if isinstance(bias, DTensor) and bias.shape[0] != V:
+        raise ValueError(f"bias must be [V] with V = {V} from weight, got {tuple(bias.shape)}")
+    if options.vocab_range is not None:
+        raise ValueError(
+            "vocab_range must be None for a weight that is a DTensor, whose placement says it, "
+            f"got {options.vocab_range}"
+        )
+    if vocab_size is not None and vocab_size > V:
+        raise ValueError(f"vocab_size must be within [1, {V}] from weight, got {vocab_size}")
+    return replace(options, vocab_size=vocab_size or V, vocab_range=vocab_range(V, rank, P))
+
+
+def _local(
+    name: str,
+    x: Any,
+    expected: Placement,
+    tp_group: dist.ProcessGroup | None,
+    hint: str = "",
+    gradient: Placement | None = None,
+) -> Any:
+    """Return what this rank holds of ``x``; raise unless it lies as ``expected`` over the group.
+
+    Over other dimensions of its mesh it must be the same on all ranks. ``gradient`` is how its
+    gradient lies over the group, None for the same way.
+    """
+    if isinstance(x, DTensor):
+        mesh, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+        lies = dim is not None or expected.is_replicate() or collectives.group_size(tp_group) == 1
+        for d, has in enumerate(x.placements):
+            want = expected if d == dim else Replicate()
+            lies &= mesh.size(d) == 1 or (type(has) is type(want) and has == want)
+        if not lies or mesh.get_coordinate() is None:
+            where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
+            raise ValueError(
+                f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
+                f"replicated over all else, got {x.placements} on {mesh}"
+                + (f"; {hint}" if hint else "")
+            )
+        gradients = [Replicate() if has.is_partial() else has for has in x.placements]
+        if gradient is not None and dim is not None:
+            gradients[dim] = gradient
+        x = x.to_local(grad_placements=gradients)
+    return _Waited.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
+
+
+def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
+    """Return which dimension of ``mesh`` has the ranks of ``tp_group``, in their order."""
+    place = mesh.get_coordinate()
+    if tp_group is None or place is None:
+        return None
+    for d in range(mesh.ndim):
+        if _ranks(mesh.get_group(d)) == _ranks(tp_group) and place[d] == dist.get_rank(tp_group):
+            return d
+    return None
+
+
+def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(tp_group)
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a collective in flight, which has no memory of its own to launch a kernel on.
+
+    The current stream waits for it.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx
+
+
+# --- state dicts
 
 
 def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -28,7 +172,7 @@ def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
     taken to be as regular as one of ``init_device_mesh``: the same on each rank of the group, but
     for an offset.
     """
-    ranks = torch.tensor(dist.get_process_group_ranks(tp_group), device="cpu")
+    ranks = torch.tensor(_ranks(tp_group), device="cpu")
     placements: list[Placement] = [Shard(0)]  # runs of ceil(rows / P), the last short or empty
     local, _ = local_part(x)
     if isinstance(x, DTensor):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import checks, collectives
+from flce_dist.dtensor import localized
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 
@@ -103,7 +104,7 @@ def check_ranks(
 
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return what the other ranks must know of this one's call; raise if it would."""
-    arguments = in_autocast_dtype(arguments)
+    arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     call, *_, labels, token_weight = prepare(arguments, needs)
     labels, shard = labels.cpu(), call.shard

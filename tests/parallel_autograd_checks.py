@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy
@@ -165,3 +167,30 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
             )
             yield from differing(schedule, sp, mine, plain)
     torch._dynamo.reset()
+
+
+def with_dtensors(ranks: Ranks) -> Iterator[str]:
+    """The same bits, also as gradients that arrive through DTensors of these operands."""
+    one = problem(ranks.device, V_all=problem(ranks.device).V_all - 61)
+    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
+
+    def as_dtensors(
+        hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
+    ) -> Tensor:
+        del options["vocab_range"]
+        tokens = Shard(0) if options["sequence_parallel"] else Replicate()
+        rows = [
+            DTensor.from_local(
+                x, mesh, [Shard(0)], shape=torch.Size((one.n_rows, *x.shape[1:])), stride=x.stride()
+            )
+            for x in (weight, bias)
+        ]
+        hidden = DTensor.from_local(hidden, mesh, [tokens])
+        labels = DTensor.from_local(labels, mesh, [Replicate()])
+        return linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
+
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            expected = step(ranks, one, sequence_parallel=sp, **options)
+            mine = step(ranks, one, sequence_parallel=sp, call=as_dtensors, **options)
+            yield from differing(way, sp, mine, expected)

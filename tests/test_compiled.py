@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import RankPool, relative_rms
 
@@ -133,7 +136,9 @@ def test_opcheck(schedule, reduction, with_metrics, dtype):
     opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
-def sharded_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool) -> list[Tensor]:
+def sharded_step(
+    group: dist.ProcessGroup, sequence_parallel: bool, as_dtensors: bool, compiled: bool
+) -> list[Tensor]:
     torch._dynamo.reset()
     hidden, weight, _, labels = inputs(8)
     hidden, labels = hidden[0].detach(), labels[0]
@@ -142,6 +147,10 @@ def sharded_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bo
         hidden = hidden.chunk(2)[rank]
     hidden = hidden.clone().requires_grad_()
     shard = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    if as_dtensors:
+        mesh, split = DeviceMesh.from_group(group, "cpu"), Shard(0)
+        hidden = DTensor.from_local(hidden, mesh, [split if sequence_parallel else Replicate()])
+        shard = DTensor.from_local(shard, mesh, [split])
 
     def step(hidden, shard):
         return linear_cross_entropy(
@@ -150,7 +159,8 @@ def sharded_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bo
 
     run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
     loss = run(hidden, shard)
-    return [loss.detach(), *torch.autograd.grad(loss, (hidden, shard))]
+    gradients = torch.autograd.grad(loss, (hidden, shard))
+    return [loss.detach(), *(local_part(gradient)[0] for gradient in gradients)]
 
 
 def rankless_step(group: dist.ProcessGroup, schedule: Any, compiled: bool) -> list[Tensor]:
@@ -182,9 +192,9 @@ def compare_on_two_ranks() -> None:
             plain = ranks.run(rankless_step, schedule, False)
             for ours, expected in zip(compiled, plain, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-        for sequence_parallel in (False, True):
-            compiled = ranks.run(sharded_step, sequence_parallel, True)
-            plain = ranks.run(sharded_step, sequence_parallel, False)
+        for sequence_parallel, as_dtensors in itertools.product((False, True), repeat=2):
+            compiled = ranks.run(sharded_step, sequence_parallel, as_dtensors, True)
+            plain = ranks.run(sharded_step, sequence_parallel, False, False)
             for ours, expected in zip(compiled, plain, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
-from flce_dist.testing import relative_rms
+from flce_dist.testing import relative_rms, run_ranks
 from tests.oracle import METRICS, Inputs, Upstream, make_inputs, run
 from tests.problems import assert_same, each_schedule
 from tests.test_gpu_oracle import (
@@ -183,6 +186,29 @@ def test_tensors_on_another_device_than_the_current_one(compiled, schedule):
     with torch.cuda.device(0):
         assert_same(step(), expected)
         assert torch.cuda.current_device() == 0
+
+
+# --- DTensors
+
+
+@each_device
+@each_schedule
+def test_dtensors_over_one_rank(schedule, device):
+    """The same bits, gathers and sums of one rank among them."""
+    inputs = problem(device)
+
+    def rank(group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
+        mesh = DeviceMesh.from_group(group, device)
+
+        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
+            hidden, weight = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (hidden, weight))
+            labels = DTensor.from_local(labels, mesh, [Replicate()])
+            return our_call(hidden, weight, labels, **options)
+
+        options = {"schedule": schedule, "tp_group": group, "sequence_parallel": True}
+        return [run(one, inputs, Upstream(), **options) for one in (call, our_call)]
+
+    assert_same(*run_ranks(rank, 1)[0])
 
 
 # --- autocast

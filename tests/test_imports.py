@@ -74,7 +74,6 @@ TABLE = {
     "peer_groups": Rule(ours=ours("peer_driver", "peer_memory")),
     "peer_copies": Rule(ours=ours("collectives", "peer_memory", "token_order")),
     "memory": Rule(ours=ours("peer_groups")),
-    "dtensor": Rule(),
     "reference": Rule(ours=ours("collectives")),
     "checks": Rule(ours=LEAVES, lazily=frozenset({"triton"})),
     "call": Rule(
@@ -86,11 +85,14 @@ TABLE = {
     "gradients": Rule(ours=LEAVES | ours("kernels", "call", "collectives", "dhidden", "dlogits")),
     "autograd": Rule(ours=LEAVES | ours("kernels", "call", "dlogits", "gradients", "steps")),
     "prepare": Rule(ours=LEAVES | ours("call", "checks", "collectives", "token_order")),
+    "dtensor": Rule(ours=LEAVES | ours("checks", "collectives", "prepare")),
     "library": Rule(
         ours=LEAVES | ours("autograd", "checks", "collectives", "gradients", "kernels", "prepare")
     ),
-    "api": Rule(ours=LEAVES | ours("autograd", "checks", "library", "prepare", "reference")),
-    "rank_check": Rule(ours=LEAVES | ours("checks", "collectives", "prepare")),
+    "api": Rule(
+        ours=LEAVES | ours("autograd", "checks", "dtensor", "library", "prepare", "reference")
+    ),
+    "rank_check": Rule(ours=LEAVES | ours("checks", "collectives", "dtensor", "prepare")),
     "module": Rule(ours=HEAD.ours | ours("dtensor")),
     "megatron": HEAD,
     "error_budget": Rule(ours=RANKS),

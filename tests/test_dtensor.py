@@ -1,0 +1,313 @@
+"""DTensors as arguments: what can be right is right and comes back in kind, the rest is refused."""
+
+import functools
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from flce_dist import (
+    api,
+    check_ranks,
+    dtensor,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+from flce_dist.testing import relative_rms
+from flce_dist.vocab import vocab_range
+from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses
+
+SPLIT, WHOLE = Shard(0), Replicate()
+NONE = Problem(options={"reduction": "none"})
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Of the workers; the last dimension is the tensor-parallel one."""
+    names = ("other", "tp")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def distributed(x: Tensor, mesh: DeviceMesh, placement: Any) -> Tensor:
+    """``x`` with this placement over the last dimension, replicated over others; None: plain."""
+    if placement is None:
+        return x.clone()
+    if placement == Partial():
+        return DTensor.from_local(x, mesh, [placement])
+    return distribute_tensor(x, mesh, [*[WHOLE] * (mesh.ndim - 1), placement])
+
+
+def operands(mesh: DeviceMesh, problem: Problem, **placements: Any) -> dict[str, Any]:
+    """hidden, weight, bias and labels, of which those not named are plain."""
+    found: dict[str, Any] = {}
+    for name, x in zip(("hidden", "weight", "bias", "labels"), problem.tensors, strict=True):
+        placement = placements.get(name)
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        if placement is None and name in ("weight", "bias") and placements.get("rows", True):
+            x = x[slice(*vocab_range(len(x), rank, mesh.size(mesh.ndim - 1)))]
+        found[name] = distributed(x, mesh, placement)
+        if name != "labels":
+            found[name].requires_grad_()
+    return found
+
+
+def step_rank(
+    group: dist.ProcessGroup, shape: tuple[int, ...], problem: Problem, placements: dict[str, Any],
+    **options: Any,
+) -> Outcome:  # fmt: skip
+    """Loss, and gradients put together from all ranks, after checks of their kind."""
+    mesh = mesh_of(*shape)
+    tensors = operands(mesh, problem, **placements)
+    tp_group = mesh.get_group(mesh.ndim - 1) if placements.get("rows", True) else None
+    options = {"vocab_size": problem.V_all, "tp_group": tp_group, **problem.options, **options}
+    if tp_group is not None and "weight" not in placements:
+        options["vocab_range"] = vocab_range(problem.n_rows, tp_group.rank(), tp_group.size())
+    check_ranks(**tensors, **options)
+    loss = linear_cross_entropy(**tensors, **options)
+    assert type(loss) is Tensor
+    loss.backward(problem.upstream)
+
+    gradients = []
+    for name in ("hidden", "weight", "bias"):
+        x, dx = tensors[name], tensors[name].grad
+        assert dx is not None and type(dx) is type(x) and dx.shape == x.shape
+        if isinstance(x, DTensor) and isinstance(dx, DTensor):
+            share = name == "hidden" and not options.get("reduce_dhidden", True)
+            assert dx.device_mesh is x.device_mesh
+            assert dx.placements == ((Partial(),) if share else x.placements)
+        elif name != "hidden" and tp_group is not None:
+            dx = dtensor.whole_of_rows(dx, problem.n_rows, tp_group)
+        gradients.append(dx.full_tensor() if isinstance(dx, DTensor) else dx)
+    dhidden, dweight, dbias = gradients
+    return Outcome(loss.detach(), dhidden, dweight, dbias)
+
+
+ROWS = {"weight": SPLIT, "bias": SPLIT}
+ALL = {**ROWS, "hidden": WHOLE, "labels": WHOLE}
+SEQUENCE = {**ALL, "hidden": SPLIT}
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+@pytest.mark.parametrize(
+    ("shape", "problem", "placements"),
+    [
+        ((2,), EVEN, ALL),
+        ((2,), EVEN, SEQUENCE),
+        ((4,), UNEVEN, ALL),
+        ((4,), UNEVEN, SEQUENCE),
+        ((4,), PADDED, ROWS),
+        ((4,), TINY, SEQUENCE),
+        ((4,), UNEVEN, {"hidden": WHOLE}),
+        ((4,), UNEVEN, {"weight": SPLIT}),
+        ((2, 2), UNEVEN, SEQUENCE),
+        ((2, 2), UNEVEN, ALL),
+        ((1, 2), UNEVEN, SEQUENCE),
+        ((2, 1), UNEVEN, SEQUENCE),
+        ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE, "hidden": WHOLE}),
+        ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE}),
+        ((1,), UNEVEN, {"rows": False, "weight": SPLIT, "bias": SPLIT}),
+    ],
+)
+def test_gradients_come_in_kind(gloo_ranks, shape, problem, placements, schedule):
+    sequence_parallel = placements.get("hidden") == SPLIT
+    pool = gloo_ranks(torch.Size(shape).numel())
+    ranks = pool.run(
+        step_rank, shape, problem, placements,
+        schedule=schedule, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    assert all(misses(rank, problem) == [] for rank in ranks)
+    assert all(torch.equal(rank.loss, ranks[0].loss) for rank in ranks)
+
+
+@pytest.mark.parametrize("placements", [ALL, ROWS])
+def test_a_sum_left_to_dtensor_is_partial(gloo_ranks, placements):
+    """With reduce_dhidden=False each rank has a share; DTensor sums those of a DTensor."""
+    ranks = gloo_ranks(2).run(step_rank, (2,), UNEVEN, placements, reduce_dhidden=False)
+    if "hidden" not in placements:
+        total = ranks[0].dhidden + ranks[1].dhidden
+        ranks = [rank._replace(dhidden=total) for rank in ranks]
+    assert all(misses(rank, UNEVEN) == [] for rank in ranks)
+
+
+# --- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "partial hidden": ({"hidden": Partial()}, {}, r"hidden must be .* Replicate\(\) .*Partial"),
+    "hidden by H": ({"hidden": Shard(1)}, {}, "hidden must be a plain tensor or a DTensor with R"),
+    "tokens split without sequence_parallel": (
+        {"hidden": SPLIT}, {}, r"hidden must be .* over tp_group's ranks .*; sequence_parallel is F"
+    ),
+    "whole hidden under sequence_parallel": (
+        {"hidden": WHOLE}, {"sequence_parallel": True}, "hidden must .* sequence_parallel is True"
+    ),
+    "partial weight": ({"weight": Partial()}, {}, "weight must be .*Partial"),
+    "weight by H": ({"weight": Shard(1)}, {}, r"weight must be .* got .*Shard\(dim=1\)"),
+    "whole weight over tp_group": ({"weight": WHOLE}, {}, "weight must be .* tp_group's ranks"),
+    "rows split over no group": (
+        {"weight": SPLIT, "bias": SPLIT}, {"tp_group": None}, "weight must .*; ranks that share"
+    ),
+    "bias over no group": (
+        {"weight": WHOLE, "bias": SPLIT}, {"tp_group": None}, "bias must .*; ranks that share"
+    ),
+    "split labels": ({"labels": SPLIT}, {}, "labels must be a plain tensor or a DTensor with R"),
+    "split token_weight": ({"token_weight": SPLIT}, {}, "token_weight must be a plain tensor or"),
+    "too few rows": (ROWS, {"vocab_size": 508}, r"vocab_size must be within \[1, 507\] .* 508"),
+    "other rows": (ROWS, {"vocab_range": (0, 1)}, r"vocab_range must be None .* got \(0, 1\)"),
+    "uneven tokens": ({**SEQUENCE, "T": 25}, {"sequence_parallel": True}, "hidden must .* of 2"),
+    "options": (ROWS, {"label_smoothing": "no"}, "label_smoothing must be a float"),
+    "no group": (ROWS, {"tp_group": "tp"}, "tp_group must be None or a torch.distributed.Process"),
+    "rows over another dimension": ({**ROWS, "shape": (2, 2)}, {}, "weight must be .* ranks"),
+    "ranks in another order": ({**ROWS, "shape": None}, {}, r"weight must be .* ranks \[0, 1\]"),
+}  # fmt: skip
+
+
+def refused_rank(
+    group: dist.ProcessGroup, placements: dict[str, Any], options: dict[str, Any]
+) -> list[str]:
+    """What the op says, and what check_ranks does."""
+    shape = placements.get("shape", (2,))
+    mesh = mesh_of(*shape) if shape else DeviceMesh("cpu", [1, 0])
+    tensors = operands(mesh, UNEVEN.changed(T=placements.get("T", 24)), **placements)
+    if "token_weight" in placements:
+        weights = torch.ones(len(tensors["labels"]))
+        tensors["token_weight"] = distributed(weights, mesh, placements["token_weight"])
+    options = {"tp_group": mesh.get_group(0), **options}
+    said = []
+    call: Any
+    for call in (linear_cross_entropy, check_ranks):
+        with pytest.raises(ValueError) as error:
+            call(**tensors, **options)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(gloo_ranks, case):
+    placements, options, message = REFUSED[case]
+    size = torch.Size(placements.get("shape") or (2,)).numel()
+    for said in gloo_ranks(size).run(refused_rank, placements, options):
+        assert [bool(re.search(message, text)) for text in said] == [True, True], said
+
+
+def lengths_rank(group: dist.ProcessGroup) -> str:
+    tensors = operands(mesh_of(2), UNEVEN, **ROWS)
+    tensors["bias"] = distributed(torch.ones(508), mesh_of(2), SPLIT)
+    with pytest.raises(ValueError) as error:  # rank 0 holds 254 of each
+        linear_cross_entropy(**tensors, tp_group=group)
+    return str(error.value)
+
+
+def test_lengths_are_compared_as_wholes(gloo_ranks):
+    assert (
+        gloo_ranks(2).run(lengths_rank)
+        == ["bias must be [V] with V = 507 from weight, got (508,)"] * 2
+    )
+
+
+# --- beside other parts of PyTorch
+
+
+def in_flight_rank(group: dist.ProcessGroup, local: bool) -> Tensor:
+    """dhidden through a gather that nobody has waited for; the op must be given plain memory."""
+    tensors = operands(mesh_of(2), UNEVEN, **SEQUENCE)
+    leaf = tensors["hidden"]
+    hidden = (1.0 * leaf).redistribute(placements=[WHOLE], async_op=True)
+    assert isinstance(hidden.to_local(), AsyncCollectiveTensor)
+    tensors["hidden"] = hidden.to_local(grad_placements=[WHOLE]) if local else hidden
+    with mock.patch.object(api, "prepare", wraps=api.prepare) as prepare:
+        loss = linear_cross_entropy(**tensors, tp_group=group)
+    given = prepare.call_args.args[0].hidden
+    assert type(given) is Tensor and given.data_ptr()
+    loss.backward(UNEVEN.upstream)
+    return leaf.grad.full_tensor()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_what_is_in_flight_is_waited_for(gloo_ranks, local):
+    expected = UNEVEN.textbook(torch.float64).dhidden
+    for dhidden in gloo_ranks(2).run(in_flight_rank, local):
+        assert relative_rms(dhidden, expected) < 1e-5
+
+
+class Head(nn.Module):
+    """Its weight is a DTensor by tensor-parallel rows, as torch's own parallel styles make it."""
+
+    def __init__(self, mesh: DeviceMesh, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [SPLIT]))
+
+    def forward(self, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
+        return linear_cross_entropy_with_metrics(hidden, self.weight, labels, **options)
+
+
+def fsdp_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight)
+    fully_shard(head, mesh=mesh["other"])
+    out = head(hidden, labels, tp_group=mesh.get_group("tp"), reduction="sum")
+    assert all(type(x) is Tensor for x in out)
+    out.loss.backward()
+    assert isinstance(head.weight.grad, DTensor) and head.weight.grad.device_mesh.ndim == 2
+    return out.loss.detach(), head.weight.grad.full_tensor()
+
+
+def test_a_weight_that_fsdp_gathers_to_a_dtensor(gloo_ranks):
+    hidden, weight, _, labels = (x.double() if x.is_floating_point() else x for x in UNEVEN.tensors)
+    weight.requires_grad_()
+    loss = nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    (dweight,) = torch.autograd.grad(loss, weight)
+    for found, gradient in gloo_ranks(4).run(fsdp_rank):
+        assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
+
+
+def autocast_rank(group: dist.ProcessGroup) -> list[Tensor]:
+    found = []
+    for placements in (ALL, {}):
+        tensors = operands(mesh_of(2), EVEN, **placements)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(**tensors, tp_group=group)
+        loss.backward()
+        gradient = tensors["weight"].grad
+        assert gradient is not None and gradient.dtype == torch.float32
+        found += [loss.detach(), dtensor.local_part(gradient)[0]]
+    return found
+
+
+def test_autocast_as_of_plain_tensors(gloo_ranks):
+    for loss, dweight, plain_loss, plain_dweight in gloo_ranks(2).run(autocast_rank):
+        assert torch.equal(loss, plain_loss) and torch.equal(dweight, plain_dweight)
+
+
+# --- mutations
+
+
+def mutated_rank(group: dist.ProcessGroup, name: str, instead: Any) -> str:
+    real = DTensor.to_local
+
+    def to_local(self: DTensor, *, grad_placements: Any = None) -> Tensor:
+        wrong = self.shape == (UNEVEN.T, UNEVEN.H) if name == "hidden" else self.shape[0] == 507
+        return real(self, grad_placements=[instead] if wrong else grad_placements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "to_local", to_local)
+        try:
+            step_rank(group, (2,), UNEVEN, ALL)
+        except (AssertionError, RuntimeError) as error:
+            return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("hidden", Partial()), ("weight", WHOLE), ("weight", Partial())]
+)
+def test_mutation_a_gradient_of_another_placement_is_noticed(gloo_ranks, name, instead):
+    assert "nothing" not in gloo_ranks(2).run(mutated_rank, name, instead)
