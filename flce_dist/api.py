@@ -64,7 +64,8 @@ def linear_cross_entropy(
             rank order along the first dimension makes the whole.
         weight: [V, H] output projection, hidden's dtype; this rank's rows of the vocabulary.
         labels: [...] int64 or int32 global ids; the same whole tensor on every rank.
-        bias: [V], this rank's.
+        bias: [V], this rank's. -inf bans a column: its probability and its gradient are 0. The loss
+            of a token with that label is inf; its gradient stays finite, as PyTorch's does.
         reduction: "none" (labels' shape), "sum" or "mean" (over the sum of token_weight).
         ignore_index: label of tokens that contribute nothing, whatever their hidden states hold.
         label_smoothing: weight of the uniform distribution over the whole true vocabulary.

@@ -64,14 +64,18 @@ def reference_linear_cross_entropy(
     lse = logits.logsumexp(-1)
     logprob = F.log_softmax(logits, dim=-1)
     label_logprob = logprob.gather(-1, labels).squeeze(-1)
-    entropy = -(logprob.exp() * logprob).sum(-1)
+    # A column that a bias of -inf bans adds 0, but 0 * -inf would be NaN.
+    entropy = -(logprob.exp() * logprob.clamp_min(-1e30)).sum(-1)
     correct = (logits.gather(-1, labels).squeeze(-1) >= logits.amax(-1)) & counted
 
-    loss = -(1 - label_smoothing) * label_logprob - label_smoothing * logprob.mean(-1)
-    loss = loss + z_loss_weight * lse.square()
-    token_weight = counted.to(dtype) if token_weight is None else token_weight.to(dtype) * counted
-    loss, lse, label_logprob, entropy = (x * counted for x in (loss, lse, label_logprob, entropy))
+    loss = -(1 - label_smoothing) * label_logprob + z_loss_weight * lse.square()
+    if label_smoothing:
+        loss = loss - label_smoothing * logprob.mean(-1)
+    token_weight = torch.ones_like(loss) if token_weight is None else token_weight.to(dtype)
     loss = loss * token_weight
+    loss, lse, label_logprob, entropy, token_weight = (
+        x.where(counted, 0.0) for x in (loss, lse, label_logprob, entropy, token_weight)
+    )
     if reduction == "sum":
         loss = loss.sum()
     elif reduction == "mean":

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.merge import LossTerms, TokenStats, loss_of, pick_reference
+from flce_dist.kernels.merge import (
+    FAR,
+    LossTerms,
+    TokenStats,
+    first_reference,
+    is_rescued,
+    loss_of,
+    pick_reference,
+)
 from flce_dist.kernels.row_gradient import label_value, row_gradient, softcap_grad
 from flce_dist.kernels.shard_logits import ShardLogits
 
@@ -34,7 +42,6 @@ __all__ = [
 ]
 
 _SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
-_FAR = -1e30  # a column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN
 
 
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
@@ -82,21 +89,22 @@ def linear_stats(
 ) -> None:
     """Write this shard's ``others_max`` [T] and ``sums`` [k, T].
 
-    Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
+    Over the columns other than the label: sums of ``exp(x)`` with ``x = z - first_reference``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``, in that order. ``exp(x)`` may
     overflow to inf: ``rescue`` comes after. The columns that cache has store
     ``exp(x) * softcap'(z)`` there, 0 at labels and in ignored rows.
     """
     others_max.fill_(-torch.inf)
     sums.zero_()
+    reference = first_reference(label_logit)[:, None]
     for start, z, other in _windows(logits):
         window_max = z.masked_fill(~other, -torch.inf).amax(1)
         torch.maximum(others_max, window_max, out=others_max)
-        z_above = z - label_logit[:, None]
+        z_above = z - reference
         e = z_above.exp().masked_fill_(~other, 0.0)
         sums[0] += e.sum(1)
         if with_entropy:
-            sums[1] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
+            sums[1] += (e * z_above.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
         if with_sum_z:
             sums[-1] += z_above.masked_fill(~other, 0.0).sum(1)
         _store(cache, slice(None), start, e, z, other, logits.softcap)
@@ -114,12 +122,12 @@ def rescue(
     """Return what is to be summed over ranks: ``sums`` itself, written in place.
 
     ``others_max`` is the maximum over all ranks. The sums of ``linear_stats`` that overflow, see
-    ``pick_reference``, are replaced: these rows of sums and of the cache are relative to the
-    maximum. The sum of ``z - label_logit`` does not depend on the reference and stays. Reads on the
-    host which rows these are, so on a GPU this implementation waits once per forward.
+    ``is_rescued``, are replaced: these rows of sums and of the cache are relative to
+    ``pick_reference``. The sum of ``z - first_reference`` stays. Reads on the host which rows these
+    are, so on a GPU this implementation waits once per forward.
     """
     reference = pick_reference(label_logit, others_max)
-    rows = (reference != label_logit).nonzero().squeeze(1)
+    rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
         return sums
     sums[: 1 + with_entropy, rows] = 0.0
@@ -129,7 +137,7 @@ def rescue(
         e = z_above.exp().masked_fill_(~other, 0.0)
         sums[0, rows] += e.sum(1)
         if with_entropy:
-            sums[1, rows] += (e * z_above.clamp_min(_FAR)).masked_fill_(~other, 0.0).sum(1)
+            sums[1, rows] += (e * z_above.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
         _store(cache, rows, start, e, z, other, logits.softcap)
     return sums
 
@@ -196,7 +204,7 @@ def dlogits(
         d = x.exp()
         if len(rows) == 3:
             a, b, u = rows
-            d = d * (a + b * x.clamp_min(_FAR)) + u
+            d = d * (a + b * x.clamp_min(FAR)) + u
         elif rows:
             d *= rows[0]
         d = d * softcap_grad(z, logits.softcap)

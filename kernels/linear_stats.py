@@ -29,6 +29,7 @@ from flce_dist.kernels.exact_sums import (
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.primitives import (
     exp,
+    first_reference,
     label_columns,
     logits_tile,
     softcap_slope,
@@ -100,18 +101,19 @@ def _linear_stats_kernel(
         # Before the product, which hides how long they take.
         column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
+        reference = first_reference(label_logit)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
             logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
-        z_above = z - label_logit[:, None]
+        z_above = z - reference[:, None]
         x = other_columns(z_above, column, offs_v, V, EVEN_V)
         if HAS_CACHE:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
-        row_max = tl.where(counted, tl.max(x, axis=1) + label_logit, -float("inf"))
+        row_max = tl.where(counted, tl.max(x, axis=1) + reference, -float("inf"))
         tl.store(part_ptr + pid_v.to(tl.int64) * T + offs_t, row_max, mask=mask_t)
         sums_ptr = part_ptr + tl.cast(num_v, tl.int64) * T
         store_sums(sums_ptr, e, pid_v, T, offs_t, mask_t, counted, GROUP_V)
@@ -166,11 +168,11 @@ def _merge_kernel(
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < T
-    label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
+    reference = first_reference(tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0))
     row_max = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     if not FIRST:
         row_max = tl.load(max_ptr + offs_t, mask=mask_t, other=0.0)
-    bin_before = top_bin(row_max, label_logit)
+    bin_before = top_bin(row_max, reference)
     for start in range(0, num_v, BLOCK_N):
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < num_v) & mask_t[None, :]
@@ -178,7 +180,7 @@ def _merge_kernel(
         row_max = tl.maximum(row_max, tl.max(part, axis=0))
     tl.store(max_ptr + offs_t, row_max, mask=mask_t)
 
-    bin = top_bin(row_max, label_logit)
+    bin = top_bin(row_max, reference)
     risen = bin - bin_before
     N = num_v * GROUPS
     part_ptr += tl.cast(num_v, tl.int64) * T
@@ -228,7 +230,7 @@ def linear_stats(
 ) -> None:
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64.
 
-    Over the columns other than the label: sums of ``exp(x)`` with ``x = z - label_logit``; with
+    Over the columns other than the label: sums of ``exp(x)`` with ``x = z - first_reference``; with
     entropy also of ``exp(x) * x``; with sum_z also of ``x``. Rows of sums are limbs
     (``exact_sums``): 2 of the first sum, 3 of the second, the third itself, and last the number of
     the top bin, all of which only ``rescue`` and ``token_loss`` understand. ``exp(x)`` may

@@ -19,6 +19,17 @@ fp32 and bf16 overflow at exp(88). exp(50) times 262,144 columns stays far below
 """
 
 
+LOWEST = -(2.0**20)
+"""A label's logit below this, as by a bias of -inf, is nothing to be relative to.
+
+The logits of other columns would be lost in the difference. Such tokens are rescued, too.
+"""
+
+
+FAR = -1e30
+"""In place of -inf where it is multiplied by its exponential: 0 * -inf would be NaN."""
+
+
 class LossTerms(NamedTuple):
     """What the loss of one token depends on beside its statistics."""
 
@@ -42,12 +53,12 @@ class TokenStats(NamedTuple):
     reference: Tensor
     others: Tensor  # sum of exp(z_v - reference) over columns other than the label
     others_max: Tensor | None = None  # largest logit among those columns; -inf if there is none
-    sum_z: Tensor | None = None  # sum of z_v - label_logit over those columns
+    sum_z: Tensor | None = None  # sum of z_v - first_reference over those columns
     sum_ez: Tensor | None = None  # sum of e_v * (z_v - reference) over those columns
 
     @property
     def label_above(self) -> Tensor:
-        """``label_logit - reference``: exactly 0 unless rescued, then below -50."""
+        """``label_logit - reference``: exactly 0 unless rescued, then down to -inf."""
         return self.label_logit - self.reference
 
     @property
@@ -64,12 +75,23 @@ class TokenStats(NamedTuple):
         return self.label_above - self.log_total
 
 
-def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
-    """Return the reference of each token: its label's logit, or the maximum where that overflows.
+def first_reference(label_logit: Tensor) -> Tensor:
+    """Return what exponentials are relative to before any maximum is known: the label's logit.
 
-    Rows whose reference is not the label's logit are the ones ``rescue`` computes again.
+    0 where that is too low, so that other logits and their maximum stay exact.
     """
-    return torch.where(others_max - label_logit > RESCUE_ABOVE, others_max, label_logit)
+    return torch.where(label_logit < LOWEST, 0.0, label_logit)
+
+
+def is_rescued(label_logit: Tensor, others_max: Tensor) -> Tensor:
+    """Whether ``rescue`` computes a token again, relative to its largest logit."""
+    return (others_max - label_logit > RESCUE_ABOVE) | (label_logit < LOWEST)
+
+
+def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
+    """Return the reference of each token: its label's logit, or the maximum where rescued."""
+    maximum = torch.maximum(label_logit, others_max)
+    return torch.where(is_rescued(label_logit, others_max), maximum, label_logit)
 
 
 def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
@@ -77,7 +99,11 @@ def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
     loss = -stats.logprob
     if terms.label_smoothing:
         assert stats.sum_z is not None
-        loss = loss - terms.label_smoothing / terms.vocab_size * stats.sum_z
+        share = terms.label_smoothing / terms.vocab_size
+        # By first_reference, which is finite: a label at -inf makes the loss inf, and not NaN.
+        first = first_reference(stats.label_logit)
+        loss = stats.log_total + (stats.reference - first) - share * stats.sum_z
+        loss = loss - (1 - terms.label_smoothing + share) * (stats.label_logit - first)
     if terms.z_loss_weight:
         loss = loss + terms.z_loss_weight * stats.lse.square()
     return loss
@@ -86,7 +112,7 @@ def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
 def token_entropy(stats: TokenStats) -> Tensor:
     """Return ``-sum_v p_v log p_v``, all of its terms non-negative but for rounding."""
     assert stats.sum_ez is not None
-    label_above = stats.label_above
+    label_above = stats.label_above.clamp_min(FAR)
     # Divided by the total itself: exp(-log_total) would carry log_total's rounding, which
     # log_total then magnifies again.
     total = stats.others + label_above.exp()

@@ -3,8 +3,11 @@
 import triton
 import triton.language as tl
 
+from flce_dist.kernels.merge import LOWEST
+
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_LOWEST = tl.constexpr(LOWEST)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -31,6 +34,18 @@ def cast(x, dtype: tl.constexpr):
 @triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def first_reference(label_logit):
+    """See ``merge.first_reference``."""
+    return tl.where(label_logit < _LOWEST, 0.0, label_logit)
+
+
+@triton.jit
+def is_rescued(label_logit, others_max, ABOVE: tl.constexpr):
+    """See ``merge.is_rescued``."""
+    return (others_max - label_logit > ABOVE) | (label_logit < _LOWEST)
 
 
 @triton.jit

@@ -28,6 +28,8 @@ from flce_dist.kernels.merge import RESCUE_ABOVE
 from flce_dist.kernels.primitives import (
     cast,
     exp,
+    first_reference,
+    is_rescued,
     label_columns,
     logits_tile,
     softcap_slope,
@@ -37,10 +39,10 @@ from flce_dist.kernels.shard_logits import ShardLogits
 
 @triton.jit
 def _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
-    """``(flagged, maximum)`` of tokens; those beyond T are not flagged."""
+    """``(flagged, reference)`` of tokens; those beyond T are not flagged."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
-    return maximum - label_logit > ABOVE, maximum
+    return is_rescued(label_logit, maximum, ABOVE), tl.maximum(maximum, label_logit)
 
 
 @triton.jit
@@ -139,12 +141,13 @@ def _replace_sums_kernel(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    flagged, maximum = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+    flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
     any_flagged = tl.max(flagged.to(tl.int32), axis=0)
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
+    maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
     bin_ptr = sums_ptr + (2 + 3 * WITH_ENTROPY + WITH_SUM_Z) * stride_sums
     bin_here = tl.load(bin_ptr + offs_t, mask=offs_t < T, other=0.0).to(tl.int32)
-    risen = top_bin(maximum, label_logit) - bin_here
+    risen = top_bin(maximum, first_reference(label_logit)) - bin_here
     _final_limbs(
         part_ptr, sums_ptr, pieces, N, T, stride_piece, stride_sums, offs_t, flagged, any_flagged,
         risen, 2, BLOCK_N,
@@ -169,8 +172,8 @@ def rescue(
     """Return what is to be summed over ranks: a view of ``sums``, written in place.
 
     ``others_max`` is the maximum over all ranks. The sums of ``linear_stats`` that overflow, see
-    ``pick_reference``, are replaced: these rows of sums and of the cache are relative to the
-    maximum. The sum of ``z - label_logit`` does not depend on the reference and stays.
+    ``merge.is_rescued``, are replaced: these rows of sums and of the cache are relative to
+    ``merge.pick_reference``. The sum of ``z - first_reference`` stays.
     """
     T, V = logits.T, logits.V
     final = sums[:-1]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.merge import LossTerms, TokenStats
+from flce_dist.kernels.merge import FAR, LossTerms, TokenStats
 
 
 class RowGradient(NamedTuple):
@@ -146,7 +146,7 @@ def row_gradient_with_metrics(
     value = (
         -others * (dloss * w - dlogprob)
         + dloss * (2 * terms.z_loss_weight * lse + terms.label_smoothing)
-        + stats.logprob.exp() * (dlse - dentropy * (stats.label_above + centre))
+        + stats.logprob.exp() * (dlse - dentropy * (stats.label_above.clamp_min(FAR) + centre))
         + uniform
     )
     return RowGradient(

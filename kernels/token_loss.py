@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flce_dist.kernels.exact_sums import load_limbs
 from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms, TokenStats
-from flce_dist.kernels.primitives import exp, log1p, softcap_slope
+from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
 
 
 @triton.jit
 def log_total_of(others, label_above):
     """``lse - reference``: log of the sum of all exponentials, the label's own included."""
-    # label_above is exactly 0 or below -50: then the reference is the maximum, and others >= 1.
+    # label_above is exactly 0, or the reference is the maximum of the others, and others >= 1.
     return log1p(tl.where(label_above == 0.0, others, others - 1 + exp(label_above)))
 
 
@@ -68,7 +68,8 @@ def _token_loss_kernel(
         tl.store(sum_ez_ptr + offs_t, (high + middle + low).to(tl.float32), mask=mask)
         sums_ptr += 3 * stride_sums
 
-    reference = tl.where(others_max - label_logit > ABOVE, others_max, label_logit)
+    rescued = is_rescued(label_logit, others_max, ABOVE)
+    reference = tl.where(rescued, tl.maximum(others_max, label_logit), label_logit)
     label_above = label_logit - reference
     log_total = log_total_of(others, label_above)
     lse = reference + log_total
@@ -76,7 +77,9 @@ def _token_loss_kernel(
     if HAS_SMOOTHING:
         sum_z = tl.load(sums_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
         tl.store(sum_z_ptr + offs_t, sum_z, mask=mask)
-        loss -= smoothing_share * sum_z
+        first = first_reference(label_logit)  # finite, where label_logit may be -inf
+        loss = log_total + (reference - first) - smoothing_share * sum_z
+        loss -= (1 - label_smoothing + smoothing_share) * (label_logit - first)
     loss += z_loss_weight * lse * lse
     if HAS_WEIGHT:
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)

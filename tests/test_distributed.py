@@ -51,7 +51,9 @@ def test_same_as_one_process(P, problem, sequence_parallel, schedule):
     PADDED.changed(options={"softcap": 5.0, "logit_scale": 0.5}),
     PADDED.changed(options={"softcap": 5.0, "label_smoothing": 0.1}),
     PADDED.changed(options={"label_smoothing": 0.1, "token_weight": torch.linspace(0, 2, 24)}),
-], ids=["bf16", "fp16", "fp64", "none", "sum", "softcap", "both", "smoothing"])  # fmt: skip
+    UNEVEN.changed(options={"reduction": "none"}, banned=0.3),
+], ids=["bf16", "fp16", "fp64", "none", "sum", "softcap", "both", "smoothing", "banned"],
+)  # fmt: skip
 def test_options_and_dtypes_on_four_ranks(problem, sequence_parallel):
     outcome = on_threads(4, problem, sequence_parallel=sequence_parallel)
     if problem.dtype == torch.float64:
@@ -74,7 +76,8 @@ def test_truth_over_gloo(gloo_ranks, P, sequence_parallel, schedule):
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 def test_triton_kernels_on_two_ranks(gloo_ranks, schedule, sequence_parallel):
     """Over gloo: interpreted kernels cannot run in two threads at once."""
-    problem = Problem(T=12, H=64, V_all=201, seed=3)
+    problem = Problem(T=12, H=64, V_all=201, seed=3, options={"reduction": "sum"}, banned=0.3)
+    assert problem.tensors[2][problem.tensors[3]].isinf().any()
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
     ranks = gloo_ranks(2).run(rank_step, problem, impl="triton", **options)
     assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []

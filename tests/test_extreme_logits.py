@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.oracle import (
+    IGNORE,
     METRICS,
+    Inputs,
     Upstream,
     check,
     compare,
     make_inputs,
     metric_upstream,
+    per_token_upstream,
     run_op,
 )
 from tests.problems import (
@@ -162,19 +165,72 @@ def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
     assert error[expected != 0].max() <= 2 * eps + 1e-5
 
 
+def banned(T: int, dtype: torch.dtype, value: float = -torch.inf) -> Inputs:
+    """Three columns of ten banned by their bias, and so the labels of some tokens."""
+    inputs = make_inputs(T, 150, 32, dtype, bias=True)
+    assert inputs.bias is not None
+    inputs.bias[torch.rand(150, generator=torch.Generator().manual_seed(1)) < 0.3] = value
+    bans = inputs.bias[inputs.labels.clamp_min(0)] == value
+    assert 0 < (bans & (inputs.labels != IGNORE)).sum() < T // 2
+    return inputs
+
+
 @both
 @each_schedule
-@pytest.mark.parametrize("through_metrics", [False, True])
-def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, through_metrics):
-    """As if they were far away; 0 * inf must not appear, in the entropy either."""
-    inputs = make_inputs(37, 150, 32, bias=True)
-    assert inputs.bias is not None
-    inputs.labels[inputs.labels >= 140] = 3
-    biases = [inputs.bias.clone() for _ in range(2)]
-    biases[0][140:], biases[1][140:] = -torch.inf, -1e5
-    banned, far = (replace(inputs, bias=bias) for bias in biases)
-    upstream = Upstream(0.7)
-    if through_metrics and schedule != "in_forward":
-        upstream = Upstream(0.7, metric_upstream(37, *METRICS))
-    results = run_op(banned, upstream, impl=impl, schedule=schedule, with_metrics=True)
-    compare(results, far, upstream)
+@each_dtype
+def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
+    """Probability 0 and gradient 0; at a label the loss is inf and its gradients as ever."""
+    inputs = banned(37, dtype)
+    results = check(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
+    assert results["loss"] == torch.inf
+    assert all(results[name].isfinite().all() for name in ("dhidden", "dweight", "dbias"))
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1}, {"z_loss_weight": 1e-2}, {"softcap": 5.0},
+        {"token_weight": True}, {"metrics": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_with_banned_labels(impl, options):
+    inputs, options = banned(37, torch.float32), dict(options)
+    upstream = Upstream(per_token_upstream(37))
+    if options.pop("token_weight", False):
+        inputs = replace(inputs, token_weight=torch.linspace(0.5, 2.0, 37))
+    if options.pop("metrics", False):
+        upstream = Upstream(upstream.loss, metric_upstream(37, *METRICS))
+    schedules = ["recompute"] if upstream.metrics else ["recompute", "cached"]
+    for schedule in schedules:
+        check(inputs, upstream, impl=impl, schedule=schedule, reduction="none", **options)
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("value", [-1e5, -1e9, -1e37])
+def test_labels_banned_by_a_bias_of_a_large_number(impl, schedule, value):
+    """As other projects mask: the other columns keep their accuracy."""
+    inputs = banned(37, torch.float32, value)
+    inputs = replace(inputs, hidden=30 * inputs.hidden)  # logits to 200: a reference must be near
+    check(inputs, impl=impl, schedule=schedule, reduction="sum")
+
+
+@both
+@pytest.mark.parametrize("label", [-3e6, -5e6, -9e6])
+def test_all_logits_below_any_reference(impl, label):
+    z = -5e6 + torch.arange(70.0).repeat(4, 1)
+    labels = torch.arange(4)
+    z[torch.arange(4), labels] = label
+    for schedule in ("recompute", "cached"):
+        check(with_logits(z, labels), impl=impl, schedule=schedule, reduction="sum")
+
+
+@both
+def test_a_token_without_any_column_has_no_loss(impl):
+    """NaN, as PyTorch says."""
+    inputs = make_inputs(8, 20, 16, bias=True, ignored=0.0)
+    inputs.bias.fill_(-torch.inf)  # type: ignore[union-attr]
+    results = run_op(inputs, Upstream(), impl=impl, with_metrics=True)
+    assert all(results[name].isnan().all() for name in ("loss", "lse", "dhidden"))
