@@ -165,8 +165,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 class InForwardFunction(torch.autograd.Function):
     """``loss, lse, logprob, entropy, correct`` under the schedule in_forward.
 
-    Forward: three products of 2 T H V flop, token chunk by token chunk with all of the chunk's
-    exponentials at hand, those of the first one partly in dweight's own memory (``plan.Lending``);
+    Forward: three products of 2 T H V flop, token chunk by token chunk. All of a chunk's
+    exponentials are held, those of the first one partly in dweight's own memory (``plan.Lending``);
     several chunks accumulate dweight in fp32. Under sequence parallelism a gather of hidden in
     pieces, each next one in flight during the work on the one before, and the sum over ranks of
     each chunk's dhidden, in flight from its last dweight on; the all-reduces of

@@ -51,7 +51,7 @@ class Gradients:
         dhidden = None
         if self.dhidden is not None:
             dhidden = ChunkDhidden(call, self.dhidden, tokens, weight, dlogits)
-        # Where no rank waits for the share it is written last: so long its memory is free.
+        # Where no rank waits for the share it is written last: until then its buffer is scratch.
         late = dhidden if not call.reduces_dhidden else None
         factor = RightFactor(call, dlogits, out=None if late is None else late.share)
 

@@ -1,9 +1,9 @@
-"""Whether the ranks of a tensor-parallel group call alike, asked once, by whoever wants to know.
+"""Whether the ranks of a tensor-parallel group call alike, checked once, on request.
 
-``linear_cross_entropy`` trusts that they do: it sends nothing to find out. Ranks that disagree wait
-for each other until a timeout, or train on something that is the loss of no one's options. Here
-each rank sums up what it would call with, all read all summaries, and so all come to the same
-verdict. A rank that could not call at all sends its complaint instead, so that nobody waits for it.
+``linear_cross_entropy`` trusts that they do and does not check. Ranks that disagree wait for each
+other until a timeout, or go on and compute a meaningless loss. Here each rank summarises what it
+would call with, all ranks read all summaries, and so all reach the same verdict. A rank that could
+not call at all sends its error instead, so that no rank waits for it.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Every tile configuration compiles for every chip it is meant for, without a GPU at hand."""
+"""Every tile configuration compiles for every chip it is meant for, without a GPU."""
 
 import json
 import os

@@ -164,7 +164,7 @@ def test_the_table_names_only_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("file", "source"),
     [
         ("kernels/new.py", "from flce_dist.vocab import vocab_range"),
         ("kernels/new.py", "from flce_dist import collectives"),
@@ -192,12 +192,12 @@ def test_the_table_names_only_files_that_exist() -> None:
         ("launch/new.py", "import pandas"),
     ],
 )
-def test_a_violation_is_found(room: str, source: str) -> None:
-    assert len(violations(source, rule_of(ROOT / room))) == 1
+def test_a_violation_is_found(file: str, source: str) -> None:
+    assert len(violations(source, rule_of(ROOT / file))) == 1
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("file", "source"),
     [
         ("kernels/new.py", "import math\nimport triton.language as tl\nfrom torch import Tensor"),
         ("kernels/new.py", "from flce_dist.kernels.gemm import matmul"),
@@ -208,5 +208,5 @@ def test_a_violation_is_found(room: str, source: str) -> None:
         ("launch/new.py", "from flce_dist.launch.train_config import TrainConfig"),
     ],
 )
-def test_what_the_table_allows_passes(room: str, source: str) -> None:
-    assert violations(source, rule_of(ROOT / room)) == []
+def test_what_the_table_allows_passes(file: str, source: str) -> None:
+    assert violations(source, rule_of(ROOT / file)) == []

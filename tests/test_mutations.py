@@ -60,7 +60,7 @@ def test_one_row_of_a_gradient_that_is_missing(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["loss", "lse", "logprob", "entropy", "correct"])
 def test_a_metric_that_is_off_by_a_thousandth(name: str, dtype: torch.dtype) -> None:
-    """Half precision of the operands does not make room for it: statistics are fp32."""
+    """Half precision of the operands is no excuse: statistics are fp32."""
     actual = check(inputs(dtype), Upstream(), with_metrics=True)
     actual[name] = ~actual[name] if name == "correct" else actual[name] * 1.001
     with pytest.raises(AssertionError, match=f"^{name}: "):
