@@ -8,20 +8,23 @@ nor do the streams' own memory operations, by which ranks tell each other what i
 One use of a rank's memory takes these steps, in the order of the current stream:
 
     open      the host sees to it that there is enough
-    acquire   wait until this rank's last use is over and every peer has read what was published
+    acquire   wait until this rank's last use is over, and every peer has read what it published
     (write)   kernels and copies of this rank
     pull      publish: tell every peer. Then on a stream of its own: wait until every peer has
               published, copy, tell them
     (read)    wait for what was copied, read this rank's own memory
-    close     tell this rank's next use
+    close     the next use waits for all that was issued before
 
 acquire, write and pull may come several times. Each pair of ranks has two flags, ``READY`` at the
-reader and ``FREE`` at the owner; a rank's ``FREE`` for itself says that its last use is over, on
-whatever stream or in whatever graph that was. Who waits for a flag takes it down, so that all are
-as before when a use is over: CUDA graphs may replay it. Every rank issues what others wait for
-before it waits itself, hence it does not matter if streams share one hardware queue
+reader and ``FREE`` at the owner. Who waits for a flag takes it down, so that all are as before when
+a use is over: CUDA graphs may replay it. Every rank issues what others wait for before it waits
+itself, hence it does not matter if streams share one hardware queue
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies from several peers run one after the other on an H200,
 whatever their streams: on one, first pieces come first.
+
+Uses come in one order on all ranks. So a graph is replayed by all or none, on a stream that waits
+for the calls before it and is waited for by those after it; calls among themselves may be on any
+streams.
 
 What goes wrong:
 
@@ -92,18 +95,18 @@ class PeerMemory:
         self._blocks: list[Block] = []  # the last one is in use, those before are in CUDA graphs
         self._capture: int | None = None
         """Which capture the use that is not closed yet is in; 0 is none, None no such use."""
-        self._begun = self._writable = False
+        self._writable = False
+        self._joined = 0
+        """The last capture that the stream of the copies took part in."""
 
         self._flags = driver.shared(4 * 2 * self.P)
         self._peeked = driver.host_cells(2 * self.P)
-        peers, both = self.peers, [*self.peers, self.rank]
+        peers = self.peers
         self._waits: list[Wait] = []
         self._await_ready = self._take(READY, peers, f"to publish {holds}")
         self._await_free = self._take(FREE, peers, f"to read {holds}")
-        self._await_all_free = self._take(FREE, both, f"to be done with {holds}")
         self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in peers]
         self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in peers]
-        self._tell_self = [driver.put(self._flag(self.rank, FREE, self.rank), 1)]
         self._set_flags()
 
     @property
@@ -119,12 +122,11 @@ class PeerMemory:
         if not self._blocks or nbytes > self._blocks[-1].nbytes:
             self._grow(nbytes)
         self._blocks[-1].in_graph |= capture != 0
-        self._capture, self._begun, self._writable = capture, False, False
+        self._capture, self._writable = capture, False
 
     def close(self) -> None:
-        """End a use: nothing reads this rank's memory after what was issued here."""
-        if self._begun:
-            self._driver.enqueue(self._tell_self, self._driver.current_stream())
+        """End a use: what was issued on the current stream is the last of it."""
+        self._stream.wait_stream(self._driver.current_stream())
         self._capture = None
 
     def release(self) -> None:
@@ -145,9 +147,11 @@ class PeerMemory:
         assert self._capture is not None, "not open"
         if self._writable:
             return
-        awaited = self._await_free if self._begun else self._await_all_free
-        self._driver.enqueue(awaited, self._driver.current_stream())
-        self._begun = self._writable = True
+        here = self._driver.current_stream()
+        if self._capture in (0, self._joined):  # else the last use was not of this graph
+            here.wait_stream(self._stream)
+        self._driver.enqueue(self._await_free, here)
+        self._writable = True
 
     def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
         """Publish what the current stream wrote, and copy what the peers published.
@@ -160,6 +164,7 @@ class PeerMemory:
         self._driver.enqueue(self._tell_ready, here)
         self._writable = False
         self._stream.wait_stream(here)
+        self._joined = self._capture or 0
         arrivals = []
         with self._driver.on(self._stream):
             self._driver.enqueue(self._await_ready, self._stream)

@@ -77,6 +77,9 @@ class Now:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
 
+    def wait_stream(self, other: "Late") -> None:
+        """It has done what those wait for who waited for its copies."""
+
     def do(self, operation: Operation) -> None:
         if not operation.ready():
             # Other ranks may raise the flag only after copies, for which nobody waits yet.

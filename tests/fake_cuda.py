@@ -1,0 +1,529 @@
+"""CUDA as queues: the real PeerMemory runs on it, and every order of its streams is explored.
+
+Ranks are threads of which one runs at a time, until it meets the others. What they issue is put
+into queues, one for each stream. Hosts never look at what a GPU has done, so they may be as far
+ahead as they like: all that was issued is explored at the next meeting, in every order in which
+GPUs might do it (or in some, at random). Kernels and copies begin and end; what lies between is
+seen by the others. Noticed are
+
+* a read of anything but what was meant, a write beside a read or another write of the same bytes;
+* access to memory that was unmapped, or given to a new owner too early;
+* streams that wait for ever, flags that are not as before, illegal use of a capture.
+
+Bytes are not simulated but rows: each holds a tag that says whose it is.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+MOST_STATES = 400_000
+
+
+class Wrong(AssertionError):
+    """What no order of streams may lead to."""
+
+
+class Hung(RuntimeError):
+    """This rank waits for ever: its watch would end it."""
+
+
+class Fault(RuntimeError):
+    """A planted failure."""
+
+
+class Row(NamedTuple):
+    """A tensor's row: bytes ``start`` to ``end`` of some storage."""
+
+    storage: int
+    start: int
+    end: int
+
+    def overlaps(self, other: "Row") -> bool:
+        same = self.storage == other.storage
+        return same and self.start < other.end and other.start < self.end
+
+
+class Op(NamedTuple):
+    """Of a stream. A kernel is two of them, its beginning and its end."""
+
+    kind: str  # put, host (a put to a host's cell), wait, after, begin, end
+    at: Any = None  # an address; a stream and a position in it
+    value: int = 0
+    reads: tuple[Row, ...] = ()
+    writes: tuple[Row, ...] = ()
+    run: Callable[[list[Any]], list[Any]] | None = None  # from tags that are read to those written
+
+
+class State(NamedTuple):
+    done: tuple[int, ...]  # operations of each stream
+    words: tuple[tuple[int, int], ...]  # address, value
+    tags: frozenset[tuple[Row, Any]]
+
+
+class Machine:
+    """The GPUs of all ranks."""
+
+    def __init__(self, P: int, *, seeds: int = 0) -> None:
+        self.P, self.seeds = P, seeds
+        self.queues: list[list[Op]] = []
+        self.states = {State((), (), frozenset())}
+        self.explored = 0
+        self.cells: dict[int, torch.Tensor] = {}  # of hosts, by address
+        self._last = 0
+
+    def number(self) -> int:
+        """Return a new storage, capture or address."""
+        self._last += 1 << 20
+        return self._last
+
+    # --- exploring
+
+    def explore(self) -> None:
+        """Do what was issued in every order, or at random; keep the states where that ends."""
+        todo = [self._extended(state) for state in self.states]
+        if self.seeds:
+            self.states = {
+                self._walk(random.Random(seed), state)
+                for state in todo
+                for seed in range(self.seeds)
+            }
+            return
+        seen, ends = set(todo), set()
+        while todo:
+            state = todo.pop()
+            following = list(self._steps(state))
+            if not following:
+                ends.add(state)
+            for new in following:
+                if new not in seen:
+                    seen.add(new)
+                    todo.append(new)
+            assert len(seen) < MOST_STATES, "too many to explore: walk at random instead"
+        self.states, self.explored = ends, self.explored + len(seen)
+
+    def _walk(self, chance: random.Random, state: State) -> State:
+        while True:
+            following = list(self._steps(state, chance))
+            if not following:
+                return state
+            state = following[0]
+            self.explored += 1
+
+    def _extended(self, state: State) -> State:
+        new = (0,) * (len(self.queues) - len(state.done))
+        return state._replace(done=state.done + new)
+
+    def _steps(self, state: State, chance: random.Random | None = None) -> Iterator[State]:
+        words = dict(state.words)
+        order = [i for i, n in enumerate(state.done) if n < len(self.queues[i])]
+        ready = [i for i in order if self._ready(self.queues[i][state.done[i]], state, words)]
+        if chance is not None:
+            chance.shuffle(ready)
+        for i in ready:
+            # An event stays, and no stream reads a host's cells: at once is as good as any time.
+            if self.queues[i][state.done[i]].kind in ("after", "host"):
+                yield self._step(i, state, words)
+                return
+        for i in ready:
+            yield self._step(i, state, words)
+
+    def _ready(self, op: Op, state: State, words: dict[int, int]) -> bool:
+        if op.kind == "after":
+            stream, n = op.at
+            return state.done[stream] >= n
+        return op.kind != "wait" or words.get(op.at, 0) == op.value
+
+    def _step(self, i: int, state: State, words: dict[int, int]) -> State:
+        op = self.queues[i][state.done[i]]
+        done = (*state.done[:i], state.done[i] + 1, *state.done[i + 1 :])
+        if op.kind == "begin":
+            self._check_alone(op, i, state)
+        if op.kind in ("put", "host"):
+            changed = tuple(sorted({**words, op.at: op.value}.items()))
+            return State(done, changed, state.tags)
+        if op.kind == "end":
+            tags = dict(state.tags)
+            assert op.run is not None
+            found = op.run([tags.get(row, "garbage") for row in op.reads])
+            for row in [old for old in tags if any(old.overlaps(new) for new in op.writes)]:
+                del tags[row]
+            tags.update(zip(op.writes, found, strict=True))
+            return State(done, state.words, frozenset(tags.items()))
+        return State(done, state.words, state.tags)
+
+    def _check_alone(self, op: Op, i: int, state: State) -> None:
+        for j, n in enumerate(state.done):
+            if j == i or not n or self.queues[j][n - 1].kind != "begin":
+                continue
+            other = self.queues[j][n - 1]
+            for mine, theirs in (
+                (op.writes, other.reads + other.writes),
+                (op.reads, other.writes),
+            ):
+                if any(a.overlaps(b) for a in mine for b in theirs):
+                    raise Wrong(f"stream {i} begins {op} beside {other} of stream {j}")
+
+    def drained(self, streams: list[int]) -> bool:
+        return all(
+            state.done[i] == len(self.queues[i])
+            for state in map(self._extended, self.states)
+            for i in streams
+        )
+
+    def word(self, address: int) -> int:
+        """Return what lies there, which must be the same in every order."""
+        (value,) = {dict(state.words).get(address, 0) for state in self.states}
+        return value
+
+    def show_cells(self) -> None:
+        """Let hosts see what GPUs wrote for them."""
+        for address, cell in self.cells.items():
+            cell.fill_(self.word(address))
+
+
+class Stream:
+    def __init__(self, rank: "Rank") -> None:
+        self.rank, self.id = rank, len(rank.machine.queues)
+        rank.machine.queues.append([])
+        rank.streams.append(self.id)
+
+    @property
+    def _graph(self) -> "Graph | None":
+        graph = self.rank.graph
+        return graph if graph is not None and self in graph.lists else None
+
+    def add(self, *ops: Op) -> None:
+        graph = self._graph
+        (self.rank.machine.queues[self.id] if graph is None else graph.lists[self]).extend(ops)
+
+    def record_event(self) -> "Event":
+        self.rank.fault()
+        graph = self._graph
+        n = len(self.rank.machine.queues[self.id] if graph is None else graph.lists[self])
+        return Event(self, n, graph)
+
+    def wait_stream(self, other: "Stream") -> None:
+        other.record_event().make_wait(self)
+
+
+class Event(NamedTuple):
+    stream: Stream
+    n: int
+    graph: "Graph | None"
+
+    def wait(self) -> None:
+        self.make_wait(self.stream.rank.current)
+
+    def make_wait(self, stream: Stream) -> None:
+        stream.rank.fault()
+        if self.graph is not None and stream._graph is None:
+            if stream.rank.graph is not self.graph:
+                raise Wrong("an event of a capture is waited for outside of it")
+            self.graph.lists[stream] = []  # joins the capture
+        if self.graph is not stream._graph:
+            raise Wrong("a capture waits for what is not in it")
+        stream.add(Op("after", (self.stream.id if self.graph is None else self.stream, self.n)))
+
+
+class Graph:
+    """Operations of the streams of a capture."""
+
+    def __init__(self, rank: "Rank", origin: Stream) -> None:
+        self.id, self.origin = rank.machine.number(), origin
+        self.lists: dict[Stream, list[Op]] = {origin: []}
+        self.tensors: list[FakeTensor] = []  # of the graph's own pool, and what it reads and writes
+
+    def check_joined(self) -> None:
+        joined = {op.at[0]: op.at[1] for op in self.lists[self.origin] if op.kind == "after"}
+        for stream, ops in self.lists.items():
+            real = [n for n, op in enumerate(ops, start=1) if op.kind != "after"]
+            if stream is not self.origin and real and joined.get(stream, 0) < real[-1]:
+                raise Wrong("a stream of the capture was not joined")
+
+    def replay(self) -> None:
+        rank = self.origin.rank
+        for tensor in self.tensors:
+            tensor.check_mapped()
+        begin = rank.current.record_event()
+        branches = {stream: Stream(rank) for stream in self.lists}
+        for stream, ops in self.lists.items():
+            begin.make_wait(branches[stream])
+            for op in ops:
+                at = (branches[op.at[0]].id, op.at[1] + 1) if op.kind == "after" else op.at
+                branches[stream].add(op._replace(at=at))
+        for branch in branches.values():
+            rank.current.wait_stream(branch)
+
+
+class Mapping:
+    """A block as one rank has mapped it."""
+
+    is_mapped = True
+
+
+class Storage:
+    """Ordinary memory of a rank, free for others of its stream when nobody holds it."""
+
+    def __init__(self, rank: "Rank", nbytes: int) -> None:
+        self.rank, self.nbytes, self.stream = rank, nbytes, rank.current
+        self.used_by: list[Stream] = []
+        free = rank.free.get((self.stream, nbytes), [])
+        self.id = free.pop() if free and rank.graph is None else rank.machine.number()
+
+    def __del__(self) -> None:
+        if not self.used_by:  # else it is free only when they are done, which a host cannot know
+            self.rank.free.setdefault((self.stream, self.nbytes), []).append(self.id)
+
+
+class FakeTensor:
+    """Rows of a storage. Just what peer_memory.py and peer_copies.py do with tensors."""
+
+    def __init__(
+        self, rank: "Rank", storage: Any, start: int, shape: tuple[int, ...], dtype: torch.dtype,
+        mapping: Mapping | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.storage, self.start, self.mapping = rank, storage, start, mapping
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.row_bytes = self.shape[1:].numel() * dtype.itemsize
+        self.itemsize, self.nbytes = dtype.itemsize, self.shape.numel() * dtype.itemsize
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        number = self.storage.id if isinstance(self.storage, Storage) else self.storage
+        starts = [self.start + i * self.row_bytes for i in range(self.shape[0])]
+        return tuple(Row(number, start, start + self.row_bytes) for start in starts)
+
+    def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> "FakeTensor":
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return self.rank.empty(tuple(shape), dtype or self.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> "FakeTensor":
+        if isinstance(index, int):
+            start, shape = index * self.row_bytes, self.shape[1:]
+        else:
+            first, last, _ = index.indices(self.shape[0])
+            start, shape = first * self.row_bytes, torch.Size((last - first, *self.shape[1:]))
+        start += self.start
+        return FakeTensor(self.rank, self.storage, start, tuple(shape), self.dtype, self.mapping)
+
+    def __setitem__(self, row: int, value: int) -> None:
+        """Of flags, which are set one by one."""
+        for i in range(self.shape[1]):
+            at = self.storage + self.start + row * self.row_bytes + 4 * i
+            self.rank.current.add(Op("put", at, value))
+
+    def copy_(self, source: "FakeTensor", non_blocking: bool = False) -> None:
+        assert self.shape == source.shape and self.dtype == source.dtype
+        self.rank.launch([source], [self], lambda tags: tags)
+
+    def check_mapped(self) -> None:
+        if self.mapping is not None and not self.mapping.is_mapped:
+            raise Wrong("illegal memory access: a block that is no longer mapped")
+
+
+class FakeBlock:
+    """``peer_driver.Block``."""
+
+    def __init__(self, rank: "Rank", nbytes: int, numbers: list[int]) -> None:
+        self.nbytes, self.in_graph = nbytes, False
+        self._rank, self._numbers, self._mapping = rank, numbers, Mapping()
+
+    def of(
+        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
+    ) -> FakeTensor:
+        assert start + torch.Size(shape).numel() * dtype.itemsize <= self.nbytes
+        return FakeTensor(self._rank, self._numbers[rank], start, shape, dtype, self._mapping)
+
+    def address(self, rank: int) -> int:
+        return self._numbers[rank]
+
+    def __del__(self) -> None:
+        self._mapping.is_mapped = False  # torch waits for the GPU first
+
+
+class Rank:
+    """One rank's host and GPU; also what PeerDriver is to PeerMemory."""
+
+    limit_s = 10.0
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine, self.rank, self.P, self.where = machine, rank, machine.P, f"rank {rank}"
+        self.streams: list[int] = []
+        self.free: dict[tuple[Stream, int], list[int]] = {}
+        self.graph: Graph | None = None
+        self.current = Stream(self)
+        self.faults_in = -1
+        self.calls = 0
+        self._cells: list[torch.Tensor] = []
+        self.said: str | None = None
+        self.heard: list[str] | Exception = []
+        self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+
+    def fault(self) -> None:
+        """Raise if this is the call that is to fail."""
+        self.calls += 1
+        self.faults_in -= 1
+        if self.faults_in == 0:
+            raise Fault
+
+    # --- what PeerDriver has
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def side_stream(self) -> Stream:
+        return Stream(self)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def capture(self) -> int:
+        return 0 if self.current._graph is None else self.current._graph.id
+
+    def shared(self, nbytes: int) -> FakeBlock:
+        number = self.machine.number()
+        return FakeBlock(self, nbytes, [int(word) for word in self.meet(str(number))])
+
+    def keep(self, x: FakeTensor, stream: Stream) -> None:
+        if isinstance(x.storage, Storage):
+            x.storage.used_by.append(stream)
+
+    def host_cells(self, n: int) -> torch.Tensor:
+        self._cells.append(torch.zeros(n, dtype=torch.int32))
+        for cell in self._cells[-1].unbind():
+            self.machine.cells[cell.data_ptr()] = cell
+        return self._cells[-1]
+
+    def put(self, address: int, value: int) -> Op:
+        return Op("host" if address in self.machine.cells else "put", address, value)
+
+    def wait_for(self, address: int, value: int) -> Op:
+        return Op("wait", address, value)
+
+    def enqueue(self, operations: list[Op], stream: Stream) -> None:
+        self.fault()
+        stream.add(*operations)
+
+    def meet(self, word: str) -> list[str]:
+        self.said = word
+        self.paused.release()
+        self.runs.acquire()
+        self.said = None
+        if isinstance(self.heard, Exception):
+            raise self.heard
+        return self.heard
+
+    def peek(self, x: FakeTensor, out: torch.Tensor) -> bool:
+        base = x.storage + x.start
+        out.copy_(torch.tensor([self.machine.word(base + 4 * i) for i in range(len(out))]))
+        return True
+
+    # --- what tests do
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FakeTensor:
+        self.fault()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        tensor = FakeTensor(self, Storage(self, nbytes), 0, shape, dtype)
+        if self.graph is not None:
+            self.graph.tensors.append(tensor)
+        return tensor
+
+    def launch(
+        self,
+        reads: list[FakeTensor],
+        writes: list[FakeTensor],
+        run: Callable[[list[Any]], list[Any]],
+    ) -> None:
+        """Run a kernel or a copy on the current stream."""
+        self.fault()
+        for tensor in (*reads, *writes):
+            tensor.check_mapped()
+        if self.current._graph is not None:
+            self.current._graph.tensors += [*reads, *writes]
+        rows = [tuple(row for x in tensors for row in x.rows) for tensors in (reads, writes)]
+        self.current.add(
+            Op("begin", reads=rows[0], writes=rows[1]),
+            Op("end", reads=rows[0], writes=rows[1], run=run),
+        )
+
+    def fill(self, x: FakeTensor, tags: list[Any]) -> FakeTensor:
+        self.launch([], [x], lambda _: tags)
+        return x
+
+    def expect(self, x: FakeTensor, tags: list[Any]) -> None:
+        def check(found: list[Any]) -> list[Any]:
+            if found != tags:
+                raise Wrong(f"rank {self.rank} expected {tags}, found {found}")
+            return []
+
+        self.launch([x], [], check)
+
+    @contextmanager
+    def capturing(self) -> Iterator[Graph]:
+        """Record what is issued on the current stream; nothing is left of it if that raises."""
+        self.graph = graph = Graph(self, self.current)
+        try:
+            yield graph
+            graph.check_joined()
+        finally:
+            self.graph = None
+
+
+def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exception | None]:
+    """Run ``program`` on each rank and explore what it issued; return what each rank raised.
+
+    A rank whose GPU would wait for ever ends with ``Hung``.
+    """
+    machine = Machine(P, seeds=seeds)
+    ranks = [Rank(machine, rank) for rank in range(P)]
+    ended: dict[int, Exception | None] = {}
+
+    def host(rank: Rank) -> None:
+        rank.runs.acquire()
+        try:
+            program(rank)
+            ended[rank.rank] = None
+        except Exception as error:
+            ended[rank.rank] = error
+        rank.paused.release()
+
+    threads = [threading.Thread(target=host, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for rank in ranks:
+        rank.runs.release()
+        rank.paused.acquire()
+    while True:
+        machine.explore()
+        waiting = [rank for rank in ranks if rank.rank not in ended]
+        hung = [rank for rank in ranks if not machine.drained(rank.streams)]
+        if not waiting:
+            break
+        for rank in waiting:
+            missing = [r for r in range(P) if r in ended or ranks[r] in hung]
+            words = [other.said or "" for other in ranks]
+            rank.heard = RuntimeError(f"ranks {missing} did not come") if missing else words
+            if rank in hung:
+                rank.heard = Hung(f"rank {rank.rank}")
+        for rank in waiting:
+            rank.runs.release()
+            rank.paused.acquire()
+    for rank in hung:
+        ended[rank.rank] = ended[rank.rank] or Hung(f"rank {rank.rank}")
+    for error in ended.values():
+        if isinstance(error, AssertionError):
+            raise error
+    return [ended[rank] for rank in range(P)]
