@@ -258,7 +258,7 @@ class SlowMemory(PeerMemory):
 
 
 def streams(me: Rank) -> Iterator[str]:
-    """Calls on two streams that wait for nothing of each other; an eager one, then a graph."""
+    """Calls on two streams that wait for nothing of each other, then a graph after both."""
     memory, n = me.memory(SlowMemory), 4000
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
     inputs = [me.tokens(turn, n) for turn in (1, 2)]
@@ -268,6 +268,7 @@ def streams(me: Rank) -> Iterator[str]:
     for x, stream in zip(inputs, (one, two), strict=True):
         with torch.cuda.stream(stream):
             results.append(gather(me, memory, x))
+    one.wait_stream(two)
     with torch.cuda.stream(one):
         found = list(check_replay(me, graph_of_two, 3))  # synchronizes
     yield from found
