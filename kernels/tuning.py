@@ -2,8 +2,8 @@
 
 Measured on an H200 (bf16, T = 8192, H = 4096, V = 128256): 128 x 256 x 64 with 8 warps and 3
 stages in a persistent grid runs at cuBLAS speed; 128 x 128 tiles cost 11 %, 256 x 128 tiles 13 %,
-other groups of token blocks than 8 up to 4 %. The tiles of sm_80 and sm_100 are not measured: they
-fit and do not spill.
+other groups of token blocks than 8 up to 4 %. The tiles of other chips are not measured: they fit and
+do not spill.
 """
 
 import functools
@@ -35,6 +35,8 @@ _TILES = {
     ("sm_90", 4): TileConfig(64, 64, 32, 8, 8, 3),
     ("sm_100", 2): TileConfig(128, 128, 64, 8, 8, 4),
     ("sm_100", 4): TileConfig(64, 64, 32, 8, 8, 3),
+    ("sm_120", 2): TileConfig(128, 128, 32, 8, 8, 3),
+    ("sm_120", 4): TileConfig(64, 64, 32, 8, 8, 3),
     # One step of the interpreter costs the same for any tile: few, odd-sized enough to be ragged.
     (INTERPRETED, 2): TileConfig(32, 64, 32, 2, 4, 1),
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
@@ -46,6 +48,7 @@ _ONE_BLOCK = {
     ("sm_80", 2): TileConfig(64, 128, 32, 1, 4, 3),
     ("sm_90", 2): TileConfig(64, 256, 64, 1, 4, 4),
     ("sm_100", 2): TileConfig(64, 128, 64, 1, 4, 4),
+    ("sm_120", 2): TileConfig(64, 128, 32, 1, 4, 3),
 }
 
 
@@ -79,11 +82,21 @@ def has_tma(arch: str) -> bool:
     return arch != "sm_80"
 
 
+def arch_of(major: int, shared_bytes: int) -> str:
+    """Whose tiles fit a chip of this major version with so much shared memory for a block.
+
+    Chips of one major version differ: sm_80 has 163 KiB and sm_89 99, for which sm_80's tiles are
+    small enough. From Blackwell on those with less than sm_100's 227 KiB get sm_120's.
+    """
+    known = {8: "sm_80", 9: "sm_90"}
+    return known.get(major) or ("sm_100" if shared_bytes >= 227 << 10 else "sm_120")
+
+
 @functools.lru_cache
 def device_arch(device: torch.device) -> tuple[str, int]:
-    """Return ``(arch, programs of a persistent grid)``; newer chips use the nearest older tile."""
+    """Return ``(arch, programs of a persistent grid)``."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED, 4
     properties = torch.cuda.get_device_properties(device)
-    known = {8: "sm_80", 9: "sm_90"}
-    return known.get(properties.major, "sm_100"), properties.multi_processor_count
+    arch = arch_of(properties.major, properties.shared_memory_per_block_optin)
+    return arch, properties.multi_processor_count
