@@ -3,6 +3,7 @@
 All read host metadata only, but for ``check_labels``.
 """
 
+import functools
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -174,11 +175,24 @@ def check_impl(impl: str, hidden: Tensor) -> None:
         )
     import triton
 
-    if not hidden.is_cuda and not triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
+        return
+    if not hidden.is_cuda:
         raise NotImplementedError(
             f"impl='triton' needs a CUDA device, hidden is on {hidden.device}: use impl='eager' "
             "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
         )
+    major, minor = _capability(hidden.device)
+    if major < 8:
+        raise NotImplementedError(
+            f"impl='triton' needs compute capability 8.0 or newer, {hidden.device} has "
+            f"{major}.{minor}: use impl='eager'"
+        )
+
+
+@functools.cache  # asked once: calls are many, and the host is to be ahead of the device
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:

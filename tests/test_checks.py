@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -375,6 +376,37 @@ except NotImplementedError as error:
         "impl='triton' needs a CUDA device, hidden is on cpu: use impl='eager' "
         "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
     )
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (12, 0)])
+def test_triton_on_older_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Volta and Turing are refused by name; the device is asked once, not in every call."""
+    asked = []
+
+    def get_device_capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return capability
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    checks._capability.cache_clear()
+    hidden: Any = SimpleNamespace(
+        dtype=torch.bfloat16, is_cuda=True, device=torch.device("cuda", 1)
+    )
+    for _ in range(2):
+        if capability >= (8, 0):
+            checks.check_impl("triton", hidden)
+            continue
+        major, minor = capability
+        message = (
+            "impl='triton' needs compute capability 8.0 or newer, cuda:1 has "
+            f"{major}.{minor}: use impl='eager'"
+        )
+        with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+            checks.check_impl("triton", hidden)
+        checks.check_impl("eager", hidden)
+    assert asked == [torch.device("cuda", 1)]
+    checks._capability.cache_clear()
 
 
 def test_labels_of_every_kind_pass() -> None:
