@@ -52,13 +52,14 @@ def check_ranks(
     """Check that all ranks of ``tp_group`` are about to call ``linear_cross_entropy`` alike.
 
     For the first step, with the arguments of the call to come, on every rank of the group; not for
-    each step. It costs one all-gather of 4 KiB per rank, and the host waits for the device: labels
-    and token_weight are read. On GPUs, too, each label is found to be in range.
+    each step. It costs one all-gather of 4 KiB per rank, and the host waits for the device: labels,
+    token_weight and a few rows of weight are read. Each label must be in range, on GPUs as well.
 
     Compared are the shape and dtype of hidden, the shape of labels, presence and dtype of bias and
     token_weight, the values of labels and token_weight, which operands need a gradient, every
     option, vocab_size, impl, and the plan. The ranks' rows of the vocabulary must follow one
-    another without gap or overlap. Not compared are the values of hidden and weight.
+    another without gap or overlap, and not be the same rows on all ranks: a whole weight on each
+    would give a loss that is too high by log P. Not compared are the values of hidden.
 
     Args:
         hidden, weight, labels and all keywords: as for ``linear_cross_entropy``. Without a
@@ -67,8 +68,9 @@ def check_ranks(
     Raises:
         ValueError: the same one on every rank of the group. It names each argument that differs
             with its values and their ranks; or the neighbours whose rows do not meet; or the
-            complaints of the ranks whose own arguments are wrong, whatever they raise. Labels,
-            token_weight, rows and plan are compared only if the arguments before them agree.
+            complaints of the ranks whose own arguments are wrong, whatever they raise; or that all
+            ranks hold one weight. Labels, token_weight, rows, plan and weight are compared only if
+            the arguments before them agree.
             Without a group, what ``linear_cross_entropy`` raises.
     """
     options = LossOptions(
@@ -106,9 +108,10 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return what the other ranks must know of this one's call; raise if it would."""
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
-    call, *_, labels, token_weight = prepare(arguments, needs)
+    call, _, weight, _, labels, token_weight = prepare(arguments, needs)
     labels, shard = labels.cpu(), call.shard
     checks.check_labels(labels, shard.vocab_size, call.options.ignore_index)
+    counted = labels[labels != call.options.ignore_index]
     return {
         "arguments": _facts(arguments, call.options, needs),
         "rows": [min(row, shard.vocab_size) for row in (shard.start, shard.end)],
@@ -117,6 +120,11 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
             "hash of token_weight": None if token_weight is None else _hash(token_weight),
         },
         "plan": {"plan": repr(call.plan)[:_LONGEST]},
+        "weight": {
+            "rows": len(weight),
+            "hash": _hash_of_rows(weight),
+            "largest label": max(counted.tolist(), default=-1),
+        },
     }
 
 
@@ -141,6 +149,18 @@ def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dic
 def _hash(x: Tensor) -> str:
     x = x.cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(x.data_ptr(), x.nbytes), digest_size=8).hexdigest()
+
+
+def _hash_of_rows(weight: Tensor) -> str | None:
+    """Return the hash of 16 rows spread over ``weight``, None where it proves nothing.
+
+    Weights that are constant, such as zeros before a checkpoint is loaded, may be equal by right.
+    """
+    V = len(weight)
+    if V == 0:
+        return None
+    sample = weight.detach()[torch.arange(16, device=weight.device) * V // 16]
+    return None if (sample == sample[0, 0]).all() else _hash(sample)
 
 
 def _gather(
@@ -177,7 +197,25 @@ def _complaint(summaries: list[dict[str, Any]]) -> str | None:
     for found in (differences(summaries) for differences in compare):
         if found:
             return "ranks must call alike: " + "; ".join(found)
-    return None
+    return _one_weight([one["weight"] for one in summaries])
+
+
+def _one_weight(weights: list[dict[str, Any]]) -> str | None:
+    """Return a complaint if every rank holds the same rows, and labels speak for no others.
+
+    Equal rows are not enough: a test may draw all shards from one seed.
+    """
+    first, P = weights[0], len(weights)
+    V, label = first["rows"], first["largest label"]
+    if P == 1 or first["hash"] is None or any(one != first for one in weights):
+        return None
+    if not 0 <= label < V:
+        return None
+    return (
+        f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all {P} "
+        f"ranks, and no label above {label}: pass to each rank its part of a whole weight, or "
+        "tp_group=None; draw shards that are meant to differ from different seeds"
+    )
 
 
 def _differences(facts: list[dict[str, Any]]) -> list[str]:

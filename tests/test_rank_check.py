@@ -156,6 +156,39 @@ def test_values_that_all_must_share_are_compared(name: str, other: torch.Tensor)
     assert re.fullmatch(expected, say({name: other}) or "")
 
 
+WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
+
+
+def says_of_weight(weight: torch.Tensor, **changes: Any) -> set[str | None]:
+    """What the ranks of 3 say that all pass this weight of V_ALL rows."""
+    same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None)
+    return set(run_ranks(lambda group: verdicts(group, group.rank(), same | changes), 3))
+
+
+@pytest.mark.parametrize("vocab_size", [None, V_ALL])
+def test_a_whole_weight_on_every_rank_is_noticed(vocab_size: int | None) -> None:
+    (said,) = says_of_weight(WHOLE.clone().requires_grad_(), vocab_size=vocab_size)
+    assert said == (
+        "weight must be each rank's own rows of the vocabulary, got the same 20 rows on all 3 "
+        "ranks, and no label above 11: pass to each rank its part of a whole weight, or "
+        "tp_group=None; draw shards that are meant to differ from different seeds"
+    )
+
+
+def test_equal_weights_that_may_be_shards_pass() -> None:
+    """Constants; labels of other ranks' rows, or none; rows that differ anywhere in a sample."""
+    assert says_of_weight(torch.zeros(V_ALL, H)) == says_of_weight(torch.ones(V_ALL, H)) == {None}
+    assert says_of_weight(WHOLE, labels=torch.arange(T) + V_ALL) == {None}
+    assert says_of_weight(WHOLE, labels=torch.full((T,), -100)) == {None}
+
+    def shards(group: dist.ProcessGroup) -> str | None:
+        start, end = vocab_range(V_ALL, group.rank(), group.size())
+        return verdicts(group, group.rank(), dict(weight=WHOLE[start:end]))
+
+    assert run_ranks(shards, 4) == [None] * 4
+    assert run_ranks(shards, 1) == [None]
+
+
 def test_sequence_parallelism_is_compared_before_its_consequences() -> None:
     changes = dict(hidden=leaf(T // 3, H), sequence_parallel=True)
     said = say(changes) or ""
