@@ -2,8 +2,8 @@
 
 Measured on an H200 (bf16, T = 8192, H = 4096, V = 128256): 128 x 256 x 64 with 8 warps and 3
 stages in a persistent grid runs at cuBLAS speed; 128 x 128 tiles cost 11 %, 256 x 128 tiles 13 %,
-other groups of token blocks than 8 up to 4 %. The tiles of other chips are not measured: they fit and
-do not spill.
+other groups of token blocks than 8 up to 4 %. The tiles of other chips are not measured: they fit
+and do not spill.
 """
 
 import functools
