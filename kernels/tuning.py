@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+from triton.compiler import max_shared_mem
 
 
 @dataclass(frozen=True)
@@ -98,5 +99,5 @@ def device_arch(device: torch.device) -> tuple[str, int]:
     if triton.knobs.runtime.interpret:
         return INTERPRETED, 4
     properties = torch.cuda.get_device_properties(device)
-    arch = arch_of(properties.major, properties.shared_memory_per_block_optin)
+    arch = arch_of(properties.major, max_shared_mem(device.index))
     return arch, properties.multi_processor_count
