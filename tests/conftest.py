@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.testing import RankPool
+from flce_dist.testing import RankPool, run_ranks
+from tests.processes import LAST_RESORT_S
 
 if not torch.cuda.is_available():
     # Kernels run on CPU tensors; read when triton is first imported.
@@ -18,6 +20,12 @@ if not torch.cuda.is_available():
 # Tests are small, and several processes or simulated ranks share the cores.
 torch.set_num_threads(1)
 
+# Tests wait for events; only a hang, on however busy a machine, should meet a limit.
+for waits in (run_ranks, RankPool.__init__):
+    waits.__kwdefaults__ = {**(waits.__kwdefaults__ or {}), "timeout_s": LAST_RESORT_S}
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
+
 
 @pytest.fixture(scope="session")
 def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
@@ -25,7 +33,7 @@ def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size, timeout_s=60.0))
+        return pools.setdefault(world_size, RankPool(world_size))
 
     yield pool
     for one in pools.values():

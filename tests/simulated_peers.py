@@ -23,15 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flce_dist import peer_groups
 from flce_dist.peer_groups import PeerMemories
 from flce_dist.peer_memory import PeerMemory
-
-PATIENCE = 60.0  # seconds
+from tests.processes import LAST_RESORT_S
 
 
 class Meeting:
     """What the ranks of one memory have in common."""
 
     def __init__(self, P: int) -> None:
-        self.barrier = threading.Barrier(P, timeout=PATIENCE)
+        self.barrier = threading.Barrier(P, timeout=LAST_RESORT_S)
         self.changed = threading.Condition(threading.RLock())
         self.said: dict[int, Any] = {}
         self.late: list[Late] = []
@@ -46,7 +45,7 @@ class Meeting:
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(reached, PATIENCE), "waited in vain for another rank"
+            assert self.changed.wait_for(reached, LAST_RESORT_S), "waited in vain for another rank"
 
 
 class SharedBlock:

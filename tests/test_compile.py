@@ -46,7 +46,6 @@ def describe(facts: dict[str, Any]) -> str:
     return "{arch} {itemsize} bytes BLOCK_T={BLOCK_T} {kernel} group_v={group_v}".format(**facts)
 
 
-@pytest.mark.timeout(400)
 def test_shared_memory_fits(compiled):
     for (major, minor), kib in CHIPS.items():
         fitting = [f for f in compiled if f["arch"] == tuning.arch_of(major, kib << 10)]

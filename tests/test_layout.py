@@ -83,7 +83,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(out), str(copy)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True)
     (path,) = out.glob("*.whl")
     return path
 
@@ -109,7 +109,6 @@ def test_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> No
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     site = str(tmp_path / "site" / "flce_dist")
     assert [path.startswith(site) for path in run.stdout.split()] == [True, True]

@@ -38,7 +38,7 @@ CONFIG = RunConfig(
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1, timeout_s=120) as one, RankPool(2, timeout_s=120) as two:
+    with RankPool(1) as one, RankPool(2) as two:
         yield {1: one, 2: two}
 
 

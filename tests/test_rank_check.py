@@ -301,7 +301,6 @@ def test_alone_only_its_own_arguments_are_checked() -> None:
         check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(120)
 def test_over_gloo(gloo_ranks: Callable[[int], RankPool]) -> None:
     ranks = gloo_ranks(2)
     assert ranks.run(verdicts, 1, {}) == [None, None]

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,7 +45,6 @@ def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, tuple[int, ...]
     return names["loss"].item(), tuple(names["hidden"].grad.shape)
 
 
-@pytest.mark.timeout(120)
 def test_tensor_parallel(gloo_ranks: Callable[[int], RankPool]) -> None:
     first, second = gloo_ranks(2).run(tensor_parallel)
     assert first == second

@@ -4,7 +4,7 @@ import functools
 import gc
 import os
 import signal
-import time
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -121,21 +121,25 @@ def test_a_dead_rank_ends_the_others_and_is_named(end, said):
             end()
         dist.barrier()
 
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match=said):
-        run_ranks(rank, 3, backend="gloo", timeout_s=30)
-    assert time.monotonic() - start < 10  # not by timeout
+    with pytest.raises(RankFailed, match=said):  # not TimeoutError
+        run_ranks(rank, 3, backend="gloo")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
+    awake = threading.Event()
+
     def oversleep(group):
         if group.rank() == 1:
-            time.sleep(3)
+            awake.wait()
 
-    with pytest.raises(TimeoutError, match=r"ranks 1 of 2 did not finish within 0.5 s") as caught:
-        run_ranks(oversleep, 2, backend=backend, timeout_s=0.5)
-    assert "oversleep" in str(caught.value)
+    for timeout_s in (0.5, 8.0, 64.0):  # on a busy machine rank 0 may need more, too
+        with pytest.raises(TimeoutError, match=f"did not finish within {timeout_s:g} s") as caught:
+            run_ranks(oversleep, 2, backend=backend, timeout_s=timeout_s)
+        if "ranks 1 of 2" in str(caught.value):
+            break
+    awake.set()
+    assert "ranks 1 of 2" in str(caught.value) and "oversleep" in str(caught.value)
 
 
 def test_threads_name_a_rank_whose_collective_differs():
@@ -187,7 +191,7 @@ def test_a_pool_keeps_its_workers():
 
 
 def test_a_pool_goes_on_after_a_failure():
-    with RankPool(2, timeout_s=20) as pool:
+    with RankPool(2) as pool:
         for failing, error in ((fail_on_rank_1, ValueError), (die_on_rank_1, RankFailed)):
             with pytest.raises(error):
                 pool.run(failing)
@@ -234,7 +238,7 @@ def test_what_the_caller_has_left_to_collect_stays_with_it():
         cycle.append(cycle)
         dist.destroy_process_group()
         del cycle
-        assert run_ranks(collect, 2, backend="gloo", timeout_s=20.0) == [0, 1]
+        assert run_ranks(collect, 2, backend="gloo") == [0, 1]
     finally:
         gc.enable()
 

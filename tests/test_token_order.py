@@ -5,7 +5,6 @@ really are in flight, and threads, which list them.
 """
 
 import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist import plan as planning
 from flce_dist.collectives import CollectiveGather, TokenGather
+from flce_dist.kernels import eager
 from flce_dist.plan import Plan, plan
 from flce_dist.testing import relative_rms, run_ranks
 from flce_dist.token_order import TokenOrder
@@ -154,18 +154,33 @@ def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
 
 def test_a_piece_that_is_not_waited_for_would_show(gloo_ranks):
     """Else the tests over gloo could pass by luck."""
+    ranks = gloo_ranks(2).run(_without_waiting, PROBLEM)
     with pytest.raises(AssertionError):
-        ranks = gloo_ranks(2).run(_without_waiting, PROBLEM)
         assert misses(joined(ranks, sequence_parallel=True), PROBLEM) == []
 
 
 def _without_waiting(group: dist.ProcessGroup, problem: Problem) -> Outcome:
-    wait, CollectiveGather.wait = CollectiveGather.wait, CollectiveGather.start  # type: ignore[method-assign]
-    time.sleep(0.5 * group.rank())
-    try:
+    """Rank 1 sends nothing until rank 0 has computed with what it did not wait for."""
+    store = dist.distributed_c10d._get_default_store()
+    start, label_logit = CollectiveGather.start, eager.label_logit
+
+    def start_late(gather: CollectiveGather, piece: int) -> None:
+        if group.rank() == 0 and not gather._works:
+            gather.tokens.fill_(torch.nan)
+        if group.rank() == 1:
+            store.wait(["computed"])
+        start(gather, piece)
+
+    def tell(*args: Any, **kwargs: Any) -> None:
+        label_logit(*args, **kwargs)
+        store.set("computed", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CollectiveGather, "start", start_late)
+        if group.rank() == 0:
+            patch.setattr(CollectiveGather, "wait", start_late)
+            patch.setattr(eager, "label_logit", tell)
         return in_pieces_forked(group, problem, schedule="cached")
-    finally:
-        CollectiveGather.wait = wait  # type: ignore[method-assign]
 
 
 def test_the_order_by_an_example():

@@ -106,11 +106,7 @@ def test_a_continued_run_drops_records_beyond_its_step_and_a_line_cut_short(
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with (
-        RankPool(1, timeout_s=150) as one,
-        RankPool(2, timeout_s=150) as two,
-        RankPool(4, timeout_s=150) as four,
-    ):
+    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
         yield {1: one, 2: two, 4: four}
 
 

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from flce_dist.launch.verify_cases import (
 from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
 from flce_dist.plan import Plan, plan
 from flce_dist.testing import ErrorBudget
+from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
@@ -126,17 +125,16 @@ def test_all_ranks_agree_on_the_verdict(gloo_ranks, fault, tmp_path):
         assert all(error > 0 for error in differ)
 
 
-def test_under_torchrun(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "flce_dist.launch.verify", *SMALL, "--output", str(tmp_path / "verify.json")),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=150)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"PASS: " in done.stdout
-    assert done.stdout.count(b"PASS: ") == 1  # rank 0 alone prints
-    assert json.loads((tmp_path / "verify.json").read_text())["ranks"] == 2
+def test_over_two_nodes(tmp_path):
+    report = tmp_path / "verify.json"
+    program = ["-m", "flce_dist.launch.verify", *SMALL, "--output", str(report)]
+    with started(torchrun(*program, nodes=2), tmp_path, copies=2) as nodes:
+        statuses, texts = nodes.finish()
+    assert statuses == [0, 0], texts
+    found = json.loads(report.read_text())
+    assert found["passed"] and found["ranks"] == 2 and len(found["records"]) > 20
+    printed = [re.search(r"PASS: (\d+) of \1 cases .* 2 x CPU", text) is not None for text in texts]
+    assert sorted(printed) == [False, True], texts  # by rank 0 alone
 
 
 def test_nothing_verified_is_not_a_pass(monkeypatch, capsys):

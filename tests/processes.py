@@ -1,0 +1,110 @@
+"""Programs that tests start in processes of their own: awaited by what they do, not by the clock.
+
+Only a program that hangs meets a limit, which says what was waited for and what was printed.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAST_RESORT_S = 600.0  # for one step of a test; a slow or busy machine needs a tenth of it
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of programs: ranks meet over the loopback, each computes on one core."""
+    # torchrun's own store outlives a restart and has the addresses of the old ranks:
+    # https://github.com/pytorch/pytorch/issues/135712
+    mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine | more
+
+
+def torchrun(*program: str, nodes: int = 1) -> list[str]:
+    """Return the command of two ranks under one agent, or of one of two agents with a rank each."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    if nodes == 1:
+        return [*command, "--standalone", "--nproc-per-node", "2", *program]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command += ["--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "3"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    return [*command, "--rdzv-id", "nodes", "--local-addr", "127.0.0.1", *program]
+
+
+class Running:
+    """Processes of one command; ``logs`` has what each prints."""
+
+    def __init__(self, command: list[str], copies: int, logs: Path):
+        self.logs = [logs / f"process{i}.log" for i in range(copies)]
+        self.processes: list[subprocess.Popen[Any]] = []
+        for path in self.logs:
+            with path.open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
+                    )
+                )
+
+    def outputs(self) -> list[str]:
+        return [path.read_text() for path in self.logs]
+
+    def until(self, what: str, happened: Callable[[], bool]) -> None:
+        """Wait for an event; a process that ends before it is a failure."""
+        deadline = time.monotonic() + LAST_RESORT_S
+        while not happened():
+            if any(process.poll() is not None for process in self.processes) and not happened():
+                self._fail(f"ended before {what}")
+            if time.monotonic() > deadline:
+                self._fail(f"waited {LAST_RESORT_S:g} s for {what}")
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[list[int], list[str]]:
+        """Wait for the end; return exit statuses and outputs."""
+        for process in self.processes:
+            try:
+                process.wait(LAST_RESORT_S)
+            except subprocess.TimeoutExpired:
+                self._fail(f"waited {LAST_RESORT_S:g} s for the end")
+        return [process.returncode for process in self.processes], self.outputs()
+
+    def _fail(self, what: str) -> None:
+        pytest.fail("\n".join([what, *self.outputs()]))
+
+
+@contextlib.contextmanager
+def started(command: list[str], logs: Path, copies: int = 1) -> Iterator[Running]:
+    """Start ``copies`` processes of a command; none of them, or below them, outlives the block."""
+    logs.mkdir(parents=True, exist_ok=True)
+    running = Running(command, copies, logs)
+    try:
+        yield running
+    finally:
+        for process in running.processes:
+            kill(process)
+
+
+def kill(process: "subprocess.Popen[Any]") -> None:
+    """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
+    for pid in descendants(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [pid] + [below for child in children for below in descendants(int(child))]
