@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-from triton.compiler import max_shared_mem
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,6 @@ def device_arch(device: torch.device) -> tuple[str, int]:
     """Return ``(arch, programs of a persistent grid)``."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED, 4
-    properties = torch.cuda.get_device_properties(device)
-    arch = arch_of(properties.major, max_shared_mem(device.index))
-    return arch, properties.multi_processor_count
+    major, _ = torch.cuda.get_device_capability(device)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return arch_of(major, properties["max_shared_mem"]), properties["multiprocessor_count"]
