@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
-from flce_dist.testing import relative_rms, run_ranks
+from flce_dist.testing import relative_rms
 from tests.oracle import METRICS, Inputs, Upstream, make_inputs, run
 from tests.problems import assert_same, each_schedule
 from tests.test_gpu_oracle import (
@@ -191,24 +191,27 @@ def test_tensors_on_another_device_than_the_current_one(compiled, schedule):
 # --- DTensors
 
 
+@pytest.fixture
+def group_of_one(device: str) -> Iterator[dist.ProcessGroup | None]:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 @each_device
 @each_schedule
-def test_dtensors_over_one_rank(schedule, device):
-    """The same bits, gathers and sums of one rank among them."""
-    inputs = problem(device)
+def test_dtensors_over_one_rank(schedule, device, group_of_one):
+    """The same bits, with the collectives of one rank."""
+    inputs, mesh = problem(device), DeviceMesh.from_group(group_of_one, device)
 
-    def rank(group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
-        mesh = DeviceMesh.from_group(group, device)
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
+        hidden, weight = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (hidden, weight))
+        labels = DTensor.from_local(labels, mesh, [Replicate()])
+        return our_call(hidden, weight, labels, **options)
 
-        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-            hidden, weight = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (hidden, weight))
-            labels = DTensor.from_local(labels, mesh, [Replicate()])
-            return our_call(hidden, weight, labels, **options)
-
-        options = {"schedule": schedule, "tp_group": group, "sequence_parallel": True}
-        return [run(one, inputs, Upstream(), **options) for one in (call, our_call)]
-
-    assert_same(*run_ranks(rank, 1)[0])
+    options = {"schedule": schedule, "tp_group": group_of_one, "sequence_parallel": True}
+    assert_same(*(run(one, inputs, Upstream(), **options) for one in (call, our_call)))
 
 
 # --- autocast
