@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
+from flce_dist import collectives
 from flce_dist.autograd import LinearCrossEntropyFunction
 from flce_dist.kernels import eager
 from tests.oracle import Upstream, run
@@ -59,3 +62,16 @@ def test_mutation_a_pass_on_another_device_is_noticed(launches, monkeypatch, nam
     monkeypatch.setattr(LinearCrossEntropyFunction, name, staticmethod(method))
     run(our_call, small("eager"), Upstream(), schedule="recompute")
     assert launches[kernel] == {False}
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends, device):
+    """The seed of the module and the summaries of check_ranks, for tensors on cuda:1."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:1")
+    group: Any = object()
+    assert collectives.message_device(x, group) == torch.device(device)
+    assert collectives.message_device(x, None) == torch.device("cpu")
