@@ -1,23 +1,29 @@
 """Checkpoints that are whole or not there: written aside, verified by checksums, then renamed.
 
-A checkpoint is a directory ``step-00000050`` with one shard per rank
-(torch.distributed.checkpoint) and ``manifest.json``: the step, the position in the data, the
-configuration, and size and SHA-256 of each file. A process killed at any moment leaves at most
+A checkpoint is a directory ``step-00000050`` with one file of tensors per rank and
+``manifest.json``: the step, the position in the data, the configuration, size and SHA-256 of each
+file, and the SHA-256 of the manifest itself. A process killed at any moment leaves at most
 directories ``.tmp`` (being written) and ``.old`` (being removed), which the next start removes. The
-directory must be shared by all ranks.
+directory must be shared by all ranks. Nothing that a file holds is run: tensors are read with
+``weights_only``.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_ranks import on_rank_0, together, writing
 
 MANIFEST = "manifest.json"
 
@@ -29,7 +35,7 @@ class Position:
     step: int
     samples: int
     config: dict[str, Any]
-    """The run's configuration, flat."""
+    """The run's configuration, flat, and ``world_size``: how many ranks write a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -38,59 +44,85 @@ class Checkpoint:
     position: Position
 
 
-def save(directory: Path, position: Position, state: dict[str, Any], *, keep: int) -> None:
+def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep: int) -> None:
     """Write one checkpoint and remove all but the ``keep`` newest; collective over all ranks.
 
     Args:
-        state: flat; DTensors are written as shards, plain tensors with the same key once.
+        state: what this rank writes into the file of its own.
 
     Raises:
-        RuntimeError: on every rank, if rank 0 does not find what the others wrote.
+        RunError: on every rank, if one cannot write, or rank 0 does not find what others wrote.
+            What was written of this checkpoint is removed, older ones stay.
     """
     final = directory / f"step-{position.step:08d}"
     partial = final.with_suffix(".tmp")
-    rank = dist.get_rank()
-    if rank == 0:
-        _remove(partial)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(state, checkpoint_id=str(partial))  # syncs each file to disk
+    mine = partial / shard_name(dist.get_rank())
+    needed = sum(together(lambda: sum(tensor.nbytes for tensor in state.values())))
 
-    mine = {path.name: _digest(path) for path in sorted(partial.glob(f"__{rank}_*"))}
-    digests: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(digests, mine)
-    unseen = [[name for part in digests for name in part if not (partial / name).exists()]]
-    dist.broadcast_object_list(unseen, src=0)  # what rank 0 sees counts
-    if unseen[0]:
-        raise RuntimeError(
-            f"checkpoints must lie where all ranks see them, but rank 0 does not find "
-            f"{', '.join(unseen[0])} of other ranks in {partial}"
-        )
-    if rank == 0:
-        files = {name: digest for part in digests for name, digest in part.items()}
-        files[".metadata"] = _digest(partial / ".metadata")
-        _write_synced(
-            partial / MANIFEST, json.dumps({**asdict(position), "files": files}, indent=1)
-        )
-        _sync_directory(partial)
-        _remove(final)
-        partial.rename(final)
-        _sync_directory(directory)
-        for old in _named(directory)[:-keep]:
-            _remove(old)
-    dist.barrier()
+    def prepare() -> None:
+        with writing(partial, needed):
+            _remove(partial)
+            partial.mkdir(parents=True)
+
+    def write() -> dict[str, Any]:
+        with writing(partial, needed):
+            partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
+            return _write_shard(mine, state)
+
+    def finish(files: dict[str, Any]) -> None:
+        unseen = [name for name in files if not (partial / name).exists()]
+        if unseen:
+            raise RunError(
+                f"checkpoints must lie where all ranks see them, but rank 0 does not find "
+                f"{', '.join(unseen)} of other ranks in {partial}"
+            )
+        with writing(partial, needed):
+            _write_synced(partial / MANIFEST, _render({**asdict(position), "files": files}))
+            _sync_directory(partial)
+            partial.rename(final)
+            _sync_directory(directory)
+            for old in _named(directory)[:-keep]:
+                _remove(old)
+
+    try:
+        on_rank_0(prepare)
+        digests = together(write)
+        on_rank_0(lambda: finish({shard_name(rank): d for rank, d in enumerate(digests)}))
+    except RunError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
-def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def newest_whole(
+    directory: Path, say: Callable[[str], None], *, anew_if_damaged: bool = False
+) -> Checkpoint | None:
     """Return the newest checkpoint whose manifest and files agree; ``say`` which were skipped.
 
     For one rank; it changes nothing on disk.
+
+    Raises:
+        RunError: if there are checkpoints and all are damaged, unless ``anew_if_damaged``.
     """
+    damaged = []
     for path in reversed(_named(directory)):
         try:
-            return Checkpoint(path, _verify(path))
-        except _NotWhole as error:
-            say(f"checkpoint {path} is not whole ({error}); skipping it")
+            checkpoint = Checkpoint(path, _verify(path))
+        except _Damaged as error:
+            damaged.append(f"checkpoint step {_step(path)} is damaged: {error}")
+            continue
+        if damaged:
+            damaged.append(f"going back to checkpoint step {_step(path)}")
+        for message in damaged:
+            say(message)
+        return checkpoint
+    if damaged and not anew_if_damaged:
+        raise RunError(
+            f"no checkpoint in {directory} is whole ({'; '.join(damaged)}); "
+            "--anew-if-damaged sets them aside and starts at step 0"
+        )
+    for message in damaged:
+        say(message)
     return None
 
 
@@ -99,48 +131,83 @@ def clean(directory: Path, resumed: Checkpoint | None, say: Callable[[str], None
 
     For one rank, at the start of a run: a damaged checkpoint must not count among those to keep.
     """
-    for partial in sorted(directory.glob("step-*.tmp")):
-        say(f"checkpoint {partial} was never finished; removing it")
-        shutil.rmtree(partial)
-    for old in directory.glob("step-*.old"):
-        shutil.rmtree(old)
-    for path in _named(directory):
-        if resumed is None or path > resumed.path:
+    checkpoints, strangers = _named(directory), []
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and re.fullmatch(_NAME + r"\.(tmp|old)", path.name):
+            if path.suffix == ".tmp":
+                say(f"checkpoint {path} was never finished; removing it")
+            shutil.rmtree(path)
+        elif path not in checkpoints and not re.fullmatch(_NAME + r"\.bad", path.name):
+            strangers.append(path.name)
+    if strangers:
+        say(f"ignoring what is no checkpoint in {directory}: {', '.join(strangers)}")
+    for path in checkpoints:
+        if resumed is None or _step(path) > resumed.position.step:
             bad = path.with_suffix(".bad")
             if bad.exists():
                 shutil.rmtree(bad)
             path.rename(bad)
 
 
-def load(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Fill the tensors of ``state`` in place from the checkpoint; collective over all ranks."""
-    dcp.load(state, checkpoint_id=str(checkpoint.path))
+def load(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
+    """Return what ``rank`` wrote, on the CPU."""
+    path = checkpoint.path / shard_name(rank)
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
-class _NotWhole(Exception):
-    """Why a directory is not a whole checkpoint."""
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+class _Damaged(Exception):
+    """Which file of a checkpoint is damaged, and how."""
 
 
 def _verify(path: Path) -> Position:
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        content = (path / MANIFEST).read_bytes()
+        manifest = json.loads(content)
+        del manifest["sha256"]
+        if _render(manifest) != content:
+            raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
         files = manifest.pop("files")
         position = Position(**manifest)
-    except FileNotFoundError:
-        raise _NotWhole(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _NotWhole(f"{MANIFEST} cannot be read: {error}") from error
+    except OSError as error:
+        raise _Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    if position.step != _step(path):
+        raise _Damaged(f"{MANIFEST} is that of step {position.step}")
+    if list(files) != [shard_name(rank) for rank in range(position.config["world_size"])]:
+        raise _Damaged(f"{MANIFEST} does not list the file of every rank")
     for name, digest in files.items():
-        if not (path / name).is_file():
-            raise _NotWhole(f"{name} is missing")
-        if _digest(path / name) != digest:
-            raise _NotWhole(f"{name} has other contents than its manifest says")
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
+        if found != digest:
+            raise _Damaged(f"{name} has other contents than {MANIFEST} says")
     return position
 
 
+_NAME = r"step-(\d{8}|[1-9]\d{8,})"
+
+
 def _named(directory: Path) -> list[Path]:
-    """Return ``step-*`` directories, oldest first; neither ``.tmp`` nor ``.bad``."""
-    return sorted(path for path in directory.glob("step-*") if not path.suffix)
+    """Return the directories that are named as checkpoints are, oldest first."""
+    found = [path for path in directory.glob("step-*") if re.fullmatch(_NAME, path.name)]
+    return sorted((path for path in found if path.is_dir()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _render(manifest: dict[str, Any]) -> bytes:
+    """Return the one text of a manifest: any other bytes with the same values are damaged."""
+    sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": sha256}, indent=1).encode()
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -151,6 +218,40 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
 
+class _HashedFile:
+    """What ``torch.save`` writes to. It hides an ``OSError``, so ``error`` keeps it."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write_shard(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+    with path.open("wb") as file:
+        hashed = _HashedFile(file)
+        try:
+            torch.save(state, cast(IO[bytes], hashed))
+        except RuntimeError:
+            if hashed.error is not None:
+                raise hashed.error from None
+            raise
+        os.fsync(file.fileno())
+    return {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
+
+
 def _remove(path: Path) -> None:
     """Remove a directory, if it is there, so that a reader sees all of it or nothing."""
     if path.exists():
@@ -159,9 +260,9 @@ def _remove(path: Path) -> None:
         shutil.rmtree(old)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

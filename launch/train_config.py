@@ -84,6 +84,8 @@ class RunConfig:
     validate_every: int = 25
     checkpoint_every: int = 25
     keep_checkpoints: int = 2
+    anew_if_damaged: bool = False
+    """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
     """At the end, compare our head against Megatron's own on one batch."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -96,8 +98,8 @@ class RunConfig:
 # What may differ between a checkpoint and the run that continues it: nothing in the numbers of a
 # step depends on these.
 MAY_CHANGE_ON_RESUME = frozenset(
-    """out_dir steps device validate_every checkpoint_every keep_checkpoints compare
-    data.validation_batches""".split()
+    """out_dir steps device validate_every checkpoint_every keep_checkpoints anew_if_damaged
+    compare data.validation_batches""".split()
 )
 
 

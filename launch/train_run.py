@@ -16,7 +16,13 @@ from flce_dist.launch.train_head import check_head, head_input, our_head, run_he
 from flce_dist.launch.train_log import RunLog, plot_loss_curve
 from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
 from flce_dist.launch.train_optimizer import Optimizer
-from flce_dist.launch.train_state import restore_random, training_state
+from flce_dist.launch.train_ranks import on_rank_0, together, writing
+from flce_dist.launch.train_state import (
+    model_state,
+    random_state,
+    restore_model,
+    restore_random,
+)
 from flce_dist.launch.yaml_config import ConfigError
 
 
@@ -37,25 +43,30 @@ class Trainer:
         """Continue from the newest whole checkpoint, if there is one; collective.
 
         Raises:
-            ConfigError: if it was made with another configuration.
+            RunError: on every rank, if it was made with another configuration, or all are damaged.
         """
-        found: list[Checkpoint | str | None] = [None]
-        if dist.get_rank() == 0:
-            found = [_find(self.checkpoints, self.identity)]
-        dist.broadcast_object_list(found)  # one rank decides; others may see the disk later
-        checkpoint = found[0]
-        if isinstance(checkpoint, str):
-            raise ConfigError(checkpoint)
+        checkpoint = on_rank_0(lambda: _find(self.checkpoints, self.config, self.identity))
         if checkpoint is not None:
-            state = self._state()
-            load(checkpoint, state)
-            restore_random(state, self.device)
+            together(lambda: self._restore(checkpoint))
             self.step, self.samples = checkpoint.position.step, checkpoint.position.samples
         return checkpoint
 
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        mine = load(checkpoint, dist.get_rank())
+        restore_random(mine, self.device)
+        shared = mine
+        if self.groups.data.rank() > 0:
+            shared = load(checkpoint, dist.get_global_rank(self.groups.data, 0))
+        names = [name for name in shared if not name.startswith("random.")]
+        restore_model(self.optimizer, {name: shared[name] for name in names})
+
     def save(self) -> None:
+        """Write a checkpoint; collective. Of data-parallel replicas the first writes the model."""
+        state = random_state(self.device)
+        if self.groups.data.rank() == 0:
+            state |= model_state(self.optimizer)
         position = Position(step=self.step, samples=self.samples, config=self.identity)
-        save(self.checkpoints, position, self._state(), keep=self.config.keep_checkpoints)
+        save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
 
     def train_step(self) -> tuple[float, float]:
         """Do one update; return the loss over all ranks' batches and the gradient norm."""
@@ -99,26 +110,24 @@ class Trainer:
         dist.all_reduce(mean, group=self.groups.data)
         return mean.item()
 
-    def _state(self) -> dict[str, object]:
-        return training_state(self.model, self.optimizer, self.groups, self.device)
 
-
-def _find(directory: Path, identity: dict[str, object]) -> Checkpoint | str | None:
-    """Return the checkpoint to continue, None to start anew, or why the run must not go on."""
+def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Checkpoint | None:
+    """Return the checkpoint to continue, None to start anew; for one rank."""
 
     def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
-    directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = newest_whole(directory, say)
-    if checkpoint is not None:
-        conflicts = resume_conflicts(checkpoint.position.config, identity)
-        if conflicts:
-            return (
-                f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
-                "Use the old values, or another --out-dir"
-            )
-    clean(directory, checkpoint, say)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        checkpoint = newest_whole(directory, say, anew_if_damaged=config.anew_if_damaged)
+        if checkpoint is not None:
+            conflicts = resume_conflicts(checkpoint.position.config, identity)
+            if conflicts:
+                raise ConfigError(
+                    f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
+                    "Use the old values, or another --out-dir"
+                )
+        clean(directory, checkpoint, say)
     return checkpoint
 
 

@@ -1,66 +1,66 @@
-"""Everything that the numbers of the next step depend on, as one flat dict for a checkpoint."""
-
-from typing import Any
+"""Everything that the numbers of the next step depend on, as flat dicts for a checkpoint."""
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor
 
-from flce_dist.launch.train_model import Groups
-from flce_dist.launch.train_optimizer import Optimizer, is_sharded
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_optimizer import Optimizer
 
 
-def training_state(
-    model: nn.Module, optimizer: Optimizer, groups: Groups, device: torch.device
-) -> dict[str, Any]:
-    """Return tensors that share memory with model and optimizer, so that loading fills these.
+def model_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return this rank's parameters and optimizer state: the tensors themselves, no copies.
 
-    Parameters that megatron-core splits over the tensor-parallel group are DTensors, split along
-    the same dimension. Generator states are copies, one set per rank: see ``restore_random``.
+    Data-parallel replicas hold the same.
     """
-    mesh = DeviceMesh.from_group(groups.tensor, device.type)
-
-    def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
-        if not is_sharded(parameter) or not tensor.ndim:
-            return tensor
-        dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-        return DTensor.from_local(tensor.detach(), mesh, [Shard(dim)], run_check=False)
-
-    state: dict[str, Any] = {}
+    state: dict[str, Tensor] = {}
     for name, parameter in optimizer.parameters.items():
         master = optimizer.masters[name]
-        state[f"model.{name}"] = whole(parameter.detach(), parameter)
+        state[f"model.{name}"] = parameter.detach()
         if master is not parameter:
-            state[f"optimizer.{name}.master"] = whole(master, parameter)
+            state[f"optimizer.{name}.master"] = master
         for key, value in optimizer.adamw.state[master].items():
-            state[f"optimizer.{name}.{key}"] = whole(value, parameter)
-    for key, value in _random_states(device).items():
-        state[f"random.rank{dist.get_rank()}.{key}"] = value
+            state[f"optimizer.{name}.{key}"] = value
     return state
 
 
-def restore_random(state: dict[str, Any], device: torch.device) -> None:
-    """Set this rank's random generators to those of a loaded ``state``."""
-    prefix = f"random.rank{dist.get_rank()}."
-    torch.set_rng_state(state[prefix + "cpu"])
-    if device.type == "cuda":
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+def restore_model(optimizer: Optimizer, saved: dict[str, Tensor]) -> None:
+    """Copy what ``model_state`` returned in an earlier process into model and optimizer.
 
-        torch.cuda.set_rng_state(state[prefix + "cuda"], device)
-        tracker = get_cuda_rng_tracker()
-        tracker.set_states(
-            {name: state[f"{prefix}megatron.{name}"] for name in tracker.get_states()}
+    Raises:
+        RunError: if names or shapes differ.
+    """
+    state = model_state(optimizer)
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+    others = {name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()}
+    if shapes != others:
+        names = sorted(name for name, _ in shapes.items() ^ others.items())
+        raise RunError(
+            f"the checkpoint was made for another model, which differs in {', '.join(names[:5])}; "
+            "use the package versions that it was made with"
         )
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this rank's random generators."""
+    state = {"random.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        states["cuda"] = torch.cuda.get_rng_state(device)
+        state["random.cuda"] = torch.cuda.get_rng_state(device)
         for name, value in get_cuda_rng_tracker().get_states().items():
-            states[f"megatron.{name}"] = value
-    return states
+            state[f"random.megatron.{name}"] = value
+    return state
+
+
+def restore_random(saved: dict[str, Tensor], device: torch.device) -> None:
+    """Set this rank's random generators; a checkpoint made on CPUs has none for a GPU."""
+    torch.set_rng_state(saved["random.cpu"])
+    if device.type == "cuda" and "random.cuda" in saved:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.cuda.set_rng_state(saved["random.cuda"], device)
+        tracker = get_cuda_rng_tracker()
+        names = tracker.get_states()
+        tracker.set_states({name: saved[f"random.megatron.{name}"] for name in names})

@@ -1,6 +1,12 @@
 """Checkpoints are whole or skipped, whatever a kill or a disk did to them."""
 
+import errno
 import json
+import os
+import pickle
+import random
+import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from flce_dist.launch import train_checkpoint, train_ranks
+from flce_dist.launch.program import RunError
 from flce_dist.launch.train_checkpoint import (
     MANIFEST,
     Checkpoint,
@@ -25,32 +30,13 @@ from flce_dist.launch.train_checkpoint import (
 )
 from flce_dist.testing import RankPool
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-def state_of(group: Any, fill: float) -> dict[str, Tensor]:
-    mesh = DeviceMesh.from_group(group, "cpu")
-    shard = torch.full((3, 4), fill + group.rank())
-    return {
-        "weight": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False),
-        "norm": torch.full((4,), fill),
-        f"random.rank{group.rank()}": torch.full((2,), fill + 10 * group.rank()),
-    }
+CONFIG = {"seed": 1, "world_size": 2}
 
 
 def rank_save(group: Any, directory: Path, steps: list[int], keep: int) -> None:
     for step in steps:
-        position = Position(step, 2 * step, {"seed": 1})
-        save(directory, position, state_of(group, float(step)), keep=keep)
-
-
-def rank_load(group: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    state = state_of(group, -1.0)
-    load(checkpoint, state)
-    return {
-        name: value.to_local() if isinstance(value, DTensor) else value
-        for name, value in state.items()
-    }
+        state = {"weight": torch.full((300, 4), step + group.rank()), "step": torch.tensor(step)}
+        save(directory, Position(step, 2 * step, CONFIG), state, keep=keep)
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +62,16 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_newest_are_kept_and_load_what_was_saved(ranks: RankPool, directory: Path) -> None:
+def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
     assert names(directory) == ["step-00000010", "step-00000015"]
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
-    assert newest == Checkpoint(directory / "step-00000015", Position(15, 30, {"seed": 1}))
+    assert newest == Checkpoint(directory / "step-00000015", Position(15, 30, CONFIG))
     assert messages == []
-    for rank, state in enumerate(ranks.run(rank_load, newest)):
-        assert (state["weight"] == 15 + rank).all()
-        assert (state["norm"] == 15).all()
-        assert (state[f"random.rank{rank}"] == 15 + 10 * rank).all()
+    for rank in range(2):
+        state = load(newest, rank)
+        assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
+        assert state["step"] == 15
 
 
 def flip_a_bit(path: Path) -> None:
@@ -102,18 +88,23 @@ def write(text: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(text)
 
 
+def be_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     "file, damage, reason",
     [
-        ("__1_0.distcp", truncate, "__1_0.distcp has other contents"),
-        ("__0_0.distcp", flip_a_bit, "__0_0.distcp has other contents"),
-        ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
-        (".metadata", Path.unlink, ".metadata is missing"),
-        (MANIFEST, Path.unlink, "manifest.json is missing"),
+        ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
+        ("rank-00000.pt", flip_a_bit, "rank-00000.pt has other contents"),
+        ("rank-00001.pt", Path.unlink, "rank-00001.pt cannot be read: No such file"),
+        ("rank-00001.pt", be_a_folder, "rank-00001.pt cannot be read: Is a directory"),
+        (MANIFEST, Path.unlink, "manifest.json cannot be read: No such file"),
+        (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
         (MANIFEST, truncate, "manifest.json cannot be read"),
         (MANIFEST, write("[]"), "manifest.json cannot be read"),
         (MANIFEST, write("{}"), "manifest.json cannot be read"),
-        (MANIFEST, write('{"files": {}, "step": 15}'), "manifest.json cannot be read"),
     ],
 )
 def test_a_damaged_newest_is_skipped_by_name(
@@ -123,17 +114,87 @@ def test_a_damaged_newest_is_skipped_by_name(
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
     assert newest is not None and newest.position.step == 10
-    (message,) = messages
-    assert "step-00000015 is not whole" in message and reason in message
+    damaged, decision = messages
+    assert damaged.startswith(f"checkpoint step 15 is damaged: {reason}")
+    assert decision == "going back to checkpoint step 10"
 
 
-def test_all_damaged_is_a_fresh_start(directory: Path) -> None:
-    for path in directory.iterdir():
-        (path / MANIFEST).unlink()
+def test_no_flipped_bit_goes_unseen(directory: Path) -> None:
+    """Every bit of the manifest, and a sample of each other file's."""
+    shutil.rmtree(directory / "step-00000010")
+    for path in sorted((directory / "step-00000015").iterdir()):
+        content = path.read_bytes()
+        bits: Any = range(8 * len(content))
+        if path.name != MANIFEST:
+            bits = random.Random(0).sample(bits, 300)
+        with path.open("r+b", buffering=0) as file:
+            for byte, bit in (divmod(place, 8) for place in bits):
+                os.pwrite(file.fileno(), bytes([content[byte] ^ 1 << bit]), byte)
+                with pytest.raises(RunError, match=f"checkpoint step 15 is damaged: {path.name} "):
+                    newest_whole(directory, lambda _: None)
+                os.pwrite(file.fileno(), content[byte : byte + 1], byte)
+    assert newest_whole(directory, lambda _: None) is not None
+
+
+def rewrite(manifest: Path, **changes: Any) -> None:
+    """Change a manifest and make its digest fit."""
+    values = json.loads(manifest.read_bytes())
+    del values["sha256"]
+    manifest.write_bytes(train_checkpoint._render(values | changes))
+
+
+def test_a_manifest_must_name_its_folder_and_the_file_of_every_rank(directory: Path) -> None:
+    manifest = directory / "step-00000015" / MANIFEST
+    files = json.loads(manifest.read_bytes())["files"]
+    (directory / "step-00000010").rename(directory / "step-00000016")
     messages: list[str] = []
-    assert newest_whole(directory, messages.append) is None
+    newest = newest_whole(directory, messages.append)
+    assert newest is not None and newest.position.step == 15
+    assert messages[0] == "checkpoint step 16 is damaged: manifest.json is that of step 10"
+    rewrite(manifest, files={"rank-00000.pt": files["rank-00000.pt"]})
+    with pytest.raises(RunError, match=r"damaged: manifest\.json does not list the file of"):
+        newest_whole(directory, messages.append)
+
+
+def test_all_damaged_is_refused_unless_told_to_start_anew(directory: Path) -> None:
+    for path in directory.iterdir():
+        flip_a_bit(path / "rank-00001.pt")
+    messages: list[str] = []
+    with pytest.raises(RunError, match=r"step 15 is damaged: .*step 10 is.*--anew-if-damaged"):
+        newest_whole(directory, messages.append)
+    assert messages == []
+    assert newest_whole(directory, messages.append, anew_if_damaged=True) is None
     assert len(messages) == 2
+    clean(directory, None, messages.append)
+    assert names(directory) == ["step-00000010.bad", "step-00000015.bad"]
+    assert newest_whole(directory, messages.append) is None  # set aside is out of the way
     assert newest_whole(directory / "nowhere", messages.append) is None
+
+
+def test_strangers_are_named_once_and_left_alone(directory: Path) -> None:
+    strangers = ["step-000000020", "step-00000010 (copy)", "step-00000099", "step-note", "step.tmp"]
+    (directory / "step-00000099").write_text("a file")
+    for name in {*strangers} - {"step-00000099"}:
+        shutil.copytree(directory / "step-00000015", directory / name)
+    messages: list[str] = []
+    newest = newest_whole(directory, messages.append)
+    assert newest is not None and newest.position.step == 15
+    clean(directory, newest, messages.append)
+    assert messages == [f"ignoring what is no checkpoint in {directory}: {', '.join(strangers)}"]
+    assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
+
+
+class Malice:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise AssertionError('code was run')",))
+
+
+def test_loading_runs_no_code(directory: Path) -> None:
+    newest = newest_whole(directory, lambda _: None)
+    assert newest is not None
+    torch.save({"weight": Malice()}, newest.path / "rank-00000.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
+        load(newest, 0)
 
 
 def test_half_written_ones_are_not_candidates_and_are_removed(directory: Path) -> None:
@@ -152,7 +213,7 @@ def test_damaged_ones_are_set_aside_and_do_not_count_among_the_kept(
     ranks: RankPool, directory: Path
 ) -> None:
     for _ in range(2):  # a second time over what the first set aside
-        flip_a_bit(directory / "step-00000015" / "__0_0.distcp")
+        flip_a_bit(directory / "step-00000015" / "rank-00000.pt")
         clean(directory, newest_whole(directory, lambda _: None), lambda _: None)
         assert names(directory) == ["step-00000010", "step-00000015.bad"]
         ranks.run(rank_save, directory, [15], 2)
@@ -160,8 +221,16 @@ def test_damaged_ones_are_set_aside_and_do_not_count_among_the_kept(
 
 
 def rank_save_until_killed(group: Any, directory: Path) -> None:
-    """Stop where each rank has written its shard and rank 0 not yet the manifest."""
-    stop = mock.patch.object(dist, "all_gather_object", side_effect=KeyboardInterrupt)
+    """Stop where each rank has written its file and rank 0 not yet the manifest."""
+    gathers = iter([None, KeyboardInterrupt])  # of sizes, of digests
+
+    def together(work: Callable[[], Any]) -> list[Any]:
+        results = train_ranks.together(work)
+        if (error := next(gathers)) is not None:
+            raise error
+        return results
+
+    stop = mock.patch.object(train_checkpoint, "together", together)
     with stop, pytest.raises(KeyboardInterrupt):
         rank_save(group, directory, [20], 2)
 
@@ -177,13 +246,71 @@ def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
     assert names(directory) == ["step-00000015", "step-00000020"]
 
 
-def rank_save_apart(group: Any, directory: Path) -> str:
-    """Every rank into a directory of its own, as on nodes without a common file system."""
+def rank_error(group: Any, directory: Path) -> str:
     try:
-        rank_save(group, directory / str(group.rank()), [1], 2)
-    except RuntimeError as error:
+        rank_save(group, directory, [20], 2)
+    except RunError as error:
         return str(error)
     return "saved"
+
+
+def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
+    """Save where one rank's write fails, by the kernel's own doing."""
+    write_shard, render = train_checkpoint._write_shard, train_checkpoint._render
+
+    def full_disk(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+        return write_shard(Path("/dev/full"), state)
+
+    def full_manifest(manifest: dict[str, Any]) -> bytes:
+        (directory / "step-00000020.tmp" / MANIFEST).symlink_to("/dev/full")
+        return render(manifest)
+
+    def limited(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            return write_shard(path, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "shard" and group.rank() == 1:
+            patch.setattr(train_checkpoint, "_write_shard", full_disk)
+        if where == "limit" and group.rank() == 0:
+            patch.setattr(train_checkpoint, "_write_shard", limited)
+        if where == "manifest":
+            patch.setattr(train_checkpoint, "_render", full_manifest)
+        return rank_error(group, directory)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "where, code", [("shard", errno.ENOSPC), ("limit", errno.EFBIG), ("manifest", errno.ENOSPC)]
+)
+def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
+    ranks: RankPool, directory: Path, where: str, code: int
+) -> None:
+    before = names(directory)
+    messages = ranks.run(rank_save_with_a_full_disk, directory, where)
+    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(code)}; "
+    expected += r"it needs 19216 bytes, \d+ are free"  # 1200 + 1 int64 of each rank
+    for message in messages:
+        assert re.fullmatch(expected, message), message
+    assert names(directory) == before
+    newest = newest_whole(directory, lambda _: None)
+    assert newest is not None and newest.position.step == 15
+    assert ranks.run(rank_error, directory) == ["saved"] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for message in ranks.run(rank_error, tmp_path / "file" / "checkpoints"):
+        assert "checkpoints/step-00000020.tmp: Not a directory; it needs 19216 bytes" in message
+
+
+def rank_save_apart(group: Any, directory: Path) -> str:
+    """Every rank into a directory of its own, as on nodes without a common file system."""
+    return rank_error(group, directory / str(group.rank()))
 
 
 def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
@@ -193,11 +320,11 @@ def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
     assert len(messages) == 2
     for message in messages:
         assert message.startswith("checkpoints must lie where all ranks see them")
-        assert "__1_0.distcp" in message
-    assert newest_whole(directory / "apart" / "0", print) is None
+        assert "rank-00001.pt" in message
+    assert names(directory / "apart" / "0") == []
 
 
 def test_the_manifest_says_what_is_in_it(directory: Path) -> None:
     manifest = json.loads((directory / "step-00000015" / MANIFEST).read_text())
-    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, {"seed": 1})
-    assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
+    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]

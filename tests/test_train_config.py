@@ -54,7 +54,7 @@ def test_every_value_can_be_overridden() -> None:
         name = key.replace("_", "-")
         if isinstance(default, bool):
             section, dot, last = name.rpartition(".")
-            args = [f"--{section}{dot}no-{last}"]
+            args = [f"--{section}{dot}{'no-' if default else ''}{last}"]
         elif isinstance(default, int):
             args = [f"--{name}", str(2 * default)]
         else:

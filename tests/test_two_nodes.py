@@ -129,8 +129,8 @@ def test_training_over_two_nodes_gives_the_same_bits(reference: Path, tmp_path: 
     assert len(set(losses)) == len(losses) == 15  # 12 steps and 3 validations, none alike
     assert records(tmp_path / "run") == records(reference)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000012"
-    shards = sorted(path.name for path in checkpoint.glob("__*"))
-    assert shards == ["__0_0.distcp", "__1_0.distcp"]
+    shards = sorted(path.name for path in checkpoint.glob("rank-*"))
+    assert shards == ["rank-00000.pt", "rank-00001.pt"]
 
 
 def test_a_rank_killed_on_one_node_restarts_both(reference: Path, tmp_path: Path) -> None:

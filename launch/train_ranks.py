@@ -1,0 +1,54 @@
+"""What the ranks of a run do together: where one cannot go on, all stop with its error."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from flce_dist.launch.program import RunError
+
+Result = TypeVar("Result")
+
+
+def together(work: Callable[[], Result]) -> list[Result]:
+    """Do ``work`` on every rank and return all results by rank; collective.
+
+    Raises:
+        RunError: on every rank, that of the first rank whose work raised one.
+    """
+    result, message = None, None
+    try:
+        result = work()
+    except RunError as error:
+        message = str(error)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, message))
+    for _, failure in outcomes:
+        if failure is not None:
+            raise RunError(failure)
+    return [result for result, _ in outcomes]
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """Do ``work`` on rank 0 alone; return its result, or raise its ``RunError``, on every rank.
+
+    One rank looks at the disk and decides: others may see it later.
+    """
+    results: list[Any] = together(lambda: work() if dist.get_rank() == 0 else None)
+    return results[0]
+
+
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Raise ``RunError`` for an ``OSError`` while ``path`` is written, with ``needed`` bytes."""
+    try:
+        yield
+    except OSError as error:
+        there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+        free = shutil.disk_usage(there).free
+        sizes = "" if needed is None else f"; it needs {needed} bytes, {free} are free"
+        raise RunError(f"cannot write {path}: {error.strerror}{sizes}") from error
