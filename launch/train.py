@@ -17,10 +17,13 @@ import torch.distributed as dist
 
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train_config import RunConfig, load_config
+from flce_dist.launch.train_exit import end_with_torchrun
+from flce_dist.launch.train_lock import held
 from flce_dist.launch.yaml_config import ConfigError
 
 
 def main() -> int:
+    end_with_torchrun()
     config = load_config(
         sys.argv[1:],
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -33,22 +36,21 @@ def main() -> int:
         )
     device = choose_device(config)
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Objects (what ranks decide together) go over gloo, tensors over NCCL.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     # megatron-core warns of each optional package that is not there, and calls collectives by
     # names that newer PyTorch deprecates.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
-    from flce_dist.launch.train_data import load_corpus  # seconds, which errors need not wait for
-    from flce_dist.launch.train_run import run
+    with held(config.out_dir):
+        from flce_dist.launch.train_data import load_corpus  # seconds, for which no error waits
+        from flce_dist.launch.train_run import run
 
-    corpus = load_corpus(config)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Objects (checkpoint metadata) go over gloo, tensors over NCCL.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    run(config, corpus, device)
-    return 0
+        return run(config, load_corpus(config), device)
 
 
 def choose_device(config: RunConfig) -> torch.device:

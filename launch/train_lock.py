@@ -1,0 +1,106 @@
+"""One run at a time writes into an output folder; ``run.lock`` there says which.
+
+The lock is an flock, which the kernel gives back when its process ends, however it ends. The text
+in the file is for others to read; a run removes it at its end, so text without an flock was left
+by a run that was killed, or is that of a run on another machine whose locks are not seen here.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_ranks import on_rank_0, writing
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold ``folder`` for this process, which is the one rank that writes most of it.
+
+    Raises:
+        RunError: if another run holds it, or one that was killed on another machine held it.
+    """
+    path, owner = folder / LOCK, this_run()
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{folder} is in use by {_name(_read(path))}; wait for its end, or use another "
+                "--out-dir"
+            ) from None
+        except OSError as error:
+            raise RunError(
+                f"cannot lock {path}: {error.strerror}; --out-dir must be on a file system that "
+                "has flock"
+            ) from error
+        if path.stat().st_size > 0:
+            before = _read(path)
+            # Slurm starts a job again only after all its processes have ended.
+            if not any(owner[key] and owner[key] == before.get(key) for key in _SAME):
+                raise RunError(
+                    f"{folder} is held by {_name(before)}, and {owner['host']} cannot see whether "
+                    f"that still runs. If it does not, remove {path}"
+                )
+            say(f"{_name(before)} ended without giving {folder} back; taking it over")
+        with writing(path):
+            file.truncate(0)
+            file.write(json.dumps(owner) + "\n")
+            file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would leave it to forked children
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """``locked`` by rank 0 for all ranks; collective, and every rank raises what rank 0 does."""
+
+    def say(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    with ExitStack() as stack:
+        on_rank_0(lambda: stack.enter_context(locked(folder, say)))
+        yield
+
+
+_SAME = ("host", "boot", "slurm_job")  # any of these alike: flock would have told of a live run
+
+
+def this_run() -> dict[str, Any]:
+    """Return what tells this process from others; ``boot`` is one for all containers of a host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "boot": boot.read_text().strip() if boot.exists() else None,
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        return {}
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner.keys() >= {"pid", "host", "since"}:
+        return f"an unknown run ({LOCK} cannot be read)"
+    return f"process {owner['pid']} on {owner['host']}, started {owner['since']}"

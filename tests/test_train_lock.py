@@ -1,0 +1,171 @@
+"""One run at a time writes into a folder, and no rank outlives its torchrun."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_exit import end_with_torchrun, is_orphan
+from flce_dist.launch.train_lock import LOCK, held, locked, this_run
+from flce_dist.testing import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+PR_GET_PDEATHSIG = 2  # linux/prctl.h
+LIMIT_S = 60  # no test waits for it: each waits for an event
+
+
+def forked(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """Start a process and return it with a pipe to it."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def hold_until_killed(pipe: Connection, folder: Path) -> None:
+    with locked(folder, print):
+        pipe.send(os.getpid())
+        signal.pause()
+
+
+def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    said: list[str] = []
+    with locked(tmp_path / "run", said.append):
+        with pytest.raises(RunError) as error, locked(tmp_path / "run", said.append):
+            pass
+        assert f"run is in use by process {os.getpid()} on {os.uname().nodename}, " in str(error)
+    for _ in range(2):
+        with locked(tmp_path / "run", said.append):
+            pass
+    assert said == []
+
+
+def test_what_a_killed_run_held_is_taken_over_with_a_word(tmp_path: Path) -> None:
+    process, pipe = forked(hold_until_killed, tmp_path)
+    assert pipe.poll(LIMIT_S)
+    pid = pipe.recv()
+    with pytest.raises(RunError, match=f"in use by process {pid} "), locked(tmp_path, print):
+        pass
+    process.kill()
+    process.join()
+    said: list[str] = []
+    with locked(tmp_path, said.append):
+        (message,) = said
+        assert f"process {pid} on " in message and message.endswith("taking it over")
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "changes, slurm_job, refused",
+    [
+        ({}, None, "held by process 7 on elsewhere, started then, and "),
+        ({}, "12", "held by process 7 on elsewhere"),
+        ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
+        ({"boot": this_run()["boot"]}, None, None),  # another container of this machine
+        ({"host": this_run()["host"]}, None, None),  # this machine before it was started anew
+        ({"host": None}, None, "held by process 7 on None"),
+        (None, None, r"an unknown run \(run.lock cannot be read\)"),
+    ],
+)
+def test_what_was_held_on_another_machine_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str] | None,
+    slurm_job: str | None,
+    refused: str | None,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if slurm_job:
+        monkeypatch.setenv("SLURM_JOB_ID", slurm_job)
+    owner = {"pid": 7, "host": "elsewhere", "since": "then", "boot": "other", "slurm_job": None}
+    path = tmp_path / LOCK
+    path.write_text("[" if changes is None else json.dumps(owner | changes))
+    before, said = path.read_text(), list[str]()
+    if refused is None:
+        with locked(tmp_path, said.append):
+            assert len(said) == 1
+        return
+    with pytest.raises(RunError, match=refused) as error, locked(tmp_path, said.append):
+        pass
+    assert f"If it does not, remove {path}" in str(error) and path.read_text() == before
+    path.unlink()
+    with locked(tmp_path, said.append):
+        assert said == []
+
+
+def rank_hold(group: Any, folder: Path) -> str:
+    try:
+        with held(folder):
+            return "held"
+    except RunError as error:
+        return str(error)
+
+
+def test_all_ranks_end_with_what_rank_0_found(tmp_path: Path) -> None:
+    with RankPool(2) as ranks:
+        with locked(tmp_path, print):
+            first, second = ranks.run(rank_hold, tmp_path)
+            assert first == second and "is in use by process" in first
+        assert ranks.run(rank_hold, tmp_path) == ["held"] * 2
+        (tmp_path / "file").write_text("in the way")
+        first, second = ranks.run(rank_hold, tmp_path / "file")
+        assert first == second and "run.lock: " in first and first.startswith("cannot write")
+
+
+def be_torchrun(pipe: Connection) -> None:
+    """Start a rank and wait for ever; the rank alone keeps the pipe open."""
+    if os.fork() == 0:
+        os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        end_with_torchrun()
+        pipe.send(os.getpid())
+        signal.pause()
+    pipe.close()
+    signal.pause()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_rank_ends_when_its_torchrun_is_killed() -> None:
+    torchrun, pipe = forked(be_torchrun)
+    assert pipe.poll(LIMIT_S)
+    rank = pipe.recv()
+    torchrun.kill()
+    ended = pipe.poll(LIMIT_S)  # the kernel closed the rank's end
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    assert ended
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before, after = ctypes.c_int(-1), ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
+    end_with_torchrun()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(after))
+    assert after.value == before.value != signal.SIGKILL
+
+
+def test_who_is_an_orphan(tmp_path: Path) -> None:
+    command = tmp_path / "1" / "cmdline"
+    command.parent.mkdir()
+    command.write_bytes(b"/sbin/init\0")
+    assert is_orphan(1, tmp_path) and not is_orphan(2, tmp_path)
+    for torchrun in (
+        b"/usr/bin/python3\0/usr/bin/torchrun\0",
+        b"python\0-m\0torch.distributed.run",
+    ):
+        command.write_bytes(torchrun)
+        assert not is_orphan(1, tmp_path)
+    command.unlink()
+    assert is_orphan(1, tmp_path)
