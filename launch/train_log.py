@@ -11,23 +11,28 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_ranks import writing
+
 METRICS = "metrics.jsonl"
+CUT = "metrics.cut.jsonl"
 
 
 class RunLog:
     """Writes one record per event; a record is on disk (in the page cache) when ``write`` returns.
 
-    A run that continues at ``step`` drops the records beyond it: those steps are made again.
+    A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
+    and TensorBoard leaves them out. What cannot be written is kept as ``failure`` until ``close``,
+    so that the rank that writes goes on beside the others to where all stop.
     """
 
     def __init__(self, out_dir: Path, *, step: int, steps: int, head_mib: float):
         self.path = out_dir / METRICS
-        keep = [record for record in read_metrics(self.path) if record["step"] <= step]
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in keep))
-        scratch.rename(self.path)
-        self._file = self.path.open("a", buffering=1)
-        self._events = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
+        self.failure: RunError | None = None
+        with writing(self.path):
+            cut = set_aside(self.path, step)
+            self._file = self.path.open("a", buffering=1)
+            self._events = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
         self._head_mib = head_mib
         self._bar = tqdm(
             total=steps,
@@ -36,6 +41,8 @@ class RunLog:
             dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,  # seconds; a log file wants few
         )
+        if cut:
+            self.say(f"{cut} lines beyond step {step} moved from {self.path} to {CUT}")
 
     def train(self, step: int, **values: float) -> None:
         """Record one training step; ``loss`` and ``tokens_per_s`` show in the bar."""
@@ -56,14 +63,43 @@ class RunLog:
         self._bar.write(message)
 
     def close(self) -> None:
+        """Raise ``RunError`` if a record could not be written."""
         self._bar.close()
-        self._events.close()
-        self._file.close()
+        if self.failure is not None:
+            raise self.failure
+        with writing(self.path):
+            self._events.close()
+            self._file.close()
 
     def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(f"{kind}/{name}", value, step)
+        line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        try:
+            with writing(self.path, len(line)):
+                self._file.write(line)
+                for name, value in values.items():
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
+        except RunError as error:
+            self.failure = self.failure or error
+
+
+def set_aside(path: Path, step: int) -> int:
+    """Move lines beyond ``step``, and those that are no records, to CUT; return their number."""
+
+    def belongs(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    cut = [line.rstrip(b"\n") + b"\n" for line in lines if not belongs(line)]
+    if cut:
+        with path.with_name(CUT).open("ab") as file:
+            file.write(b"".join(cut))
+        scratch = path.with_suffix(".tmp")
+        scratch.write_bytes(b"".join(line for line in lines if belongs(line)))
+        scratch.rename(path)
+    return len(cut)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -88,4 +124,6 @@ def plot_loss_curve(out_dir: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out_dir / "loss.png", dpi=120)
+    path = out_dir / "loss.png"
+    with writing(path):
+        figure.savefig(path, dpi=120)

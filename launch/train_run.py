@@ -1,5 +1,6 @@
 """The training loop: one rank's share of a run, and how it begins, continues and ends."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ class Trainer:
         self.model = build_model(config, corpus.vocab_size, device)
         self.optimizer = Optimizer(self.model, self.groups, config.optimizer)
         self.step = self.samples = 0
+        self.stopping = False
         self.checkpoints = config.out_dir / "checkpoints"
         # What a checkpoint must agree with to be continued.
         self.identity = flatten(config) | {"world_size": dist.get_world_size()}
@@ -68,8 +70,11 @@ class Trainer:
         position = Position(step=self.step, samples=self.samples, config=self.identity)
         save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
 
-    def train_step(self) -> tuple[float, float]:
-        """Do one update; return the loss over all ranks' batches and the gradient norm."""
+    def train_step(self, *, stop: bool = False) -> tuple[float, float]:
+        """Do one update; return the loss over all ranks' batches and the gradient norm.
+
+        ``stopping`` says afterwards, on every rank alike, whether any was told to ``stop``.
+        """
         size, ranks = self.config.data.batch_size, self.groups.data.size()
         first = self.samples + self.groups.data.rank() * size
         loss = self._loss(*self.corpus.train_batch(first, size))
@@ -77,7 +82,9 @@ class Trainer:
         self.step += 1
         self.samples += size * ranks
         norm = self.optimizer.step(self.step)
-        return self._mean(loss), norm
+        mean, stops = self._mean(loss, torch.tensor(float(stop), device=self.device))
+        self.stopping = stops > 0
+        return mean, norm
 
     def validate(self) -> float:
         """Return the mean loss over the validation batches."""
@@ -87,7 +94,8 @@ class Trainer:
             for i in range(self.config.data.validation_batches):
                 batch = self.corpus.validation_batch(i * ranks + self.groups.data.rank(), size)
                 losses.append(self._loss(*batch))
-        return self._mean(torch.stack(losses).mean())
+        (mean,) = self._mean(torch.stack(losses).mean())
+        return mean
 
     def probe_batch(self) -> tuple[Tensor, Tensor]:
         """The first validation batch, on the device."""
@@ -105,10 +113,12 @@ class Trainer:
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return token_losses(self.model, tokens.to(self.device), labels.to(self.device)).mean()
 
-    def _mean(self, loss: Tensor) -> float:
-        mean = loss.detach() / self.groups.data.size()
-        dist.all_reduce(mean, group=self.groups.data)
-        return mean.item()
+    def _mean(self, *numbers: Tensor) -> list[float]:
+        """Return means over all ranks; those of one tensor-parallel group hold the same loss."""
+        means = torch.stack(numbers).detach() / dist.get_world_size()
+        dist.all_reduce(means)
+        values: list[float] = means.tolist()
+        return values
 
 
 def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Checkpoint | None:
@@ -131,36 +141,63 @@ def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Ch
     return checkpoint
 
 
-def run(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
-    """Train from wherever the run stands to ``config.steps``, then compare the heads."""
+def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
+    """Train from wherever the run stands to ``config.steps``, then compare the heads.
+
+    SIGTERM to any rank ends all after the step that they are in, with a checkpoint. A second one
+    ends at once.
+
+    Returns:
+        The exit status: 0, or 143 after SIGTERM.
+    """
     trainer = Trainer(config, corpus, device)
     checkpoint = trainer.resume()
     head_mib = trainer.head_peak_mib()
     log: RunLog | None = None
-    if dist.get_rank() == 0:
+
+    def begin() -> None:
+        nonlocal log
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
 
+    on_rank_0(begin)
+    terminations: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: terminations.append(number))
     tokens_per_step = config.data.batch_size * trainer.groups.data.size() * config.model.seq_length
-    while trainer.step < config.steps:
+    while trainer.step < config.steps and not trainer.stopping:
         start = time.perf_counter()
-        loss, norm = trainer.train_step()
+        failed = log is not None and log.failure is not None
+        loss, norm = trainer.train_step(stop=failed or bool(terminations))
         tokens_per_s = tokens_per_step / (time.perf_counter() - start)
         if log:
             log.train(trainer.step, loss=loss, gradient_norm=norm, tokens_per_s=tokens_per_s)
         last = trainer.step == config.steps
+        if trainer.stopping:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if last or trainer.step % config.validate_every == 0:
             validation_loss = trainer.validate()
             if log:
                 log.validation(trainer.step, validation_loss)
         # After the records of this step, so that none of a saved step can be missing.
-        if last or trainer.step % config.checkpoint_every == 0:
+        if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
             trainer.save()
 
-    if log:
-        log.close()
-        plot_loss_curve(config.out_dir)
+    def end() -> bool:
+        if log:
+            log.close()
+        return bool(terminations)
+
+    stopped = any(together(end))
+    # torchrun sends SIGTERM to all at the first exit; after a stop that must not change the status.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stopped else signal.SIG_DFL)
+    if stopped:
+        if log:
+            print(
+                f"SIGTERM: stopped after step {trainer.step}; the same command goes on from there"
+            )
+        return 128 + signal.SIGTERM
+    on_rank_0(lambda: plot_loss_curve(config.out_dir))
     if config.compare:
         numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
         if log:
@@ -168,3 +205,4 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
             write_comparison(config.out_dir, numbers)
     if log:
         print(f"everything is in {config.out_dir}; the loss curve is loss.png")
+    return 0

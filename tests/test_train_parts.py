@@ -1,6 +1,7 @@
 """Parts of the training run: data order, learning rate, records, and layouts that must agree."""
 
-import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train_checkpoint import load, newest_whole
 from flce_dist.launch.train_config import (
     DataConfig,
     ModelConfig,
@@ -21,8 +24,9 @@ from flce_dist.launch.train_config import (
 from flce_dist.launch.train_data import Corpus, load_corpus
 from flce_dist.launch.train_log import RunLog, plot_loss_curve, read_metrics
 from flce_dist.launch.train_optimizer import learning_rate
-from flce_dist.launch.train_run import Trainer
-from flce_dist.testing import RankPool
+from flce_dist.launch.train_run import Trainer, run
+from flce_dist.testing import RankFailed, RankPool
+from tests.tiny_training import records
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -79,27 +83,33 @@ def test_learning_rate_rises_falls_and_stays() -> None:
     assert learning_rate(1, flat) == pytest.approx(0.1)
 
 
-def test_a_continued_run_drops_records_beyond_its_step_and_a_line_cut_short(
-    tmp_path: Path,
+def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)
     for step in range(1, 5):
         log.train(step, loss=10.0 - step, gradient_norm=1.0, tokens_per_s=1.0)
     log.validation(4, 6.5)
     log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    path, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
+    with path.open("a") as file:
+        file.write('garbage\n{"kind": "train", "st')  # the last line cut short by a kill
+    before = path.read_text().splitlines()
+    assert len(before) == 7 and "metrics.cut" not in capsys.readouterr().out
 
-    log = RunLog(tmp_path, step=2, steps=5, head_mib=1.0)
-    log.train(3, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
+    for _ in range(2):  # once more with nothing to set aside
+        log = RunLog(tmp_path, step=2, steps=5, head_mib=1.0)
+        log.close()
+        assert path.read_text().splitlines() == before[:2]
+        assert cut.read_text().splitlines() == before[2:]
+    said = f"5 lines beyond step 2 moved from {path} to metrics.cut.jsonl"
+    assert capsys.readouterr().out.count(said) == 1
+
+    log = RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
+    log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
     log.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [(json.loads(line)["step"], json.loads(line)["loss"]) for line in lines] == [
-        (1, 9.0),
-        (2, 8.0),
-        (3, 1.0),
-    ]
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0)]
+    assert cut.read_text().splitlines() == before[2:] + before[1:2]
     plot_loss_curve(tmp_path)
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
@@ -149,3 +159,150 @@ def test_bfloat16_trains_close_to_float32(pools: dict[int, RankPool]) -> None:
     ):
         assert numbers != exact
         assert numbers == pytest.approx(exact, rel=0.05)
+
+
+def rank_resume(group: Any, config: RunConfig) -> tuple[list[float], list[float], int]:
+    """Numbers of steps 3 and 4 without a pause and after one; tensors in this rank's file."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    first = Trainer(config, corpus(), torch.device("cpu"))
+    assert first.resume() is None
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    expected = [number for _ in range(2) for number in first.train_step()]
+
+    parallel_state.destroy_model_parallel()
+    again = Trainer(config, corpus(), torch.device("cpu"))
+    checkpoint = again.resume()
+    assert checkpoint is not None and (again.step, again.samples) == (2, 8)
+    resumed = [number for _ in range(2) for number in again.train_step()]
+    return expected, resumed, len(load(checkpoint, group.rank()))
+
+
+@pytest.mark.parametrize(
+    "tensor, data, dtype", [(2, 1, "float32"), (1, 2, "float32"), (2, 1, "bfloat16")]
+)
+def test_a_resumed_run_makes_the_same_steps(
+    pools: dict[int, RankPool], tmp_path: Path, tensor: int, data: int, dtype: str
+) -> None:
+    config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
+    files = []
+    for expected, resumed, tensors in pools[2].run(rank_resume, config):
+        assert resumed == expected
+        files.append(tensors)
+    assert files[0] > 20 and files[1] == (files[0] if data == 1 else 1)  # replicas: generators only
+
+
+def rank_refusals(group: Any, config: RunConfig) -> list[str]:
+    """What each rank says to checkpoints of another configuration, another model, and damaged."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    trainer = Trainer(config, corpus(), torch.device("cpu"))
+    trainer.save()
+    messages = []
+
+    def refused() -> None:
+        with pytest.raises(RunError) as error:
+            trainer.resume()
+        messages.append(str(error.value))
+
+    trainer.identity["seed"] = 0
+    refused()
+    trainer.identity["seed"] = config.seed
+    name, parameter = trainer.optimizer.parameters.popitem()
+    refused()
+    trainer.optimizer.parameters[name] = parameter
+    if group.rank() == 0:
+        (trainer.checkpoints / "step-00000000" / "manifest.json").write_text("")
+    refused()
+    trainer.config = replace(config, anew_if_damaged=True)
+    assert trainer.resume() is None
+    return messages
+
+
+def test_a_checkpoint_that_cannot_be_continued_is_refused_on_every_rank(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    config = replace(layout(2, 1, True), out_dir=tmp_path)
+    first, second = pools[2].run(rank_refusals, config)
+    assert first == second
+    conflict, model, damaged = first
+    assert conflict.startswith("cannot continue ") and "seed is 1234 there and 0 here" in conflict
+    assert "another model, which differs in model.decoder.final_layernorm.weight" in model
+    assert "step 0 is damaged: manifest.json cannot be read" in damaged
+    assert (tmp_path / "checkpoints" / "step-00000000.bad").is_dir()
+
+
+RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=False)
+
+
+def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
+    """The whole loop; ``event`` happens to one rank between steps 2 and 3, or in the save after."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    train, validation, save = Trainer.train_step, RunLog.validation, Trainer.save
+
+    def terminate() -> None:
+        if group.rank() == 1 and "SIGTERM" in event:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def train_step(trainer: Trainer, *, stop: bool) -> tuple[float, float]:
+        numbers = train(trainer, stop=stop)
+        if trainer.step == 2:
+            terminate()
+        return numbers
+
+    def full_disk(log: RunLog, step: int, loss: float) -> None:
+        validation(log, step, loss)
+        if event == "full disk":
+            log._file = open("/dev/full", "a", buffering=1)
+
+    def save_and_terminate(trainer: Trainer) -> None:
+        if trainer.stopping and event == "SIGTERM twice":
+            terminate()
+        save(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        patch.setattr(Trainer, "save", save_and_terminate)
+        patch.setattr(RunLog, "validation", full_disk)
+        try:
+            return run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
+        except RunError as error:
+            return str(error)
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all_and_the_run_goes_on(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    calm, stopped = tmp_path / "calm", tmp_path / "stopped"
+    assert pools[2].run(rank_run, calm) == [0, 0]
+    assert pools[2].run(rank_run, stopped, "SIGTERM") == [143, 143]
+    saved = sorted(path.name for path in (stopped / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000003"]
+    assert max(record["step"] for record in records(stopped)) == 3
+    assert pools[2].run(rank_run, stopped) == [0, 0]
+    assert records(stopped) == records(calm)
+    assert not (stopped / "metrics.cut.jsonl").exists()
+
+
+def test_a_second_sigterm_ends_the_save(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 of 2 was killed by SIGTERM"):
+        pools[2].run(rank_run, tmp_path, "SIGTERM twice")
+    newest = newest_whole(tmp_path / "checkpoints", print)
+    assert newest is not None and newest.position.step == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    first, second = pools[2].run(rank_run, tmp_path, "full disk")
+    assert first == second
+    assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
+    newest = newest_whole(tmp_path / "checkpoints", print)
+    assert newest is not None and newest.position.step == 4

@@ -3,14 +3,16 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_training import TINY, kill, records
+from tests.tiny_training import TINY, descendants, is_running, kill, records
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("mistral_common")
@@ -49,20 +51,42 @@ def train(out_dir: Path, *overrides: str, returncode: int = 0) -> str:
     return output
 
 
-def train_and_kill(out_dir: Path, *, after_step: int) -> None:
-    """Start a run and end all its processes by SIGKILL once it has recorded ``after_step``."""
-    process = subprocess.Popen(
-        command(out_dir),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-    )
-    deadline = time.monotonic() + 120
-    while not any(record["step"] >= after_step for record in records(out_dir)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    kill(process)
+def train_and_signal(
+    out_dir: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
+) -> tuple[int, str]:
+    """Start a run and, once it has recorded ``after_step``, ``strike`` at the processes.
+
+    ``strike`` gets torchrun's process id and the ranks'. Returns torchrun's status and the output,
+    after all processes have ended.
+    """
+    with (out_dir.parent / "output").open("w+") as output:
+        process = subprocess.Popen(
+            command(out_dir, *overrides),
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 300  # far more than it takes
+
+        def until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                if time.monotonic() > deadline:
+                    kill(process)
+                    pytest.fail("the run neither went on nor ended")
+                time.sleep(0.005)
+
+        until(lambda: process.poll() is not None or last_step(out_dir) >= after_step)
+        processes = descendants(process.pid)
+        strike(processes)
+        until(lambda: process.poll() is not None)
+        until(lambda: not any(is_running(pid) for pid in processes))
+        output.seek(0)
+        return process.wait(), output.read()
+
+
+def last_step(out_dir: Path) -> int:
+    return max((record["step"] for record in records(out_dir)), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +122,35 @@ def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
         assert head["peak_mib"] > numbers["gradients_mib"] > 0
 
 
-def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
-    train_and_kill(out_dir, after_step=6)
-    output = train(out_dir)
+    endless = ["--steps", "1000000"]
+    # SIGKILL for torchrun alone: its ranks end with it.
+    train_and_signal(
+        out_dir, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
+    )
+    killed = last_step(out_dir)
+    # SIGTERM for one rank: all end, after a checkpoint of that step.
+    status, output = train_and_signal(
+        out_dir,
+        *endless,
+        after_step=killed + 2,
+        strike=lambda pids: os.kill(pids[-1], signal.SIGTERM),
+    )
+    assert "ended without giving" in output and "taking it over" in output
     assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
-    assert records(out_dir) == records(uninterrupted)
+    stopped = last_step(out_dir)
+    assert output.count(f"SIGTERM: stopped after step {stopped};") == 1
+    assert status == 1 and re.search(r"exitcode +: 143 ", output), output
 
-    # A damaged newest checkpoint: from the one before it, to the same losses again.
-    shard = out_dir / "checkpoints" / "step-00000012" / "rank-00001.pt"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    output = train(out_dir)
-    assert "checkpoint step 12 is damaged: rank-00001.pt has other contents" in output
-    assert f"continuing {out_dir / 'checkpoints' / 'step-00000008'}" in output
-    assert records(out_dir) == records(uninterrupted)
+    output = train(out_dir, "--steps", str(stopped + 1))
+    assert f"continuing {out_dir / 'checkpoints' / f'step-{stopped:08d}'}" in output
+    assert "taking it over" not in output
+    entries = records(out_dir)
+    steps = [entry["step"] for entry in entries if entry["kind"] == "train"]
+    assert steps == list(range(1, stopped + 2))
+    expected = [entry for entry in records(uninterrupted) if entry["step"] <= stopped]
+    assert expected and entries[: len(expected)] == expected
 
 
 def test_another_configuration_is_refused_by_one_rank(uninterrupted: Path) -> None:

@@ -43,3 +43,11 @@ def descendants(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [pid] + [below for child in children for below in descendants(int(child))]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
