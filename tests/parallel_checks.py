@@ -78,8 +78,8 @@ def problems(device: torch.device) -> dict[str, Problem]:
     return {
         "even, mean": problem(device),
         "uneven, softcap, sum": problem(device, V_all=V_all - 61, options=capped),
-        "padded, none": problem(
-            device, V_all=V_all - 64, rows=V_all, options={"reduction": "none"}
+        "padded, banned labels, none": problem(
+            device, V_all=V_all - 64, rows=V_all, options={"reduction": "none"}, banned=0.01
         ),
         "uneven and padded, many options, none": problem(
             device, V_all=V_all - 66, rows=V_all - 61, options=many

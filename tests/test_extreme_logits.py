@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist.kernels import merge
 from tests.oracle import (
     IGNORE,
     METRICS,
@@ -184,6 +185,15 @@ def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
     results = check(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
     assert results["loss"] == torch.inf
     assert all(results[name].isfinite().all() for name in ("dhidden", "dweight", "dbias"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_reference_at_minus_infinity_would_be_noticed(monkeypatch, dtype):
+    inputs = banned(37, dtype)
+    check(inputs, with_metrics=True)
+    monkeypatch.setattr(merge, "LOWEST", -torch.inf)
+    with pytest.raises(AssertionError, match="loss: not inf"):
+        check(inputs, with_metrics=True)
 
 
 @both
