@@ -40,7 +40,9 @@ def localized(arguments: Arguments) -> Arguments:
     rows = Replicate() if tp_group is None else Shard(0)
     # A sum over ranks that the caller does himself is, of a DTensor, one that DTensor does.
     dhidden = None if options.reduce_dhidden else Partial()
-    of_tokens = f"sequence_parallel is {options.sequence_parallel}"
+    of_tokens = (
+        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
+    )
     return Arguments(
         _local("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
         _local("weight", weight, rows, tp_group, _OF_ROWS),
@@ -99,7 +101,8 @@ def _local(
     """
     if isinstance(x, DTensor):
         mesh, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
-        lies = dim is not None or expected.is_replicate() or collectives.group_size(tp_group) == 1
+        anywhere = expected.is_replicate() and gradient is None
+        lies = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         for d, has in enumerate(x.placements):
             want = expected if d == dim else Replicate()
             lies &= mesh.size(d) == 1 or (type(has) is type(want) and has == want)

@@ -148,6 +148,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "whole hidden under sequence_parallel": (
         {"hidden": WHOLE}, {"sequence_parallel": True}, "hidden must .* sequence_parallel is True"
     ),
+    "shares over no dimension of the mesh": (
+        {"hidden": WHOLE, "shape": (2, 2)}, {"tp_group": "all", "reduce_dhidden": False},
+        r"hidden must .* ranks \[0, 1, 2, 3\] .* reduce_dhidden False"
+    ),
     "partial weight": ({"weight": Partial()}, {}, "weight must be .*Partial"),
     "weight by H": ({"weight": Shard(1)}, {}, r"weight must be .* got .*Shard\(dim=1\)"),
     "whole weight over tp_group": ({"weight": WHOLE}, {}, "weight must be .* tp_group's ranks"),
@@ -180,6 +184,8 @@ def refused_rank(
         weights = torch.ones(len(tensors["labels"]))
         tensors["token_weight"] = distributed(weights, mesh, placements["token_weight"])
     options = {"tp_group": mesh.get_group(0), **options}
+    if options["tp_group"] == "all":
+        options["tp_group"] = group
     said = []
     call: Any
     for call in (linear_cross_entropy, check_ranks):
