@@ -26,17 +26,16 @@ class PeerGather(TokenGather):
     def __init__(
         self, x: Tensor, order: TokenOrder, memory: PeerMemory, write: Write | None = None
     ):
+        memory.open(x.nbytes)  # first of all: what raises later is noticed
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
         self._x, self._memory, self._write = x, memory, write
         self._arrivals: list[Arrival] | None = None
-        self._is_open = False
+        self._is_open = True
 
     def start(self, piece: int) -> None:
         if self._arrivals is not None:
             return
         x, memory = self._x, self._memory
-        memory.open(x.nbytes)
-        self._is_open = True
         memory.acquire()
         own = memory.own(x.shape, x.dtype)
         if self._write is None:
