@@ -27,6 +27,32 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once_a_launch() -> None:
+    """The interpreter patches triton.language at each call of a device function: half of its time.
+
+    Once a launch is enough: only the end of a launch undoes it.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        seen = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if seen <= patched:
+            return None
+        patched.update(seen)
+        return patch(fn)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
+
+
 @pytest.fixture(scope="session")
 def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
     """``gloo_ranks(P)``: forked gloo workers that live as long as the session."""
