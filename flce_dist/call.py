@@ -31,6 +31,7 @@ from flce_dist.plan import Plan
 from flce_dist.token_order import TokenOrder
 from flce_dist.vocab import INVARIANT_ROWS, VocabShard
 
+_FEW_TOKENS = 32  # a pass over their cached columns takes about T / H of the time of a call
 _PRODUCT_FROM = 1 << 23  # cells: of fewer cuBLAS may add up the columns in parts, each rounded
 
 
@@ -106,8 +107,18 @@ class Call:
         The same on every rank of the group.
         """
         options, keeps_all = self.options, self.plan.cached_v >= self.plan.V
-        converts = dtype == torch.float16
-        return keeps_all and not converts and not (options.label_smoothing or options.with_metrics)
+        if self.rewrites(dtype) or options.label_smoothing or options.with_metrics:
+            return False
+        return keeps_all
+
+    def rewrites(self, dtype: torch.dtype) -> bool:
+        """Whether cached columns are written once more before products: in another dtype or scaled.
+
+        Of a few tokens in bf16 they are then scaled: D at the label and hidden times its scale,
+        each rounded, would cost dweight three times the error of eager PyTorch.
+        """
+        few = self.plan.T <= _FEW_TOKENS
+        return dtype == torch.float16 or (dtype == torch.bfloat16 and few)
 
     def gather(self, hidden: Tensor) -> TokenGather:
         """Return what gathers the tokens of all ranks, or hands over the ones that are all here."""

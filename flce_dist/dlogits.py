@@ -71,8 +71,9 @@ class Dlogits:
 
     def __post_init__(self) -> None:
         V, step = self.call.shard.V, max(1, self.call.plan.window_v)
-        keeps = self.cache.dtype == self.dtype
-        pieces: list[Piece] = list(self.cache.walk(V, step, max(1, V) if keeps else step))
+        keeps = not self.call.rewrites(self.dtype)
+        whole = self.cache.dtype == self.dtype
+        pieces: list[Piece] = list(self.cache.walk(V, step, max(1, V) if whole else step))
         self.kept = [piece for piece in pieces if keeps and piece[2] is not None]
         self.made = pieces[len(self.kept) :]
         if not pieces:  # every shard has one
@@ -87,7 +88,7 @@ class Dlogits:
         Beside kept columns that is worth it only if hidden can be scaled in place after the others,
         which kept columns that lie in dweight's own memory cannot wait for.
         """
-        if not self.recomputes or from_lse(self.dtype):
+        if not self.made or from_lse(self.dtype):
             return False
         return not self.kept or (self._owns_hidden and self.call.plan.lending is None)
 
@@ -119,21 +120,24 @@ class Dlogits:
                     out=out[t],
                 )
             return out
-        if cached.dtype == self.dtype:
+        if not self.call.rewrites(self.dtype):
             return cached
         return self._converted(cached, self.call.shard.start + start)
 
     def _converted(self, cached: Tensor, vocab_start_index: int) -> Tensor:
-        """Bring bf16 exponentials into fp16 by changing their reference."""
-        out = self._reused_window(cached.shape[1])
-        change = (self.stats.reference - self.rows.reference).exp()
+        """Bring scales into bf16 exponentials, or these into fp16 by changing their reference."""
+        out, rows = self._reused_window(cached.shape[1]), self.made_rows
+        if self.folds:
+            (change,) = rows.affine
+        else:
+            change = (self.stats.reference - rows.reference).exp()
         ignore_index = self.call.options.ignore_index
         kernels = self.call.kernels
         kernels.scale_rows(cached, change, self.labels, ignore_index=ignore_index, out=out)
         kernels.write_label_value(
             out,
             self.labels,
-            self.rows.label_value,
+            rows.label_value,
             vocab_start_index=vocab_start_index,
             ignore_index=ignore_index,
         )

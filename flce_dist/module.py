@@ -271,14 +271,17 @@ class LinearCrossEntropy(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()
 
-    def _own_part(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+    def _own_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Return what this rank holds of a parameter's value; one of a wrong size as it is."""
-        mine, place = dtensor.local_part(parameter)
-        start, end = self.vocab_range
+        _, place = dtensor.local_part(parameter)
+        rows, *rest = place
+        start, shape = self.vocab_range[0], parameter.shape
+        of_whole = (slice(start + rows.start, start + rows.stop), *rest)
+        is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
         if isinstance(value, DTensor):
-            part = value.to_local()
-        elif value.shape[:1] == (self.padded_vocab_size,):
-            part = value[start:end][place]
+            part, held = dtensor.local_part(value)
+            known = is_whole and (held == of_whole or not part.numel())
         else:
-            part = value[place]
-        return dtensor.in_kind(part, parameter) if part.shape == mine.shape else value
+            known = is_whole or value.shape == shape
+            part = value[of_whole if is_whole else place] if known else value
+        return dtensor.in_kind(part, parameter) if known else value

@@ -91,7 +91,7 @@ def token_loss(
         call.loss_terms,
         with_entropy=with_entropy,
     )
-    if cache.dtype == logits.hidden.dtype:  # else it is written where it is converted
+    if not call.rewrites(logits.hidden.dtype):  # else it is written where columns are
         for start, window in cache.pieces():
             kernels.write_label_value(
                 window,

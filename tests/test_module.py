@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -356,9 +357,19 @@ def test_deep_copies_share_the_group():
     run_ranks(deep_copy_rank, 2)
 
 
-def test_a_weight_of_another_size_is_refused():
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        make(None).load_state_dict(make(None, vocab_size=500).state_dict())
+def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
+    layer = layout.make()
+    shapes = (500, H), (600, H), (VOCAB, H + 1), (VOCAB,), (H,)
+    wrong = [{"weight": torch.zeros(shape)} for shape in shapes]
+    wrong.append(layout.make(vocab_size=VOCAB + 1).state_dict())  # some ranks hold as many rows
+    for state, assign in itertools.product(wrong, (False, True)):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            layer.load_state_dict(state, assign=assign)
+
+
+@each_layout
+def test_a_weight_of_another_size_is_refused(layout, gloo_ranks):
+    gloo_ranks(layout.size).run(wrong_size_rank, layout)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
