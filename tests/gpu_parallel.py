@@ -32,6 +32,7 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
+    "exceptions": parallel_device_checks.raised_and_called_again,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
     "checkpointing": parallel_autograd_checks.activation_checkpointing,

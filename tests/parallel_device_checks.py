@@ -8,11 +8,13 @@ T tokens, H hidden size, V vocabulary rows here.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.call import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
 from flce_dist.vocab import vocab_range
 from tests.parallel_checks import (
@@ -182,8 +184,39 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
             yield f"batch {i}: its loss was there before the replay"
         replayed.replay()
         yield from differing(f"batch {i}", False, results(replayed.results), expected[i])
+    for times in (2, 3) if options["sequence_parallel"] else ():
+        step(ranks, one.changed(T=times * one.T), **options)  # what ranks share grows
+    load(1)
+    replayed.replay()
+    yield from differing("after larger calls", False, results(replayed.results), expected[1])
     if ranks.on_gpu:
         torch.cuda.synchronize()  # a graph must not go while it runs
+
+
+# --- exceptions
+
+
+class Planted(Exception):
+    """What a kernel raises instead of running."""
+
+
+def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
+    """Every rank raises in the middle of a call, lets go of its memory, and calls again."""
+    one = problem(ranks.device)
+    kernels = kernels_of(ranks.impl or ("triton" if ranks.on_gpu else "eager"))
+    for way, options in different_ways(one, ranks.P).items():
+        expected = step(ranks, one, sequence_parallel=True, **options)
+        for place in ("linear_stats", "row_gradient", "scale_rows"):
+            with mock.patch.object(kernels, place, side_effect=Planted):
+                try:
+                    step(ranks, one, sequence_parallel=True, **options)
+                except Planted:
+                    pass
+                else:
+                    yield f"{way}, {place}: not called"
+            poison(ranks, one, operands(ranks, one, True)[:3])
+            mine = step(ranks, one, sequence_parallel=True, **options)
+            yield from differing(f"{way}, after {place} raised", True, mine, expected)
 
 
 # --- the host, and memory

@@ -227,6 +227,12 @@ MISTAKES: list[tuple[str, Plant, str]] = [
     ("bits", another_loss_on_rank_1, "repeat 2: loss differs between ranks"),
     ("streams", never_the_same, "cached, two streams, turn 1, SP: loss, dhidden, dweight, dbias"),
     ("graphs", never_the_same, "in_forward, chunks, SP: batch 2: loss, dhidden, dweight, dbias"),
+    (
+        "graphs",
+        never_the_same,
+        "in_forward, chunks, SP: after larger calls: loss, dhidden, dweight",
+    ),
+    ("exceptions", never_the_same, "cached, after row_gradient raised, SP: loss, dhidden, dweight"),
     ("graphs", the_first_loss_for_ever, "batch 1: its loss was there before the replay"),
     ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
     ("heads", every_other_weight_detached, "recompute: dweight: error"),
