@@ -23,9 +23,9 @@ class Range(NamedTuple):
 
 
 _LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
-FINITE = Range("finite in fp32", lambda x: abs(x) <= _LARGEST)
-NOT_ZERO = Range("finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
-POSITIVE = Range("finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
+FINITE = Range("that is finite in fp32", lambda x: abs(x) <= _LARGEST)
+NOT_ZERO = Range("that is finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
+POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
 UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
 INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
 COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)

@@ -39,9 +39,11 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduction": ("one of ('none', 'sum', 'mean')", [*NAMES, None]),
     "ignore_index": ("an int within [-2**63, 2**63)", [*INTS, None, -(1 << 63) - 1]),
     "label_smoothing": ("a float within [0, 1]", [*FLOATS, None, -0.1, 1.5, 2]),
-    "z_loss_weight": ("a float finite in fp32", [*FLOATS, None]),
-    "softcap": ("None or a float finite and above 0 in fp32", [*FLOATS, 0, 0.0, -2.0, 1e-300]),
-    "logit_scale": ("a float finite and not 0 in fp32", [*FLOATS, None, 0, 0.0, 1e-300]),
+    "z_loss_weight": ("a float that is finite in fp32", [*FLOATS, None]),
+    "softcap": (
+        "None or a float that is finite and above 0 in fp32", [*FLOATS, 0, 0.0, -2.0, 1e-300]
+    ),
+    "logit_scale": ("a float that is finite and not 0 in fp32", [*FLOATS, None, 0, 0.0, 1e-300]),
     "vocab_size": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "vocab_range": (
         "None or (start, end)", [11, (0,), (0, 5, 11), (0.0, 11.0), (False, True), "ab"]
