@@ -168,14 +168,14 @@ def _verify(path: Path) -> Position:
     try:
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
-        del manifest["sha256"]
+        manifest.pop("sha256", None)
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
         files = manifest.pop("files")
         position = Position(**manifest)
     except OSError as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
     if position.step != _step(path):
         raise _Damaged(f"{MANIFEST} is that of step {position.step}")

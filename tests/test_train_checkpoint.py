@@ -104,7 +104,8 @@ def be_a_folder(path: Path) -> None:
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
         (MANIFEST, truncate, "manifest.json cannot be read"),
         (MANIFEST, write("[]"), "manifest.json cannot be read"),
-        (MANIFEST, write("{}"), "manifest.json cannot be read"),
+        (MANIFEST, write('"text"'), "manifest.json cannot be read"),
+        (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
     ],
 )
 def test_a_damaged_newest_is_skipped_by_name(
