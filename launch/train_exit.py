@@ -13,7 +13,8 @@ def end_with_torchrun() -> None:
     """Have the kernel kill this rank once its torchrun is gone; a killed torchrun ends no ranks.
 
     Only for a rank that torchrun started: what another launcher starts may well outlive it. The
-    signal is SIGKILL, since a rank that waits in a collective would see no other.
+    signal is SIGKILL, since a rank that waits in a collective acts on no other. To the kernel the
+    parent is the thread that started the rank, in torchrun the main one.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_ranks import on_rank_0, writing
+from flce_dist.launch.train_ranks import on_rank_0, say, writing
 
 LOCK = "run.lock"
 
@@ -48,7 +47,6 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             ) from error
         if path.stat().st_size > 0:
             before = _read(path)
-            # Slurm starts a job again only after all its processes have ended.
             if not any(owner[key] and owner[key] == before.get(key) for key in _SAME):
                 raise RunError(
                     f"{folder} is held by {_name(before)}, and {owner['host']} cannot see whether "
@@ -69,16 +67,14 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """``locked`` by rank 0 for all ranks; collective, and every rank raises what rank 0 does."""
-
-    def say(message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
-
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(folder, say)))
         yield
 
 
-_SAME = ("host", "boot", "slurm_job")  # any of these alike: flock would have told of a live run
+# If any of these is alike, the run that left its text is over: on this machine flock would tell of
+# it, and Slurm starts a job again only after all its processes have ended.
+_SAME = ("host", "boot", "slurm_job")
 
 
 def this_run() -> dict[str, Any]:

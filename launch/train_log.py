@@ -76,6 +76,7 @@ class RunLog:
         try:
             with writing(self.path, len(line)):
                 self._file.write(line)
+            with writing(Path(self._events.log_dir)):
                 for name, value in values.items():
                     self._events.add_scalar(f"{kind}/{name}", value, step)
         except RunError as error:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,11 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
     """
     results: list[Any] = together(lambda: work() if dist.get_rank() == 0 else None)
     return results[0]
+
+
+def say(message: str) -> None:
+    """Print a line beside what the run prints; for one rank."""
+    print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

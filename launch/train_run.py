@@ -1,7 +1,6 @@
 """The training loop: one rank's share of a run, and how it begins, continues and ends."""
 
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from flce_dist.launch.train_head import check_head, head_input, our_head, run_he
 from flce_dist.launch.train_log import RunLog, plot_loss_curve
 from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
 from flce_dist.launch.train_optimizer import Optimizer
-from flce_dist.launch.train_ranks import on_rank_0, together, writing
+from flce_dist.launch.train_ranks import on_rank_0, say, together, writing
 from flce_dist.launch.train_state import (
     model_state,
     random_state,
@@ -123,10 +122,6 @@ class Trainer:
 
 def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Checkpoint | None:
     """Return the checkpoint to continue, None to start anew; for one rank."""
-
-    def say(message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
-
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint = newest_whole(directory, say, anew_if_damaged=config.anew_if_damaged)
@@ -193,16 +188,15 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stopped else signal.SIG_DFL)
     if stopped:
         if log:
-            print(
-                f"SIGTERM: stopped after step {trainer.step}; the same command goes on from there"
-            )
+            print(f"SIGTERM: stopped after step {trainer.step}; the same command continues the run")
         return 128 + signal.SIGTERM
     on_rank_0(lambda: plot_loss_curve(config.out_dir))
     if config.compare:
         numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
         if log:
             print_table(numbers)
-            write_comparison(config.out_dir, numbers)
+            with writing(config.out_dir / "compare.json"):
+                write_comparison(config.out_dir, numbers)
     if log:
         print(f"everything is in {config.out_dir}; the loss curve is loss.png")
     return 0
