@@ -124,6 +124,21 @@ def test_error_beside_that_of_logits_in_bf16(kind, device, V, H, record_property
             assert errors["bf16 logits", name] > 3 * errors["ours, cached", name]
 
 
+@each_device
+@pytest.mark.parametrize("impl", [None, "triton"])
+@every_schedule
+def test_of_eight_tokens_ours_rounds_no_more_than_eager(schedule, impl, device):
+    """A dlogit near -1 at the label is most of the gradient, and all but exact in bf16."""
+    inputs = inputs_on(device, 8, 1500, 64, torch.bfloat16, ignored=0.0, spread=1.0)
+    truth = textbook_in_chunks(inputs, torch.float64)
+    eager = run(eager_call, inputs, Upstream())
+    options = {**options_of(schedule, inputs), "impl": impl}
+    actual = run(our_call, inputs, Upstream(8.0), **options)
+    for name in ("dhidden", "dweight"):
+        ours, expected = (relative_rms(x[name], truth[name]) for x in (actual, eager))
+        assert ours <= 1.25 * expected, f"{name}: {ours:.3g}, eager {expected:.3g}"
+
+
 # --- logits of +-1e4
 
 FAR = 9984.0  # exact in every dtype, as are its sums with multiples of 1/8 in fp32
