@@ -29,9 +29,9 @@ streams.
 What goes wrong:
 
 * A use that raises is not closed. The next one then begins with all ranks meeting and putting all
-  flags right. So it is if every rank raised. A rank that raised alone waits in vain for the others
-  to meet it and raises again, naming them; they wait for its flags until ``peer_watch.py`` ends
-  them. No rank takes what was published for another use.
+  flags right. That is so if every rank raised at the same place. A rank that raised alone waits in
+  vain for the others to meet it and raises again, naming them; they wait for its flags until
+  ``peer_watch.py`` ends them. No rank takes what was published for another use.
 * A use in a capture that fails leaves nothing behind, since nothing of it ran. If it raises, its
   graph must not be replayed: the flags would be left halfway.
 * A block that a graph may use is kept until its group is destroyed. Blocks only grow, so a graph

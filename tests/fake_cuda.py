@@ -1,19 +1,10 @@
-"""CUDA as queues: the real PeerMemory runs on it, and every order of its streams is explored.
+"""What CUDA is to the real PeerMemory, over the queues of fake_machine.py.
 
-Ranks are threads of which one runs at a time, until it meets the others. What they issue is put
-into queues, one for each stream. Hosts never look at what a GPU has done, so they may be as far
-ahead as they like: all that was issued is explored at the next meeting, in every order in which
-GPUs might do it (or in some, at random). Kernels and copies begin and end; what lies between is
-seen by the others. Noticed are
-
-* a read of anything but what was meant, a write beside a read or another write of the same bytes;
-* access to memory that was unmapped, or given to a new owner too early;
-* streams that wait for ever, flags that are not as before, illegal use of a capture.
-
-Bytes are not simulated but rows: each holds a tag that says whose it is.
+Ranks are threads of which one runs at a time, until it meets the others: streams, events, graphs,
+tensors of which nothing but whose they are is known, and memory that is given to others when nobody
+holds it.
 """
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-MOST_STATES = 400_000
-
-
-class Wrong(AssertionError):
-    """What no order of streams may lead to."""
+from tests.fake_machine import Machine, Op, Row, Wrong
 
 
 class Hung(RuntimeError):
@@ -34,156 +21,6 @@ class Hung(RuntimeError):
 
 class Fault(RuntimeError):
     """A planted failure."""
-
-
-class Row(NamedTuple):
-    """A tensor's row: bytes ``start`` to ``end`` of some storage."""
-
-    storage: int
-    start: int
-    end: int
-
-    def overlaps(self, other: "Row") -> bool:
-        same = self.storage == other.storage
-        return same and self.start < other.end and other.start < self.end
-
-
-class Op(NamedTuple):
-    """Of a stream. A kernel is two of them, its beginning and its end."""
-
-    kind: str  # put, host (a put to a host's cell), wait, after, begin, end
-    at: Any = None  # an address; a stream and a position in it
-    value: int = 0
-    reads: tuple[Row, ...] = ()
-    writes: tuple[Row, ...] = ()
-    run: Callable[[list[Any]], list[Any]] | None = None  # from tags that are read to those written
-
-
-class State(NamedTuple):
-    done: tuple[int, ...]  # operations of each stream
-    words: tuple[tuple[int, int], ...]  # address, value
-    tags: frozenset[tuple[Row, Any]]
-
-
-class Machine:
-    """The GPUs of all ranks."""
-
-    def __init__(self, P: int, *, seeds: int = 0) -> None:
-        self.P, self.seeds = P, seeds
-        self.queues: list[list[Op]] = []
-        self.states = {State((), (), frozenset())}
-        self.explored = 0
-        self.cells: dict[int, torch.Tensor] = {}  # of hosts, by address
-        self._last = 0
-
-    def number(self) -> int:
-        """Return a new storage, capture or address."""
-        self._last += 1 << 20
-        return self._last
-
-    # --- exploring
-
-    def explore(self) -> None:
-        """Do what was issued in every order, or at random; keep the states where that ends."""
-        todo = [self._extended(state) for state in self.states]
-        if self.seeds:
-            self.states = {
-                self._walk(random.Random(seed), state)
-                for state in todo
-                for seed in range(self.seeds)
-            }
-            return
-        seen, ends = set(todo), set()
-        while todo:
-            state = todo.pop()
-            following = list(self._steps(state))
-            if not following:
-                ends.add(state)
-            for new in following:
-                if new not in seen:
-                    seen.add(new)
-                    todo.append(new)
-            assert len(seen) < MOST_STATES, "too many to explore: walk at random instead"
-        self.states, self.explored = ends, self.explored + len(seen)
-
-    def _walk(self, chance: random.Random, state: State) -> State:
-        while True:
-            following = list(self._steps(state, chance))
-            if not following:
-                return state
-            state = following[0]
-            self.explored += 1
-
-    def _extended(self, state: State) -> State:
-        new = (0,) * (len(self.queues) - len(state.done))
-        return state._replace(done=state.done + new)
-
-    def _steps(self, state: State, chance: random.Random | None = None) -> Iterator[State]:
-        words = dict(state.words)
-        order = [i for i, n in enumerate(state.done) if n < len(self.queues[i])]
-        ready = [i for i in order if self._ready(self.queues[i][state.done[i]], state, words)]
-        if chance is not None:
-            chance.shuffle(ready)
-        for i in ready:
-            # An event stays, and no stream reads a host's cells: at once is as good as any time.
-            if self.queues[i][state.done[i]].kind in ("after", "host"):
-                yield self._step(i, state, words)
-                return
-        for i in ready:
-            yield self._step(i, state, words)
-
-    def _ready(self, op: Op, state: State, words: dict[int, int]) -> bool:
-        if op.kind == "after":
-            stream, n = op.at
-            return state.done[stream] >= n
-        return op.kind != "wait" or words.get(op.at, 0) == op.value
-
-    def _step(self, i: int, state: State, words: dict[int, int]) -> State:
-        op = self.queues[i][state.done[i]]
-        done = (*state.done[:i], state.done[i] + 1, *state.done[i + 1 :])
-        if op.kind == "begin":
-            self._check_alone(op, i, state)
-        if op.kind in ("put", "host"):
-            changed = tuple(sorted({**words, op.at: op.value}.items()))
-            return State(done, changed, state.tags)
-        if op.kind == "end":
-            tags = dict(state.tags)
-            assert op.run is not None
-            found = op.run([tags.get(row, "garbage") for row in op.reads])
-            for row in [old for old in tags if any(old.overlaps(new) for new in op.writes)]:
-                del tags[row]
-            tags.update(zip(op.writes, found, strict=True))
-            return State(done, state.words, frozenset(tags.items()))
-        return State(done, state.words, state.tags)
-
-    def _check_alone(self, op: Op, i: int, state: State) -> None:
-        for j, n in enumerate(state.done):
-            if j == i or not n or self.queues[j][n - 1].kind != "begin":
-                continue
-            other = self.queues[j][n - 1]
-            for mine, theirs in (
-                (op.writes, other.reads + other.writes),
-                (op.reads, other.writes),
-            ):
-                if any(a.overlaps(b) for a in mine for b in theirs):
-                    raise Wrong(f"stream {i} begins {op} beside {other} of stream {j}")
-
-    def drained(self, streams: list[int]) -> bool:
-        return all(
-            state.done[i] == len(self.queues[i])
-            for state in map(self._extended, self.states)
-            for i in streams
-        )
-
-    def word(self, address: int) -> int:
-        """Return what lies there, which must be the same in every order."""
-        (value,) = {dict(state.words).get(address, 0) for state in self.states}
-        return value
-
-    def show_cells(self) -> None:
-        """Let hosts see what GPUs wrote for them."""
-        for address, cell in self.cells.items():
-            cell.fill_(self.word(address))
 
 
 class Stream:

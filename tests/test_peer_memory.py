@@ -1,9 +1,8 @@
-"""Peers' memory on GPUs that are queues (fake_cuda.py), in every order of their streams."""
+"""Peers' memory on GPUs that are queues (fake_machine.py), in every order of their streams."""
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,217 +10,31 @@ import pytest
 import torch
 
 from flce_dist import peer_groups, peer_memory, peer_watch
-from flce_dist.peer_copies import PeerGather, PeerScatter
 from flce_dist.peer_memory import PeerMemory
-from flce_dist.token_order import TokenOrder
 from tests import fake_cuda
-from tests.fake_cuda import FakeTensor, Fault, Graph, Hung, Rank, Storage, Stream
+from tests.fake_cuda import Hung, Rank, Stream
+from tests.peer_programs import (
+    SCENARIOS,
+    Use,
+    captured,
+    exception,
+    failed_capture,
+    failing,
+    gather,
+    graph,
+    graph_of_one_rank,
+    memory_of,
+    scatter,
+    sums,
+    turns,
+    two_streams,
+    two_streams_of_sums,
+)
 
 
 @pytest.fixture(autouse=True)
 def no_thread_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
-
-
-ROWS = 2  # of each rank, one in each piece
-
-
-def memory_of(rank: Rank) -> PeerMemory:
-    driver: Any = rank
-    return PeerMemory(driver, "tokens")
-
-
-def order_of(P: int) -> TokenOrder:
-    return TokenOrder(P, ((0, P), (P, ROWS * P)))
-
-
-def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
-    """Tokens of ``wide`` elements, looked at piece by piece as they arrive."""
-    x = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
-    return gather_of(rank, memory, x, turn)
-
-
-def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
-    def write(own: Any) -> None:
-        rank.fill(own, [(turn, rank.rank, k) for k in range(ROWS)])
-
-    one = PeerGather(x, order_of(rank.P), memory, write)
-    tokens: Any = one.tokens
-    for piece, (start, end) in enumerate(order_of(rank.P).pieces):
-        one.wait(piece)
-        rank.expect(tokens[start:end], [(turn, r, piece) for r in range(rank.P)])
-    return tokens
-
-
-def sum_rows(own: Any, others: Any, rank: int, scale: Any, *, out: Any) -> None:
-    out.rank.launch([own, others], [out], lambda tags: ["+".join(sorted(map(str, tags)))])
-
-
-def scatter(
-    rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1, wide: bool = True
-) -> None:
-    """Shares of all tokens, in one chunk or a piece at a time; with an accumulator if not wide."""
-    T, order = ROWS * rank.P, order_of(rank.P)
-    dtype = torch.float32 if wide else torch.bfloat16
-    total = PeerScatter((T, 1), dtype, order, memory, sum_rows, accumulates=not wide)
-    tokens: Any = total.tokens
-    tags = [(turn, rank.rank, t) for t in range(T)]
-    for first, last in [(0, T)] if chunks == 1 else order.pieces:
-        total.acquire()
-        share = tokens[first:last]
-        if wide:
-            rank.fill(share, tags[first:last])
-        else:
-            acc: Any = total.accumulator(T, torch.float32)
-            rank.fill(acc, tags)
-            for block in total.blocks(T):
-                rank.launch([acc[block]], [share[block]], lambda tags: tags)
-        total.start(first, last)
-    out: Any = total.wait()
-    mine = [t for piece in range(2) for t in range(T)[order.part(piece, rank.rank)]]
-    rank.expect(out, ["+".join(str((turn, r, t)) for r in range(rank.P)) for t in mine])
-
-
-Use = Callable[[Rank, PeerMemory, Any], Any]
-
-
-def own_stream(rank: Rank) -> Any:
-    """A block on a stream that waits for nothing issued before."""
-    return rank.on(Stream(rank))
-
-
-# --- what must be right, whatever the order
-
-
-def turns(rank: Rank) -> None:
-    memory = memory_of(rank)
-    gather(rank, memory, 1)
-    gather(rank, memory, 2)
-
-
-def sums(rank: Rank) -> None:
-    memory = memory_of(rank)
-    scatter(rank, memory, 1)
-    gather(rank, memory, 2)
-
-
-def chunks(rank: Rank) -> None:
-    memory = memory_of(rank)
-    scatter(rank, memory, 1, chunks=2)
-    scatter(rank, memory, 2, wide=False)
-
-
-def two_streams(rank: Rank) -> None:
-    memory = memory_of(rank)
-    with own_stream(rank):
-        gather(rank, memory, 1)
-    with own_stream(rank):
-        gather(rank, memory, 2)
-
-
-def two_streams_of_sums(rank: Rank) -> None:
-    memory = memory_of(rank)
-    with own_stream(rank):
-        scatter(rank, memory, 1)
-    with own_stream(rank):
-        gather(rank, memory, 2)
-
-
-def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph") -> Graph:
-    with own_stream(rank), rank.capturing() as graph:
-        gather(rank, memory, turn)
-    return graph
-
-
-def graph(rank: Rank) -> None:
-    """Captured, two larger calls, replayed; memory released, a call, replayed again."""
-    memory = memory_of(rank)
-    gather(rank, memory, 0)
-    one = captured(rank, memory)
-    small = memory.nbytes
-    for turn, wide in ((1, 1 << 20), (2, 1 << 21)):
-        gather(rank, memory, turn, wide)
-    assert small < memory.nbytes
-    one.replay()
-    memory.release()
-    assert memory.nbytes == small
-    gather(rank, memory, 3)
-    one.replay()
-
-
-def graph_of_one_rank(rank: Rank) -> None:
-    """One rank cannot even begin a capture that others make: still all keep the same blocks."""
-    memory = memory_of(rank)
-    gather(rank, memory, 0)
-    if rank.rank:
-        captured(rank, memory)
-    memory.release()
-    gather(rank, memory, 1)
-    gather(rank, memory, 2, 1 << 20)
-    memory.release()
-    gather(rank, memory, 3)
-
-
-def graph_of_sums(rank: Rank) -> None:
-    """Several uses in one graph."""
-    memory = memory_of(rank)
-    scatter(rank, memory, 0)
-    with own_stream(rank), rank.capturing() as one:
-        scatter(rank, memory, 1)
-        gather(rank, memory, 2)
-    one.replay()
-    gather(rank, memory, 3)
-
-
-def failed_capture(
-    rank: Rank, at: int = 5, use: Use = gather, who: Sequence[int] = range(8)
-) -> None:
-    """A capture fails somewhere on these ranks, the others make none; eager calls follow."""
-    memory = memory_of(rank)
-    use(rank, memory, 1)
-    if rank.rank in who:
-        with failing(rank, at), rank.capturing():
-            use(rank, memory, 2)
-    use(rank, memory, 3)
-    with own_stream(rank), rank.capturing() as one:
-        use(rank, memory, 4)
-    one.replay()
-
-
-@contextmanager
-def failing(rank: Rank, at: int) -> Iterator[None]:
-    """Let one of the calls in this block raise, and go on behind it."""
-    rank.faults_in = at
-    with suppress(Fault):
-        yield
-    rank.faults_in = -1
-
-
-def new_owners(rank: Rank) -> None:
-    """Take what memory is free on the current stream, and fill it."""
-    for n in (ROWS, ROWS * rank.P):
-        for i in range(2):
-            mine = [("another's", i, k) for k in range(n)]
-            rank.expect(rank.fill(rank.empty((n, 1)), mine), mine)
-
-
-def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = range(8)) -> None:
-    """These ranks raise at the same place, let go of all, and call again."""
-    memory = memory_of(rank)
-    use(rank, memory, 1)
-    with failing(rank, at if rank.rank in who else -1):
-        use(rank, memory, 2)
-    new_owners(rank)
-    use(rank, memory, 3)
-
-
-SCENARIOS: dict[str, Callable[[Rank], None]] = {
-    program.__name__: program
-    for program in (
-        turns, sums, chunks, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
-        graph_of_sums, failed_capture, exception,
-    )
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -242,7 +55,7 @@ def steps(uses: dict[Use, int]) -> list[tuple[Use, int]]:
 
 
 def ids(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
+    return getattr(getattr(value, "func", value), "__name__", str(value))
 
 
 def test_all_steps_are_tried():
@@ -278,6 +91,16 @@ def test_one_rank_raises_anywhere_and_no_data_are_mixed(use, at):
     raised = isinstance(ended[1], RuntimeError)
     assert raised or ended == [None] * 3  # that step is behind the last
     assert not raised or (isinstance(ended[0], Hung) and isinstance(ended[2], Hung))
+
+
+@pytest.mark.parametrize("use", STEPS)
+def test_ranks_raise_at_different_places_and_no_data_are_mixed(use):
+    def program(rank: Rank, places: tuple[int, ...]) -> None:
+        exception(rank, places[rank.rank], use)
+
+    for places in itertools.product(range(1, STEPS[use], 3), repeat=2):
+        ended = fake_cuda.run(2, functools.partial(program, places=places), seeds=1)
+        assert all(error is None or isinstance(error, RuntimeError) for error in ended), ended
 
 
 def test_a_capture_goes_on_after_a_call_that_raised():
@@ -328,14 +151,12 @@ def hung_replay(rank: Rank) -> PeerMemory:
 
 
 @pytest.mark.parametrize(
-    ("program", "peers", "said"),
-    [
-        (hung_gather, 3, "rank 1 has waited 12 s for ranks [0] to publish tokens"),
-        (hung_gather, 2, "rank 1 has waited 12 s for ranks [0] to publish tokens"),
-        (hung_replay, 2, "rank 1 has waited 12 s for ranks [0] to publish tokens"),
-    ],
+    ("program", "peers"),
+    [(hung_gather, 3), (hung_gather, 2), (hung_replay, 2)],
+    ids=ids,
 )
-def test_a_wait_without_end_is_noticed(program, peers, said):
+def test_a_wait_without_end_is_noticed(program, peers):
+    said = "rank 1 has waited 12 s for ranks [0] to publish tokens"
     memories: dict[int, tuple[Rank, PeerMemory]] = {}
 
     def note(rank: Rank) -> None:
@@ -433,44 +254,21 @@ def without(name: str) -> Plant:
     return plant
 
 
-def published_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    acquire, enqueue = PeerMemory.acquire, Rank.enqueue
+def moved(name: str, behind: str) -> Plant:
+    """A list of stream operations comes behind another one."""
 
-    def early(self: Any) -> None:
-        if not self._writable:
-            acquire(self)
-            enqueue(self._driver, self._tell_ready, self._driver.current_stream())
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        init = PeerMemory.__init__
 
-    def late(self: Any, operations: list[Any], stream: Any) -> None:
-        told = [op for op in operations if op.kind == "put" and op.value]
-        if not told or stream is not self.current or stream.id in self.streams[1:2]:
-            enqueue(self, operations, stream)
+        def wrong(self: Any, *args: Any) -> None:
+            init(self, *args)
+            setattr(self, behind, getattr(self, behind) + getattr(self, name))
+            setattr(self, name, [])
 
-    patch.setattr(PeerMemory, "acquire", early)
-    patch.setattr(Rank, "enqueue", late)
+        patch.setattr(PeerMemory, "__init__", wrong)
 
-
-def freed_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
-    enqueue = Rank.enqueue
-
-    def early(self: Any, operations: list[Any], stream: Any) -> None:
-        waited = [op for op in operations if op.kind == "wait"]
-        enqueue(self, operations, stream)
-        memory = self.memory
-        if waited and stream is memory._stream:
-            enqueue(self, memory._tell_free, stream)
-            memory._tell_free, memory.told = [], memory._tell_free
-        elif not operations:
-            memory._tell_free = memory.told
-
-    init = PeerMemory.__init__
-
-    def note(self: Any, driver: Any, holds: str) -> None:
-        init(self, driver, holds)
-        driver.memory = self
-
-    patch.setattr(PeerMemory, "__init__", note)
-    patch.setattr(Rank, "enqueue", early)
+    plant.__name__ = f"{name}_behind{behind}"
+    return plant
 
 
 def use_left_open_to_the_next(patch: pytest.MonkeyPatch) -> None:
@@ -533,8 +331,8 @@ def of_one_rank(rank: Rank) -> None:
         (without("_await_ready"), turns),
         (without("_tell_ready"), turns),
         (without("_tell_free"), turns),
-        (published_before_it_is_written, turns),
-        (freed_before_it_is_read, turns),
+        (moved("_tell_ready", "_await_free"), turns),
+        (moved("_tell_free", "_await_ready"), turns),
         (use_left_open_to_the_next, two_streams),
         (use_left_open_to_the_next, two_streams_of_sums),
         (copies_without_the_current_stream, turns),
@@ -552,7 +350,7 @@ def of_one_rank(rank: Rank) -> None:
 def test_a_mistake_is_found(plant, program, monkeypatch):
     plant(monkeypatch)
     try:
-        ended = fake_cuda.run(2, program)
+        ended = fake_cuda.run(2, program, seeds=60)
     except AssertionError:
         return
     if program is of_one_rank:

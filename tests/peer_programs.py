@@ -1,0 +1,212 @@
+"""What ranks of fake_cuda.py do with the real PeerMemory, right in whatever order streams run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from flce_dist.peer_copies import PeerGather, PeerScatter
+from flce_dist.peer_memory import PeerMemory
+from flce_dist.token_order import TokenOrder
+from tests.fake_cuda import FakeTensor, Fault, Graph, Rank, Storage, Stream
+
+ROWS = 2  # of each rank, one in each piece
+
+
+def memory_of(rank: Rank) -> PeerMemory:
+    driver: Any = rank
+    return PeerMemory(driver, "tokens")
+
+
+def order_of(P: int) -> TokenOrder:
+    return TokenOrder(P, ((0, P), (P, ROWS * P)))
+
+
+def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
+    """Tokens of ``wide`` elements, looked at piece by piece as they arrive."""
+    x = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
+    return gather_of(rank, memory, x, turn)
+
+
+def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
+    def write(own: Any) -> None:
+        rank.fill(own, [(turn, rank.rank, k) for k in range(ROWS)])
+
+    one = PeerGather(x, order_of(rank.P), memory, write)
+    tokens: Any = one.tokens
+    for piece, (start, end) in enumerate(order_of(rank.P).pieces):
+        one.wait(piece)
+        rank.expect(tokens[start:end], [(turn, r, piece) for r in range(rank.P)])
+    return tokens
+
+
+def sum_rows(own: Any, others: Any, rank: int, scale: Any, *, out: Any) -> None:
+    out.rank.launch([own, others], [out], lambda tags: ["+".join(sorted(map(str, tags)))])
+
+
+def scatter(
+    rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1, wide: bool = True
+) -> None:
+    """Shares of all tokens, in one chunk or a piece at a time; with an accumulator if not wide."""
+    T, order = ROWS * rank.P, order_of(rank.P)
+    dtype = torch.float32 if wide else torch.bfloat16
+    total = PeerScatter((T, 1), dtype, order, memory, sum_rows, accumulates=not wide)
+    tokens: Any = total.tokens
+    tags = [(turn, rank.rank, t) for t in range(T)]
+    for first, last in [(0, T)] if chunks == 1 else order.pieces:
+        total.acquire()
+        share = tokens[first:last]
+        if wide:
+            rank.fill(share, tags[first:last])
+        else:
+            acc: Any = total.accumulator(T, torch.float32)
+            rank.fill(acc, tags)
+            for block in total.blocks(T):
+                rank.launch([acc[block]], [share[block]], lambda tags: tags)
+        total.start(first, last)
+    out: Any = total.wait()
+    mine = [t for piece in range(2) for t in range(T)[order.part(piece, rank.rank)]]
+    rank.expect(out, ["+".join(str((turn, r, t)) for r in range(rank.P)) for t in mine])
+
+
+Use = Callable[[Rank, PeerMemory, Any], Any]
+
+
+def own_stream(rank: Rank) -> Any:
+    """A block on a stream that waits for nothing issued before."""
+    return rank.on(Stream(rank))
+
+
+# --- what must be right, whatever the order
+
+
+def turns(rank: Rank) -> None:
+    memory = memory_of(rank)
+    gather(rank, memory, 1)
+    gather(rank, memory, 2)
+
+
+def sums(rank: Rank) -> None:
+    memory = memory_of(rank)
+    scatter(rank, memory, 1)
+    gather(rank, memory, 2)
+
+
+def chunks(rank: Rank) -> None:
+    memory = memory_of(rank)
+    scatter(rank, memory, 1, chunks=2)
+    scatter(rank, memory, 2, wide=False)
+
+
+def two_streams(rank: Rank) -> None:
+    memory = memory_of(rank)
+    with own_stream(rank):
+        gather(rank, memory, 1)
+    with own_stream(rank):
+        gather(rank, memory, 2)
+
+
+def two_streams_of_sums(rank: Rank) -> None:
+    memory = memory_of(rank)
+    with own_stream(rank):
+        scatter(rank, memory, 1)
+    with own_stream(rank):
+        gather(rank, memory, 2)
+
+
+def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph") -> Graph:
+    with own_stream(rank), rank.capturing() as graph:
+        gather(rank, memory, turn)
+    return graph
+
+
+def graph(rank: Rank) -> None:
+    """Captured, two larger calls, replayed; memory released, a call, replayed again."""
+    memory = memory_of(rank)
+    gather(rank, memory, 0)
+    one = captured(rank, memory)
+    small = memory.nbytes
+    for turn, wide in ((1, 1 << 20), (2, 1 << 21)):
+        gather(rank, memory, turn, wide)
+    assert small < memory.nbytes
+    one.replay()
+    memory.release()
+    assert memory.nbytes == small
+    gather(rank, memory, 3)
+    one.replay()
+
+
+def graph_of_one_rank(rank: Rank) -> None:
+    """One rank cannot even begin a capture that others make: still all keep the same blocks."""
+    memory = memory_of(rank)
+    gather(rank, memory, 0)
+    if rank.rank:
+        captured(rank, memory)
+    memory.release()
+    gather(rank, memory, 1)
+    gather(rank, memory, 2, 1 << 20)
+    memory.release()
+    gather(rank, memory, 3)
+
+
+def graph_of_sums(rank: Rank) -> None:
+    """Several uses in one graph."""
+    memory = memory_of(rank)
+    scatter(rank, memory, 0)
+    with own_stream(rank), rank.capturing() as one:
+        scatter(rank, memory, 1)
+        gather(rank, memory, 2)
+    one.replay()
+    gather(rank, memory, 3)
+
+
+def failed_capture(
+    rank: Rank, at: int = 5, use: Use = gather, who: Sequence[int] = range(8)
+) -> None:
+    """A capture fails somewhere on these ranks, the others make none; eager calls follow."""
+    memory = memory_of(rank)
+    use(rank, memory, 1)
+    if rank.rank in who:
+        with failing(rank, at), rank.capturing():
+            use(rank, memory, 2)
+    use(rank, memory, 3)
+    with own_stream(rank), rank.capturing() as one:
+        use(rank, memory, 4)
+    one.replay()
+
+
+@contextmanager
+def failing(rank: Rank, at: int) -> Iterator[None]:
+    """Let one of the calls in this block raise, and go on behind it."""
+    rank.faults_in = at
+    with suppress(Fault):
+        yield
+    rank.faults_in = -1
+
+
+def new_owners(rank: Rank) -> None:
+    """Take what memory is free on the current stream, and fill it."""
+    for n in (ROWS, ROWS * rank.P):
+        for i in range(2):
+            mine = [("another's", i, k) for k in range(n)]
+            rank.expect(rank.fill(rank.empty((n, 1)), mine), mine)
+
+
+def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = range(8)) -> None:
+    """These ranks raise at the same place, let go of all, and call again."""
+    memory = memory_of(rank)
+    use(rank, memory, 1)
+    with failing(rank, at if rank.rank in who else -1):
+        use(rank, memory, 2)
+    new_owners(rank)
+    use(rank, memory, 3)
+
+
+SCENARIOS: dict[str, Callable[[Rank], None]] = {
+    program.__name__: program
+    for program in (
+        turns, sums, chunks, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
+        graph_of_sums, failed_capture, exception,
+    )
+}  # fmt: skip
