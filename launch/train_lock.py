@@ -29,7 +29,8 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         RunError: if another run holds it, or one that was killed on another machine held it.
     """
     path, owner = folder / LOCK, this_run()
-    with writing(path):
+    text = json.dumps(owner) + "\n"
+    with writing(path, len(text)):
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     with file:
@@ -53,9 +54,9 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
                     f"that still runs. If it does not, remove {path}"
                 )
             say(f"{_name(before)} ended without giving {folder} back; taking it over")
-        with writing(path):
+        with writing(path, len(text)):
             file.truncate(0)
-            file.write(json.dumps(owner) + "\n")
+            file.write(text)
             file.flush()
         try:
             yield
