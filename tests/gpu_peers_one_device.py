@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 
 

@@ -34,6 +34,7 @@ class Meeting:
         self.changed = threading.Condition(threading.RLock())
         self.said: dict[int, Any] = {}
         self.late: list[Late] = []
+        self.memories: list[PeerMemory] = []
         self.copies = 0
 
     def exchange(self, rank: int, mine: Any) -> list[Any]:
@@ -212,8 +213,9 @@ def simulated_peers() -> Iterator[dict[str, Meeting]]:
             with one:
                 both = [meetings.setdefault(f"{name}/{i}", Meeting(P)) for i in range(2)]
             drivers: list[Any] = [ThreadDriver(meeting, rank, P) for meeting in both]
-            hidden, dhidden = (PeerMemory(driver, "tokens") for driver in drivers)
-            memories[name, rank] = PeerMemories(hidden, dhidden)
+            memories[name, rank] = PeerMemories(*(PeerMemory(one, "tokens") for one in drivers))
+            for meeting, memory in zip(both, memories[name, rank], strict=True):
+                meeting.memories.append(memory)
         return memories[name, rank]
 
     with pytest.MonkeyPatch.context() as patch:

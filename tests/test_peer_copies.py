@@ -38,6 +38,8 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
     with small_pieces(), simulated_peers() as meetings:
         ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
     outcome = joined(ranks, sequence_parallel=True)
+    for meeting in meetings.values():
+        assert {memory._capture for memory in meeting.memories} == {None}, "left open"
     assert sum(meeting.copies for meeting in meetings.values()) >= 2
     assert not any(call.startswith(("allgather", "reduce_scatter")) for call in outcome.calls)
     return outcome
