@@ -155,12 +155,14 @@ class ThreadDriver:
         self.rank, self.P, self.where, self.limit_s = rank, P, f"rank {rank}", math.inf
         self._meeting, self._now = meeting, Now(meeting)
         self._cells: list[Tensor] = []
+        self._late: list[Late] = []
 
     def current_stream(self) -> Now:
         return self._now
 
     def side_stream(self) -> Late:
-        return Late(self._meeting)
+        self._late.append(Late(self._meeting))
+        return self._late[-1]
 
     def on(self, stream: Late) -> Any:
         return Deferred(stream, self._meeting)
@@ -191,6 +193,8 @@ class ThreadDriver:
             stream.do(operation)
 
     def meet(self, word: str) -> list[str]:
+        for stream in self._late:
+            stream.record_event().wait()
         return self._meeting.exchange(self.rank, word)
 
 

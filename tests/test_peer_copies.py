@@ -165,6 +165,29 @@ def test_hidden_and_windows_go_before_there_is_dhidden(schedule, monkeypatch):
     assert left == [None, None]
 
 
+@pytest.mark.parametrize("place", ["linear_stats", "row_gradient", "scale_rows", "sum_shares"])
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+def test_a_call_that_raised_is_made_again(schedule, place, monkeypatch):
+    """Every rank raises in the middle of the first call; the second one is right."""
+    of_rank, real = threading.local(), getattr(eager, place)
+
+    def raise_once(*args: Any, **options: Any) -> Any:
+        if not hasattr(of_rank, "raised"):
+            of_rank.raised = True
+            raise ArithmeticError
+        return real(*args, **options)
+
+    def twice(group: Any) -> Outcome:
+        with pytest.raises(ArithmeticError):
+            rank_step(group, PROBLEM, sequence_parallel=True, schedule=schedule)
+        return rank_step(group, PROBLEM, sequence_parallel=True, schedule=schedule)
+
+    monkeypatch.setattr(eager, place, raise_once)
+    with small_pieces(), simulated_peers():
+        outcome = joined(run_ranks(twice, 2), sequence_parallel=True)
+    assert misses(outcome, PROBLEM) == []
+
+
 @given(st.integers(1, 8), st.integers(1, 5000), st.sampled_from([8, 264, 4096]))
 def test_the_accumulator_turns_into_tokens_in_place(P, tokens, H):
     """No block is written over what is not turned yet, and the peers' shares fit behind."""
