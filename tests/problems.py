@@ -1,8 +1,9 @@
 """Small problems and grids that several test files share."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,12 +14,24 @@ from flce_dist.options import Schedule
 from tests.oracle import Inputs, Outcome, device_of, make_inputs
 
 SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Case = TypeVar("Case", bound=tuple[Any, ...])
 
 both = pytest.mark.parametrize("impl", ["eager", "triton"])
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
-each_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def pairwise(cases: Iterable[Case]) -> list[Case]:
+    """Some of the cases, in which all values of any two parameters meet that meet in ``cases``."""
+    left = list(cases)
+    met = {case: set(itertools.combinations(enumerate(case), 2)) for case in left}
+    missing = set().union(*met.values())
+    chosen = []
+    while missing:
+        chosen.append(max(left, key=lambda case: len(met[case] & missing)))
+        missing -= met[chosen[-1]]
+    return chosen
 
 
 @contextmanager

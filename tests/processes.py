@@ -58,11 +58,12 @@ class Running:
     def outputs(self) -> list[str]:
         return [path.read_text() for path in self.logs]
 
-    def until(self, what: str, happened: Callable[[], bool]) -> None:
-        """Wait for an event; a process that ends before it is a failure."""
+    def until(self, what: str, happened: Callable[[], bool], *, ended: bool = False) -> None:
+        """Wait for an event; fail if a process ends before it, unless all have ``ended``."""
         deadline = time.monotonic() + LAST_RESORT_S
         while not happened():
-            if any(process.poll() is not None for process in self.processes) and not happened():
+            gone = not ended and any(process.poll() is not None for process in self.processes)
+            if gone and not happened():
                 self._fail(f"ended before {what}")
             if time.monotonic() > deadline:
                 self._fail(f"waited {LAST_RESORT_S:g} s for {what}")
@@ -108,3 +109,11 @@ def descendants(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [pid] + [below for child in children for below in descendants(int(child))]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -20,6 +20,7 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import RankPool, relative_rms
+from tests.problems import pairwise
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,16 +65,18 @@ def results(fn, T: int, options: dict[str, Any]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
-@pytest.mark.parametrize("impl", ["eager", "triton"])
-@pytest.mark.parametrize("fn", [plain_loss, loss_of_metrics])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_one_graph_for_any_number_of_tokens(fn, options, impl):
+@pytest.mark.parametrize(
+    ("name", "fn", "impl"),
+    pairwise(itertools.product(OPTIONS, [plain_loss, loss_of_metrics], ["eager", "triton"])),
+)
+def test_one_graph_for_any_number_of_tokens(name, fn, impl):
+    options = OPTIONS[name]
     if fn is loss_of_metrics and options.get("schedule") == "in_forward":
         options = {**options, "schedule": "auto"}
     options = {**options, "impl": impl}
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fn, fullgraph=True, backend=counter)
-    for T in (9, 13, 17, 6):
+    for T in (9, 13, 6):
         for ours, expected in zip(
             results(compiled, T, options), results(fn, T, options), strict=True
         ):

@@ -96,8 +96,7 @@ def test_the_problem_has_what_could_go_wrong() -> None:
 
 
 @interpreted
-@each_option
-@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize(("P", "options"), zip((1, 2, 2, 1), OPTIONS, strict=True))
 def test_any_schedule_and_budget(
     monkeypatch: pytest.MonkeyPatch, P: int, options: dict[str, Any]
 ) -> None:
@@ -116,8 +115,7 @@ def test_any_schedule_and_budget(
 
 
 @interpreted
-@pytest.mark.parametrize("P", [1, 2])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("P", "reduction"), [(1, "sum"), (2, "mean")])
 def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -> None:
     """Chunks of 32 tokens and 8: each has the same statistics, and the sum has the same order."""
     monkeypatch.setattr(plan, "_TILE", 32)
@@ -136,8 +134,7 @@ def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -
 
 
 @interpreted
-@each_option
-@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize(("tiles", "options"), zip((1, 3, 3, 1), OPTIONS, strict=True))
 def test_segments(monkeypatch: pytest.MonkeyPatch, tiles: int, options: dict[str, Any]) -> None:
     inputs = problem()
     one = statistics(inputs, **options)
@@ -196,13 +193,12 @@ def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
 def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """However much larger the exponentials of other ranks and segments are."""
     monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 1)
-    for spread in (1.0, 40.0):
+    for spread, P in ((1.0, 4), (40.0, 1)):
         inputs = problem(spread=spread)
         inputs.weight[at] = torch.nan
         counted = inputs.labels != -100
-        for P in (1, 4):
-            loss = statistics(inputs, P).loss
-            assert loss[counted].isnan().all() and (loss[~counted] == 0).all()
+        loss = statistics(inputs, P).loss
+        assert loss[counted].isnan().all() and (loss[~counted] == 0).all()
 
 
 @interpreted

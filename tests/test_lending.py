@@ -1,5 +1,7 @@
 """in_forward may keep exponentials in the memory that dweight is written to later."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from flce_dist.plan import Plan, plan
 from flce_dist.testing import relative_rms
 from tests.oracle import Upstream, check, make_inputs
 from tests.parallel_problem import Problem, misses, on_threads
-from tests.problems import both, poisoned_memory
+from tests.problems import both, pairwise, poisoned_memory
 
 sizes = st.integers(1, 60_000)
 
@@ -95,9 +97,11 @@ def small_windows(monkeypatch):
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("T", [23, 70])  # fewer and more tokens than H
-@pytest.mark.parametrize("columns", [150, 96, 72, 48])  # and with columns computed again
+@pytest.mark.parametrize(
+    ("columns", "T", "dtype"),  # also with columns computed again; fewer and more tokens than H
+    pairwise(itertools.product([150, 96, 72, 48], [23, 70], [torch.float32, torch.bfloat16])),
+    ids=str,
+)
 @poisoned_memory()
 def test_gradients_are_right(small_windows, T, columns, dtype, impl):
     inputs = make_inputs(T, 150, 32, bias=True, dtype=dtype)

@@ -1,88 +1,52 @@
-"""The training run under torchrun: killed without warning it goes on to the same losses."""
+"""The training run under torchrun: killed without warning it goes on to the same losses.
+
+Two torchrun agents on one machine, joined by a c10d rendezvous, stand for two nodes: ranks are
+global, and only ``LOCAL_RANK`` starts anew on each. docs/multi_node.md tells how real nodes start.
+"""
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_training import TINY, descendants, is_running, kill, records
+from tests.processes import descendants, is_running, started, torchrun
+from tests.tiny_training import HELD_AFTER, program, records
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("mistral_common")
-pytestmark = pytest.mark.timeout(400)  # each start imports for seconds, on a busy machine many
-
-ROOT = Path(__file__).parents[1]
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def command(out_dir: Path, *overrides: str) -> list[str]:
-    config = out_dir.parent / "tiny.yaml"
-    config.write_text(TINY)
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    program += ["--standalone", "-m", "flce_dist.launch.train", "--config", str(config)]
-    return [*program, "--out-dir", str(out_dir), *overrides]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def train(out_dir: Path, *overrides: str, returncode: int = 0) -> str:
-    process = subprocess.Popen(
-        command(out_dir, *overrides),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        raise
-    assert process.returncode == returncode, output
+def train(folder: Path, *overrides: str, status: int = 0) -> str:
+    """Run on one node to the end; return the output."""
+    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
+        statuses, (output,) = run.finish()
+    assert statuses == [status], output
     return output
 
 
 def train_and_signal(
-    out_dir: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
+    folder: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
 ) -> tuple[int, str]:
     """Start a run and, once it has recorded ``after_step``, ``strike`` at the processes.
 
     ``strike`` gets torchrun's process id and the ranks'. Returns torchrun's status and the output,
     after all processes have ended.
     """
-    with (out_dir.parent / "output").open("w+") as output:
-        process = subprocess.Popen(
-            command(out_dir, *overrides),
-            cwd=ROOT,
-            env=environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        deadline = time.monotonic() + 300  # far more than it takes
-
-        def until(condition: Callable[[], bool]) -> None:
-            while not condition():
-                if time.monotonic() > deadline:
-                    kill(process)
-                    pytest.fail("the run neither went on nor ended")
-                time.sleep(0.005)
-
-        until(lambda: process.poll() is not None or last_step(out_dir) >= after_step)
-        processes = descendants(process.pid)
+    out_dir = folder / "run"
+    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
+        run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
+        processes = descendants(run.processes[0].pid)
         strike(processes)
-        until(lambda: process.poll() is not None)
-        until(lambda: not any(is_running(pid) for pid in processes))
-        output.seek(0)
-        return process.wait(), output.read()
+        run.finish()
+        run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
+        (status,), (output,) = run.finish()
+    return status, output
 
 
 def last_step(out_dir: Path) -> int:
@@ -91,16 +55,16 @@ def last_step(out_dir: Path) -> int:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train(out_dir, "--compare")
-    return out_dir
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(folder, "--compare")
+    return folder / "run"
 
 
 def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
     entries = records(uninterrupted)
     losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
     validation = [entry for entry in entries if entry["kind"] == "validation"]
-    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert len(set(losses)) == len(losses) == 12 and losses[-1] < losses[0]
     assert [entry["step"] for entry in validation] == [4, 8, 12]
     assert validation[-1]["loss"] < validation[0]["loss"]
     assert entries[0]["head_peak_mib"] > 0
@@ -122,17 +86,18 @@ def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
         assert head["peak_mib"] > numbers["gradients_mib"] > 0
 
 
+@needs_proc
 def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
     endless = ["--steps", "1000000"]
     # SIGKILL for torchrun alone: its ranks end with it.
     train_and_signal(
-        out_dir, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
+        tmp_path, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
     )
     killed = last_step(out_dir)
     # SIGTERM for one rank: all end, after a checkpoint of that step.
     status, output = train_and_signal(
-        out_dir,
+        tmp_path,
         *endless,
         after_step=killed + 2,
         strike=lambda pids: os.kill(pids[-1], signal.SIGTERM),
@@ -143,7 +108,7 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
     assert output.count(f"SIGTERM: stopped after step {stopped};") == 1
     assert status == 1 and re.search(r"exitcode +: 143 ", output), output
 
-    output = train(out_dir, "--steps", str(stopped + 1))
+    output = train(tmp_path, "--steps", str(stopped + 1))
     assert f"continuing {out_dir / 'checkpoints' / f'step-{stopped:08d}'}" in output
     assert "taking it over" not in output
     entries = records(out_dir)
@@ -155,8 +120,24 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
 
 def test_another_configuration_is_refused_by_one_rank(uninterrupted: Path) -> None:
     before = records(uninterrupted)
-    (uninterrupted.parent / "tiny.yaml").write_text(TINY)
-    output = train(uninterrupted, "--optimizer.lr", "0.5", returncode=1)
+    output = train(uninterrupted.parent, "--optimizer.lr", "0.5", status=1)
     assert len(re.findall("^error: cannot continue", output, re.MULTILINE)) == 1
     assert "optimizer.lr is 0.03 there and 0.5 here" in output
     assert records(uninterrupted) == before
+
+
+def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """While the other waits for it in a step, two steps after a checkpoint."""
+    out_dir, held = tmp_path / "run", tmp_path / "held"
+    with started(torchrun(*program(tmp_path, held), nodes=2), tmp_path / "logs", copies=2) as run:
+        run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        statuses, outputs = run.finish()
+    assert statuses == [0, 0], outputs
+    begun = f"continuing {out_dir / 'checkpoints' / 'step-00000004'}"
+    assert sum(begun in output for output in outputs) == 1
+    assert records(out_dir) == records(uninterrupted)
+    shards = sorted(path.name for path in (out_dir / "checkpoints/step-00000012").glob("rank-*"))
+    assert shards == ["rank-00000.pt", "rank-00001.pt"]

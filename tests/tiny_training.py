@@ -1,10 +1,16 @@
-"""A training run of seconds, what it leaves, and how it is ended: for tests that start torchrun."""
+"""A training run of seconds whose rank 1 can be held in a step, and what it leaves.
 
-import contextlib
+    torchrun ... -m tests.tiny_training HELD --config tiny.yaml --out-dir OUT
+
+is ``flce_dist.launch.train``, but in step 7 rank 1 writes its process id into the file HELD and
+waits to be killed, while rank 0 waits for it. Where HELD is there already the run goes through.
+"""
+
 import json
 import os
+import runpy
 import signal
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_l
 data: {batch_size: 2, validation_batches: 1}
 optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
 """
+HELD_AFTER = 6  # steps, two of them after a checkpoint
 
 
 def records(out_dir: Path) -> list[dict[str, Any]]:
@@ -28,26 +35,31 @@ def records(out_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
 
 
-def kill(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
-    for pid in descendants(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+def program(folder: Path, held: Path | None = None) -> list[str]:
+    """Return the run's module and arguments, for torchrun; ``folder / "run"`` is its output."""
+    (folder / "tiny.yaml").write_text(TINY)
+    arguments = ["--config", str(folder / "tiny.yaml"), "--out-dir", str(folder / "run")]
+    if held is None:
+        return ["-m", "flce_dist.launch.train", *arguments]
+    return ["-m", "tests.tiny_training", str(held), *arguments]
 
 
-def descendants(pid: int) -> list[int]:
-    """Return a process and all below it."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [pid] + [below for child in children for below in descendants(int(child))]
+def hold_rank_1(held: Path) -> None:
+    from flce_dist.launch.train_run import Trainer
+
+    train_step = Trainer.train_step
+
+    def held_step(trainer: Trainer, **options: Any) -> tuple[float, float]:
+        if trainer.step == HELD_AFTER and os.environ["RANK"] == "1" and not held.exists():
+            scratch = held.with_suffix(".tmp")
+            scratch.write_text(str(os.getpid()))
+            scratch.rename(held)
+            signal.pause()
+        return train_step(trainer, **options)
+
+    Trainer.train_step = held_step  # type: ignore[assignment]
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+if __name__ == "__main__":
+    hold_rank_1(Path(sys.argv.pop(1)))
+    runpy.run_module("flce_dist.launch.train", run_name="__main__", alter_sys=True)
