@@ -59,7 +59,7 @@ def problem(device: torch.device, **changes: Any) -> Problem:
         # to be one product where all columns are cached.
         plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
     else:
-        plain = Problem(T=600, H=32, V_all=4008)
+        plain = Problem(T=360, H=32, V_all=2856)
     return plain.changed(**changes)
 
 

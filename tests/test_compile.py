@@ -18,12 +18,6 @@ CHIPS = {
     (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99,
 }  # fmt: skip
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-# The kernels of the ordinary path; the rescue of overflowing rows and metrics may spill a little.
-HOT = (
-    "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "label_logit", "sum_shares", "sum_shares scaled",
-)  # fmt: skip
-
 # Kernels of logits tiles; the others read by pointers, for which there are no descriptors.
 TILES = ("linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine")
 
@@ -54,7 +48,7 @@ def test_shared_memory_fits(compiled):
 
 
 def test_hot_kernels_do_not_spill(compiled):
-    spills = {describe(f): f["spilled"] for f in compiled if f["spilled"] and f["kernel"] in HOT}
+    spills = {describe(f): f["spilled"] for f in compiled if f["spilled"]}
     assert not spills
 
 
