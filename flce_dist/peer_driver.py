@@ -21,7 +21,7 @@ _host_cells: list[Tensor] = []
 
 
 class Block:
-    """As many bytes on each rank, which all of them can read, until the last view is done with."""
+    """As many bytes on each rank, which all can read. Views do not keep it: their owner must."""
 
     def __init__(self, nbytes: int, device: torch.device, group: Any):
         import torch.distributed._symmetric_memory as symmetric_memory

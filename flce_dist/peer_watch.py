@@ -2,8 +2,9 @@
 
 A stream's wait for a flag has no limit of its own. So the GPU says in two cells of host memory that
 it waits, and that it has passed a wait; both are written by the memory operations that hold the
-wait, in a graph's replay too. A thread looks at them once a second. It calls CUDA for its last
-words only, so neither calls nor captures notice it; what it costs are three writes beside a wait.
+wait, in a graph's replay too. A thread reads them once a second. It calls CUDA only for its message
+when it ends the process, so it disturbs neither calls nor captures; the cost is three 32-bit writes
+for each wait.
 """
 
 import os
