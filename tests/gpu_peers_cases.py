@@ -26,7 +26,7 @@ from flce_dist.token_order import TokenOrder
 P = 2
 H = 64
 LIMIT_S = 60.0  # of waits, where nothing should hang
-SHORT_S = 4.0  # where something does
+SHORT_S = 6.0  # where something does
 LATE = 200_000_000  # cycles: 0.1 s
 
 
@@ -292,7 +292,7 @@ def hang(me: Rank) -> Iterator[str]:
     memory = me.memory()
     yield from check_gather(me, memory, "before", 0, 64)
     if me.rank == 1:
-        time.sleep(6 * SHORT_S)
+        time.sleep(3 * SHORT_S)
         os._exit(0)
     gather(me, memory, me.tokens(1, 64))
     torch.cuda.synchronize()
@@ -305,7 +305,7 @@ def hang_in_replay(me: Rank) -> Iterator[str]:
     one = captured(me, memory, 64)
     yield from check_replay(me, one, 1)
     if me.rank == 1:
-        time.sleep(6 * SHORT_S)
+        time.sleep(3 * SHORT_S)
         os._exit(0)
     one[0].replay()
     torch.cuda.synchronize()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.gpu_peers_cases import CASES, LIMIT_S, SHORT_S, P, Rank, join
 
-CASE_S = 240  # a case's limit
+CASE_S = 300  # a case's limit
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
