@@ -1,5 +1,6 @@
 """Settings of every test process, and workers that many tests share."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -51,6 +52,13 @@ def language_patched_once_a_launch() -> None:
         return launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_not_examined() -> None:
+    """Tests of memory collect garbage often: a third of a second each among all that is loaded."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

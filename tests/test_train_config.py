@@ -5,12 +5,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import pytest
 
 pytest.importorskip("tyro")
 
+from flce_dist.launch import train
+from flce_dist.launch.program import run_program
 from flce_dist.launch.train_config import (
     MAY_CHANGE_ON_RESUME,
     ModelConfig,
@@ -126,25 +127,37 @@ def test_a_text_that_is_too_short_names_the_sequence_length(tmp_path: Path) -> N
         load_corpus(replace(config, data=replace(config.data, text=text)))
 
 
-def test_one_rank_explains_what_is_wrong_and_exits_with_2() -> None:
-    cases = [
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["--model.hiden-size", "64"], "hiden-size"),
         (["--head.schedule", "fast"], "fast"),
         (["--model.num-heads", "6"], "error: model.hidden_size must be divisible"),
-        ([], "error: ranks must be started by torchrun"),
-    ]
+    ],
+)
+def test_one_rank_explains_what_is_wrong_and_exits_with_2(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_program(train.main)
+    assert ended.value.code == 2
+    assert message in "".join(capfd.readouterr())
+
+
+def test_without_torchrun_the_program_says_how_to_start_it() -> None:
     env = {k: v for k, v in os.environ.items() if k != "RANK"}
     env |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
     program = [sys.executable, "-m", "flce_dist.launch.train"]
-    processes = [
-        subprocess.Popen([*program, *arguments], env=env, cwd=ROOT, stdout=PIPE, stderr=STDOUT)
-        for arguments, _ in cases
-    ]
-    for process, (_, message) in zip(processes, cases, strict=True):
-        output = process.communicate()[0].decode()
-        assert message in output
-        assert "Traceback" not in output
-        assert process.returncode == 2
+    done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: ranks must be started by torchrun" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_a_resume_may_change() -> None:
