@@ -56,7 +56,7 @@ def compile_all(
 ) -> dict[str, Any]:
     """Compile the kernels around a logits tile as their launchers would with this tile.
 
-    With ``group_v`` those whose sums are over groups of so many columns, else all.
+    With ``group_v`` those that sum groups of so many columns in their tiles, else all.
     """
     dtype = DTYPES[itemsize]
     # Few rows: descriptors and constexprs know none but the strides.
@@ -116,6 +116,10 @@ def compile_all(
             BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
             grid=(132,),
         ),
+    }  # fmt: skip
+    if group_v is not None:
+        return sums
+    return sums | {
         # One tile: the compiler takes a count of 1 for a constant.
         **{
             name: linear_stats._merge_kernel.warmup(
@@ -136,10 +140,6 @@ def compile_all(
             )
             for name, programs in (("replace sums", 132), ("replace sums of one program", 1))
         },
-    }  # fmt: skip
-    if group_v is not None:
-        return sums
-    return sums | {
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
             HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
