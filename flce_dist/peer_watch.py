@@ -7,6 +7,7 @@ when it ends the process, so it disturbs neither calls nor captures; the cost is
 for each wait.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -25,15 +26,18 @@ class Wait:
     WAITS, PASSED = 0, 1
 
     def __init__(self, cells: Tensor, limit_s: float, describe: Callable[[], tuple[str, str]]):
-        self._cells, self._limit_s, self._describe = cells, limit_s, describe
+        self._memory, self._limit_s, self._describe = cells, limit_s, describe
+        # Not by tensor operations: they let go of the GIL, and a daemon thread that takes it again
+        # while Python ends must have no C++ below it.
+        self._cells = (ctypes.c_int32 * 2).from_address(cells.data_ptr())
         self._since: float | None = None
 
     def address(self, cell: int) -> int:
-        return self._cells.data_ptr() + cell * self._cells.element_size()
+        return ctypes.addressof(self._cells) + 4 * cell
 
     def overdue(self, now: float) -> str | None:
         """Return who has waited for what if that has lasted longer than the limit, else None."""
-        waits, passed = self._cells.tolist()
+        waits, passed = self._cells
         if passed or not waits or self._since is None:
             # What the GPU writes at this moment may be lost: it tells of what was before ``now``.
             self._cells[self.PASSED] = 0
