@@ -27,6 +27,8 @@ from tests.parallel_checks import Ranks
 
 Check = Callable[[Ranks], Iterator[str]]
 CHECKS: dict[str, Check] = {
+    # First: the memory that graphs may replay stays, and would count.
+    "memory": parallel_device_checks.memory,
     "gradients": parallel_checks.gradients_against_fp64,
     "bits": parallel_checks.equal_bits,
     "streams": parallel_device_checks.other_streams,
@@ -42,7 +44,6 @@ CHECKS: dict[str, Check] = {
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
-    "memory": parallel_device_checks.memory,
 }
 GPU_ONLY = ("devices", "invariant", "host", "collectives")
 MOST_LINES = 12  # of one rank's findings that are printed
