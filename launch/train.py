@@ -19,6 +19,7 @@ from flce_dist.launch.program import run_program
 from flce_dist.launch.train_config import RunConfig, load_config
 from flce_dist.launch.train_exit import end_with_torchrun
 from flce_dist.launch.train_lock import held
+from flce_dist.launch.train_ranks import said
 from flce_dist.launch.yaml_config import ConfigError
 
 
@@ -47,10 +48,12 @@ def main() -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     with held(config.out_dir):
-        from flce_dist.launch.train_data import load_corpus  # seconds, for which no error waits
-        from flce_dist.launch.train_run import run
+        with said("loading libraries, vocabulary and text"):
+            from flce_dist.launch.train_data import load_corpus  # seconds, for which no error waits
+            from flce_dist.launch.train_run import run
 
-        return run(config, load_corpus(config), device)
+            corpus = load_corpus(config)
+        return run(config, corpus, device)
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -104,7 +104,7 @@ def print_table(numbers: dict[str, Any]) -> None:
 
 def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
     """Write compare.json and compare.png."""
-    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
     comparison_figure(numbers).savefig(out_dir / "compare.png", dpi=120)
 
 

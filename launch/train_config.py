@@ -99,8 +99,11 @@ class RunConfig:
 # step depends on these.
 MAY_CHANGE_ON_RESUME = frozenset(
     """out_dir steps device validate_every checkpoint_every keep_checkpoints anew_if_damaged
-    compare data.validation_batches""".split()
+    compare data.validation_batches data.text""".split()
 )
+
+TEXT_SHA256 = "data.text.sha256"
+"""By which a checkpoint knows its text, wherever that lies."""
 
 
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> RunConfig:
@@ -167,8 +170,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Name each value by which a checkpoint's flat configuration forbids to continue it."""
+
+    def said(flat: dict[str, Any], key: str) -> str:
+        text = f" (of {flat.get('data.text') or 'the manual'})" if key == TEXT_SHA256 else ""
+        return f"{flat.get(key)!r}{text}"
+
     return [
-        f"{key} is {saved.get(key)!r} there and {now.get(key)!r} here"
+        f"{key} is {said(saved, key)} there and {said(now, key)} here"
         for key in sorted(saved.keys() | now.keys())
         if key not in MAY_CHANGE_ON_RESUME and saved.get(key) != now.get(key)
     ]

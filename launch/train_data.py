@@ -4,14 +4,15 @@ The whole corpus fits in memory, so a batch is a pure function of how many sampl
 the position in the data is one number, and a resumed run reads what an uninterrupted one would.
 """
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flce_dist.launch.train_config import RunConfig
+from flce_dist.launch.train_config import TEXT_SHA256, RunConfig
 from flce_dist.launch.yaml_config import ConfigError
 
 
@@ -23,12 +24,14 @@ class Corpus:
         train: [N, seq_length + 1] int64.
         validation: [M, seq_length + 1] int64, from the end of the text.
         vocab_size: number of entries of the vocabulary, used or not.
+        sources: SHA-256 of the text and of the vocabulary, by name, for checkpoints to hold.
     """
 
     train: Tensor
     validation: Tensor
     vocab_size: int
     seed: int
+    sources: dict[str, str] = field(default_factory=dict)
 
     def train_batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, [batch_size, seq_length], of samples counted from the start.
@@ -53,7 +56,8 @@ def load_corpus(config: RunConfig) -> Corpus:
     """Tokenise the text with Tekken's 131,072-entry vocabulary, which mistral-common carries.
 
     Raises:
-        ConfigError: if the text is too short for one training and one validation sequence.
+        ConfigError: if the text is not UTF-8, or too short for one training and one validation
+            sequence.
     """
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
@@ -76,13 +80,24 @@ def load_corpus(config: RunConfig) -> Corpus:
         validation=sequences[-validation_rows:],
         vocab_size=tokenizer.n_words,
         seed=config.seed,
+        sources={
+            TEXT_SHA256: hashlib.sha256(text.encode()).hexdigest(),
+            "vocabulary.sha256": hashlib.sha256(vocabulary.read_bytes()).hexdigest(),
+        },
     )
 
 
 def read_text(path: Path | None) -> str:
     """Return the file's text, or the reference manual inside CPython (prose, PSF licence)."""
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"data.text must be UTF-8, got byte {content[error.start]:#x} at {error.start} of "
+                f"{path}"
+            ) from error
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

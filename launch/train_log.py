@@ -4,6 +4,7 @@ For the one rank that reports.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ CUT = "metrics.cut.jsonl"
 
 class RunLog:
     """Writes one record per event; a record is on disk (in the page cache) when ``write`` returns.
+
+    A number that is not finite is null, since JSON has no word for it.
 
     A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
     and TensorBoard leaves them out. What cannot be written is kept as ``failure`` until ``close``,
@@ -72,7 +75,8 @@ class RunLog:
             self._file.close()
 
     def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+        line = json.dumps({"kind": kind, "step": step, **finite}, allow_nan=False) + "\n"
         try:
             with writing(self.path, len(line)):
                 self._file.write(line)
@@ -119,7 +123,8 @@ def plot_loss_curve(out_dir: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for kind, style in (("train", "-"), ("validation", "o-")):
-        points = [(r["step"], r["loss"]) for r in records if r["kind"] == kind]
+        mine = [r for r in records if r["kind"] == kind and r["loss"] is not None]
+        points = [(r["step"], r["loss"]) for r in mine]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=kind, linewidth=1.2, markersize=4)
     axes.set(xlabel="step", ylabel="loss (nats per token)")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,17 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
 def say(message: str) -> None:
     """Print a line beside what the run prints; for one rank."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said(what: str) -> Iterator[None]:
+    """Let rank 0 print ``what`` takes time before it does, and afterwards how long it took."""
+    start = time.perf_counter()
+    if dist.get_rank() == 0:
+        say(f"{what} ...")
+    yield
+    if dist.get_rank() == 0:
+        say(f"{what}: {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The training loop: one rank's share of a run, and how it begins, continues and ends."""
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.program import RunError
 from flce_dist.launch.train_checkpoint import Checkpoint, Position, clean, load, newest_whole, save
 from flce_dist.launch.train_compare import compare_heads, print_table, write_comparison
 from flce_dist.launch.train_config import RunConfig, flatten, resume_conflicts
@@ -16,7 +18,7 @@ from flce_dist.launch.train_head import check_head, head_input, our_head, run_he
 from flce_dist.launch.train_log import RunLog, plot_loss_curve
 from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
 from flce_dist.launch.train_optimizer import Optimizer
-from flce_dist.launch.train_ranks import on_rank_0, say, together, writing
+from flce_dist.launch.train_ranks import on_rank_0, said, say, together, writing
 from flce_dist.launch.train_state import (
     model_state,
     random_state,
@@ -37,8 +39,11 @@ class Trainer:
         self.step = self.samples = 0
         self.stopping = False
         self.checkpoints = config.out_dir / "checkpoints"
+        sources = together(lambda: corpus.sources)
+        if any(other != sources[0] for other in sources):
+            raise RunError(f"data.text must be the same on all ranks, got {sources}")
         # What a checkpoint must agree with to be continued.
-        self.identity = flatten(config) | {"world_size": dist.get_world_size()}
+        self.identity = flatten(config) | corpus.sources | {"world_size": dist.get_world_size()}
 
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
@@ -62,17 +67,23 @@ class Trainer:
         restore_model(self.optimizer, {name: shared[name] for name in names})
 
     def save(self) -> None:
-        """Write a checkpoint; collective. Of data-parallel replicas the first writes the model."""
+        """Write a checkpoint; collective. Of data-parallel replicas the first writes the model.
+
+        Raises:
+            RunError: on every rank, if any rank's state is not finite or cannot be written.
+        """
         state = random_state(self.device)
         if self.groups.data.rank() == 0:
             state |= model_state(self.optimizer)
+        together(lambda: _require_finite_state(self.step, state))
         position = Position(step=self.step, samples=self.samples, config=self.identity)
         save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
 
     def train_step(self, *, stop: bool = False) -> tuple[float, float]:
         """Do one update; return the loss over all ranks' batches and the gradient norm.
 
-        ``stopping`` says afterwards, on every rank alike, whether any was told to ``stop``.
+        Both are the same on every rank, and not finite if any rank's is not. ``stopping`` says
+        afterwards, on every rank alike, whether any was told to ``stop``.
         """
         size, ranks = self.config.data.batch_size, self.groups.data.size()
         first = self.samples + self.groups.data.rank() * size
@@ -81,7 +92,7 @@ class Trainer:
         self.step += 1
         self.samples += size * ranks
         norm = self.optimizer.step(self.step)
-        mean, stops = self._mean(loss, torch.tensor(float(stop), device=self.device))
+        mean, norm, stops = self._mean(loss, norm, float(stop))
         self.stopping = stops > 0
         return mean, norm
 
@@ -112,9 +123,10 @@ class Trainer:
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return token_losses(self.model, tokens.to(self.device), labels.to(self.device)).mean()
 
-    def _mean(self, *numbers: Tensor) -> list[float]:
+    def _mean(self, *numbers: Tensor | float) -> list[float]:
         """Return means over all ranks; those of one tensor-parallel group hold the same loss."""
-        means = torch.stack(numbers).detach() / dist.get_world_size()
+        each = [torch.as_tensor(number, device=self.device).detach() for number in numbers]
+        means = torch.stack(each) / dist.get_world_size()
         dist.all_reduce(means)
         values: list[float] = means.tolist()
         return values
@@ -136,6 +148,22 @@ def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Ch
     return checkpoint
 
 
+def _require_finite(step: int, numbers: dict[str, float]) -> None:
+    wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+    if wrong:
+        raise RunError(
+            f"step {step}: {', '.join(wrong)}, so the run stops without a checkpoint of this step; "
+            "the same command continues from the last one, and would come to the same numbers: "
+            "change, in a new --out-dir, what they depend on, such as optimizer.lr"
+        )
+
+
+def _require_finite_state(step: int, state: dict[str, Tensor]) -> None:
+    wrong = [name for name, x in state.items() if x.is_floating_point() and not x.isfinite().all()]
+    if wrong:
+        _require_finite(step, {name: math.nan for name in wrong[:3]})
+
+
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     """Train from wherever the run stands to ``config.steps``, then compare the heads.
 
@@ -144,10 +172,14 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
 
     Returns:
         The exit status: 0, or 143 after SIGTERM.
+
+    Raises:
+        RunError: on every rank, if one cannot go on, or a number is not finite.
     """
-    trainer = Trainer(config, corpus, device)
-    checkpoint = trainer.resume()
-    head_mib = trainer.head_peak_mib()
+    with said("building the model"):
+        trainer = Trainer(config, corpus, device)
+        checkpoint = trainer.resume()
+        head_mib = trainer.head_peak_mib()
     log: RunLog | None = None
 
     def begin() -> None:
@@ -155,6 +187,18 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
+
+    def end() -> bool:
+        if log:
+            log.close()
+        return bool(terminations)
+
+    def require_finite(numbers: dict[str, float]) -> None:
+        try:
+            _require_finite(trainer.step, numbers)
+        except RunError:
+            together(end)  # the numbers are the same on every rank
+            raise
 
     on_rank_0(begin)
     terminations: list[int] = []
@@ -167,6 +211,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         tokens_per_s = tokens_per_step / (time.perf_counter() - start)
         if log:
             log.train(trainer.step, loss=loss, gradient_norm=norm, tokens_per_s=tokens_per_s)
+        require_finite({"loss": loss, "gradient norm": norm})
         last = trainer.step == config.steps
         if trainer.stopping:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -174,14 +219,10 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             validation_loss = trainer.validate()
             if log:
                 log.validation(trainer.step, validation_loss)
+            require_finite({"validation loss": validation_loss})
         # After the records of this step, so that none of a saved step can be missing.
         if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
             trainer.save()
-
-    def end() -> bool:
-        if log:
-            log.close()
-        return bool(terminations)
 
     stopped = any(together(end))
     # torchrun sends SIGTERM to all at the first exit; after a stop that must not change the status.

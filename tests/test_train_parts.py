@@ -1,5 +1,7 @@
 """Parts of the training run: data order, learning rate, records, and layouts that must agree."""
 
+import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -20,11 +22,14 @@ from flce_dist.launch.train_config import (
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
+    flatten,
+    resume_conflicts,
 )
 from flce_dist.launch.train_data import Corpus, load_corpus
 from flce_dist.launch.train_log import RunLog, plot_loss_curve, read_metrics
 from flce_dist.launch.train_optimizer import learning_rate
 from flce_dist.launch.train_run import Trainer, run
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import RankFailed, RankPool
 from tests.tiny_training import records
 
@@ -74,6 +79,26 @@ def test_the_real_text_has_a_real_vocabulary_and_a_validation_split() -> None:
     assert ids.unique().numel() > 3000
 
 
+def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+
+    def identity(name: str, content: bytes) -> dict[str, Any]:
+        (tmp_path / name).write_bytes(content)
+        config = replace(CONFIG, data=replace(CONFIG.data, text=tmp_path / name))
+        return flatten(config) | load_corpus(config).sources
+
+    text = b"In the beginning was the text. " * 20
+    here, moved, other = identity("a", text), identity("b", text), identity("a", text + b"!")
+    assert resume_conflicts(here, moved) == []
+    (conflict,) = resume_conflicts(moved, other)
+    key = "data.text.sha256"
+    assert conflict == (
+        f"{key} is '{here[key]}' (of {tmp_path}/b) there and '{other[key]}' (of {tmp_path}/a) here"
+    )
+    with pytest.raises(ConfigError, match=r"data\.text must be UTF-8, got byte 0xff at 3 of .*/c"):
+        identity("c", b"abc\xff")
+
+
 def test_learning_rate_rises_falls_and_stays() -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=12)
     assert [learning_rate(step, config) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
@@ -107,8 +132,9 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
 
     log = RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
     log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
+    log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
     log.close()
-    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0)]
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0), (3, None)]
     assert cut.read_text().splitlines() == before[2:] + before[1:2]
     plot_loss_curve(tmp_path)
     assert (tmp_path / "loss.png").stat().st_size > 1000
@@ -220,6 +246,10 @@ def rank_refusals(group: Any, config: RunConfig) -> list[str]:
     refused()
     trainer.config = replace(config, anew_if_damaged=True)
     assert trainer.resume() is None
+    parallel_state.destroy_model_parallel()
+    texts = replace(corpus(), sources={"data.text.sha256": str(group.rank())})
+    with pytest.raises(RunError, match=r"data\.text must be the same on all ranks, got .*0.*1"):
+        Trainer(config, texts, torch.device("cpu"))
     return messages
 
 
@@ -236,15 +266,17 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused_on_every_rank(
     assert (tmp_path / "checkpoints" / "step-00000000.bad").is_dir()
 
 
+NAME = "decoder.final_layernorm.weight"
 RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=False)
 
 
 def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
-    """The whole loop; ``event`` happens to one rank between steps 2 and 3, or in the save after."""
+    """The whole loop; ``event`` happens to one rank between steps 2 and 3, or in a save."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     train, validation, save = Trainer.train_step, RunLog.validation, Trainer.save
+    loss_of = Trainer._loss
 
     def terminate() -> None:
         if group.rank() == 1 and "SIGTERM" in event:
@@ -264,12 +296,23 @@ def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
     def save_and_terminate(trainer: Trainer) -> None:
         if trainer.stopping and event == "SIGTERM twice":
             terminate()
+        if trainer.step == 4 and group.rank() == 1 and event == "state":
+            trainer.optimizer.adamw.state[trainer.optimizer.masters[NAME]]["exp_avg"][0] = math.nan
         save(trainer)
+
+    def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
+        factor = {"loss": math.nan, "gradient norm": 1e30}.get(event, 1.0)
+        validates = not torch.is_grad_enabled()
+        if event == "validation loss" and validates:
+            factor = math.inf
+        now = trainer.step == (4 if validates else 2) and group.rank() == 1
+        return loss_of(trainer, *batch) * (factor if now else 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", train_step)
         patch.setattr(Trainer, "save", save_and_terminate)
         patch.setattr(RunLog, "validation", full_disk)
+        patch.setattr(Trainer, "_loss", loss)
         try:
             return run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
         except RunError as error:
@@ -306,3 +349,28 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
     newest = newest_whole(tmp_path / "checkpoints", print)
     assert newest is not None and newest.position.step == 4
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "said"),
+    [
+        ("loss", 3, "loss is nan, gradient norm is nan"),
+        ("gradient norm", 3, "gradient norm is inf"),
+        ("validation loss", 4, "validation loss is inf"),
+        ("state", 4, f"optimizer.{NAME}.exp_avg is nan"),
+    ],
+)
+def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
+    pools: dict[int, RankPool], tmp_path: Path, event: str, step: int, said: str
+) -> None:
+    first, second = pools[2].run(rank_run, tmp_path, event)
+    assert first == second and str(first).startswith(f"step {step}: {said}, so the run stops")
+    saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved == ["step-00000002"]
+
+    def no_json(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line, parse_constant=no_json) for line in lines][-1]
+    assert last["step"] == step and (last["loss"] is None) == (event.endswith("loss"))

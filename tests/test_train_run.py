@@ -111,6 +111,8 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
     output = train(tmp_path, "--steps", str(stopped + 1))
     assert f"continuing {out_dir / 'checkpoints' / f'step-{stopped:08d}'}" in output
     assert "taking it over" not in output
+    said = ["loading libraries, vocabulary and text ...", "building the model: ", "continuing"]
+    assert sorted(said, key=output.index) == said and output.count(said[0]) == 1
     entries = records(out_dir)
     steps = [entry["step"] for entry in entries if entry["kind"] == "train"]
     assert steps == list(range(1, stopped + 2))
