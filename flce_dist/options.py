@@ -69,7 +69,7 @@ class LossOptions:
 
 
 class Declared(NamedTuple):
-    """What a field of ``LossOptions`` may hold."""
+    """What a field of ``LossOptions``, or of a launcher's configuration, may hold."""
 
     kind: type  # bool, int, float, tuple of two ints, or str for one of the choices
     optional: bool  # None as well
@@ -86,7 +86,8 @@ class Declared(NamedTuple):
         return words if self.range is None else f"{words} {self.range.words}"
 
 
-def _declared(hint: Any) -> Declared:
+def declared(hint: Any) -> Declared:
+    """Read the annotation of a field."""
     limits = None
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)
@@ -96,4 +97,4 @@ def _declared(hint: Any) -> Declared:
     return Declared(kind, NoneType in parts, choices, limits)
 
 
-DECLARED = {field.name: _declared(field.type) for field in fields(LossOptions)}
+DECLARED = {field.name: declared(field.type) for field in fields(LossOptions)}

@@ -8,12 +8,19 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from flce_dist.launch.bench_floors import FLOORS
 from flce_dist.launch.bench_peers import PEERS
-from flce_dist.launch.yaml_config import ConfigError, from_command_line
-from flce_dist.options import Schedule
+from flce_dist.launch.yaml_config import (
+    NOT_NEGATIVE,
+    SEED,
+    SIZE,
+    ConfigError,
+    check_ranges,
+    from_command_line,
+)
+from flce_dist.options import COUNT, POSITIVE, Schedule
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -28,7 +35,7 @@ class RunSpec:
     """triton or eager (ours), a floor of bench_floors or a peer of bench_peers."""
     schedule: Schedule = "auto"
     """Of ours; peers and floors have none."""
-    max_logits_bytes: int | None = None
+    max_logits_bytes: Annotated[int | None, COUNT] = None
     mode: Mode = "forward_backward"
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
@@ -61,9 +68,9 @@ class RunSpec:
 class ShapeSpec:
     """One problem."""
 
-    T: int = 1024
-    H: int = 4096
-    V: int = 128256
+    T: Annotated[int, SIZE] = 1024
+    H: Annotated[int, SIZE] = 4096
+    V: Annotated[int, SIZE] = 128256
     dtype: Dtype = "bf16"
     runs: tuple[RunSpec, ...] = ()
     """Runs at this shape in place of the common ones."""
@@ -77,9 +84,9 @@ class ShapeSpec:
 class Cross:
     """Every T with every H and V."""
 
-    T: tuple[int, ...] = ()
-    H: tuple[int, ...] = ()
-    V: tuple[int, ...] = ()
+    T: tuple[Annotated[int, SIZE], ...] = ()
+    H: tuple[Annotated[int, SIZE], ...] = ()
+    V: tuple[Annotated[int, SIZE], ...] = ()
     dtype: Dtype = "bf16"
 
 
@@ -90,16 +97,16 @@ class BenchConfig:
     fresh: bool = False
     """Measure everything again instead of going on after the shapes that the files have."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     check: Literal["none", "loss", "gradients"] = "loss"
     """What to compare with fp64, once for each shape and run."""
-    warmup: int = 2
+    warmup: Annotated[int, SIZE] = 2
     """Calls of each run before anything is timed, at least 1: kernels compile in the first."""
-    rounds: int = 10
+    rounds: Annotated[int, SIZE] = 10
     """Samples of each run; the runs of one shape take turns."""
-    sample_ms: float = 20.0
+    sample_ms: Annotated[float, POSITIVE] = 20.0
     """A sample is as many calls back to back as take this long, and at least one."""
-    settle_ms: float = 60.0
+    settle_ms: Annotated[float, NOT_NEGATIVE] = 60.0
     """Untimed calls before each sample: the clock of a card that is limited by power follows its
     load with some delay."""
     cuda_graph: bool = False
@@ -135,13 +142,10 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
 
 def check_config(config: BenchConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for what cannot run on ``world_size`` ranks."""
-    _require(config.settle_ms >= 0, f"settle_ms must not be negative, got {config.settle_ms}")
+    check_ranges(config)
     _require(
         not (config.cuda_graph and config.device == "cpu"), "cuda_graph needs a GPU, got device=cpu"
     )
-    for key in ("warmup", "rounds", "sample_ms"):
-        value = getattr(config, key)
-        _require(value > 0, f"{key} must be positive, got {value}")
     given = [bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)]
     _require(len(set(given)) == 1, "cross must name sizes of T, H and V, or none of them")
     problems = all_shapes(config)
@@ -189,9 +193,6 @@ def as_json(config: BenchConfig) -> dict[str, Any]:
 
 def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     known = [*OURS, *FLOORS, *PEERS]
-    for key in ("T", "H", "V"):
-        value = getattr(shape, key)
-        _require(value > 0, f"{key} of a shape must be positive, got {value} in {shape.name}")
     _require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
     _require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
     names = [run.name for run in runs]

@@ -6,42 +6,58 @@ combination that does not fit.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from flce_dist.launch.yaml_config import ConfigError, from_command_line
+from flce_dist import LinearCrossEntropy
+from flce_dist.launch.yaml_config import (
+    NOT_NEGATIVE,
+    SEED,
+    SIZE,
+    SIZE_OR_0,
+    ConfigError,
+    check_ranges,
+    from_command_line,
+)
+from flce_dist.options import POSITIVE, Range
+
+BETWEEN_0_AND_1 = Range("above 0 and below 1", lambda x: 0.0 < x < 1.0)
+BELOW_1 = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    ffn_hidden_size: int = 512
-    seq_length: int = 256
+    hidden_size: Annotated[int, SIZE] = 128
+    num_layers: Annotated[int, SIZE] = 2
+    num_heads: Annotated[int, SIZE] = 4
+    ffn_hidden_size: Annotated[int, SIZE] = 512
+    seq_length: Annotated[int, SIZE] = 256
     """Tokens of one sequence."""
     tie_embeddings: bool = True
     """Use the input embedding as the output layer's weight."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters and activations; the optimizer keeps fp32 copies of bf16 parameters."""
-    init_std: float = 0.02
+    init_std: Annotated[float, POSITIVE] = 0.02
 
 
 @dataclass(frozen=True)
 class DataConfig:
     text: Path | None = None
     """A UTF-8 text file; without one, the reference manual that every CPython carries."""
-    batch_size: int = 2
+    batch_size: Annotated[int, SIZE] = 2
     """Sequences per step and data-parallel rank."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, BETWEEN_0_AND_1] = 0.05
     """Share of the text, at its end, that is never trained on."""
-    validation_batches: int = 4
+    validation_batches: Annotated[int, SIZE] = 4
     """Batches of one validation, on each data-parallel rank the same."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
+    """Options of ``LinearCrossEntropy``, which declares their ranges and judges them."""
+
     schedule: Literal["auto", "cached", "recompute"] = "auto"
     max_logits_bytes: int | None = None
     impl: Literal["triton", "eager"] | None = None
@@ -54,20 +70,20 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 3e-3
-    min_lr: float = 3e-4
-    warmup_steps: int = 10
-    decay_steps: int = 100
+    lr: Annotated[float, POSITIVE] = 3e-3
+    min_lr: Annotated[float, NOT_NEGATIVE] = 3e-4
+    warmup_steps: Annotated[int, SIZE_OR_0] = 10
+    decay_steps: Annotated[int, SIZE] = 100
     """The learning rate falls along a cosine until this step and stays at min_lr."""
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip_norm: float = 1.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    beta1: Annotated[float, BELOW_1] = 0.9
+    beta2: Annotated[float, BELOW_1] = 0.95
+    clip_norm: Annotated[float, POSITIVE] = 1.0
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor: int = 2
+    tensor: Annotated[int, SIZE] = 2
     """Ranks that share one model; the other factor of the world size is data-parallel."""
     sequence_parallel: bool = True
     """Split activations between layers by token. Means nothing where tensor is 1."""
@@ -77,13 +93,13 @@ class ParallelConfig:
 class RunConfig:
     out_dir: Path = Path("runs/quickstart")
     """Checkpoints, metrics and pictures; a run that finds checkpoints there continues them."""
-    steps: int = 100
+    steps: Annotated[int, SIZE] = 100
     """Train until this step; may be raised to continue a finished run."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    validate_every: int = 25
-    checkpoint_every: int = 25
-    keep_checkpoints: int = 2
+    validate_every: Annotated[int, SIZE] = 25
+    checkpoint_every: Annotated[int, SIZE] = 25
+    keep_checkpoints: Annotated[int, SIZE] = 2
     anew_if_damaged: bool = False
     """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
@@ -130,12 +146,8 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
 
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
+    check_ranges(config)
     model, tensor = config.model, config.parallel.tensor
-    for key, value in flatten(config).items():
-        if isinstance(value, int) and not isinstance(value, bool) and key not in _MAY_BE_ZERO:
-            _require(value > 0, f"{key} must be positive, got {value}")
-    fraction = config.data.validation_fraction
-    _require(0 < fraction < 1, f"data.validation_fraction must lie between 0 and 1, got {fraction}")
     _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
     _divides("parallel.tensor", tensor, "the number of ranks that torchrun starts", world_size)
     _divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
@@ -148,12 +160,31 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         f"{model.hidden_size // model.num_heads}",
     )
     _require(
-        config.data.text is None or config.data.text.is_file(),
+        config.data.text is None or os.path.isfile(config.data.text),
         f"data.text must be a file, got {config.data.text}",
     )
+    _check_optimizer(config.optimizer)
+    try:  # errors begin with the name of an option
+        LinearCrossEntropy(1, 1, reduction="none", device="meta", **vars(config.head))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"head.{error}") from error
 
 
-_MAY_BE_ZERO = frozenset(["seed", "optimizer.warmup_steps"])
+def _check_optimizer(config: OptimizerConfig) -> None:
+    _require(
+        config.min_lr <= config.lr,
+        f"optimizer.min_lr must be at most optimizer.lr = {config.lr}, got {config.min_lr}",
+    )
+    _require(
+        config.warmup_steps <= config.decay_steps,
+        "optimizer.warmup_steps must be at most optimizer.decay_steps = "
+        f"{config.decay_steps}, got {config.warmup_steps}",
+    )
+    _require(
+        config.lr * config.weight_decay < 1,
+        "optimizer.weight_decay must be below 1 / optimizer.lr = "
+        f"{1 / config.lr}, got {config.weight_decay}",
+    )
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,10 @@ from flce_dist.launch.verify_cases import (
 )
 from flce_dist.launch.verify_checks import make_truth, run_case
 from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
 
+Size = Annotated[int, SIZE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,14 +49,14 @@ class Settings:
     """What to check. By default everything, at a plain, an odd and a wide shape."""
 
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
-    shapes: tuple[tuple[int, int, int], ...] = ()
+    shapes: tuple[tuple[Size, Size, Size], ...] = ()
     """Triples of tokens, hidden size and vocabulary, over all ranks; tokens and vocabulary are
     rounded up to multiples of the ranks. By default chosen by device."""
     schedules: tuple[Schedule, ...] = ("recompute", "cached", "in_forward", "auto")
     impl: Impl | None = None
     """By default what linear_cross_entropy chooses on this device."""
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     output: Path | None = None
     """JSON file for all errors and budgets, the hardware and the versions."""
 
@@ -63,6 +65,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """Return 0 if every rank met every budget, else 1."""
     show_errors = os.environ.get("RANK", "0") == "0"
     settings = tyro.cli(Settings, args=args, description=__doc__, console_outputs=show_errors)
+    check_ranges(settings)
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda needs a GPU, found none")
     started = time.monotonic()
     device, tp_group = start(settings.device)
     rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())

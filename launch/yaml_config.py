@@ -1,17 +1,27 @@
-"""Read a YAML file into frozen dataclasses, strictly: what does not fit is an error."""
+"""Read a YAML file into frozen dataclasses, strictly: what does not fit is an error.
+
+The range of a number is declared beside its type, ``steps: Annotated[int, SIZE]``, and also holds
+for what the command line gives.
+"""
 
 import dataclasses
 import difflib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
 from flce_dist.launch.program import RunError
+from flce_dist.options import Range, declared
 
 Schema = TypeVar("Schema")
+
+SIZE = Range("within [1, 2**31)", lambda x: 1 <= x < 2**31)
+SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)
+SEED = Range("within [0, 2**32)", lambda x: 0 <= x < 2**32)
+NOT_NEGATIVE = Range("that is finite and at least 0", lambda x: 0.0 <= x < float("inf"))
 
 
 class ConfigError(RunError):
@@ -47,13 +57,86 @@ def read_yaml(schema: type[Schema], path: Path) -> Schema:
     Raises:
         ConfigError: names the file, the key and what was expected.
     """
-    if not path.is_file():
-        raise ConfigError(f"--config must name a file, got {path}")
+    text = _read_utf8(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    return _from_mapping(schema, values or {}, where=str(path), prefix="")
+        values = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{path}:{line}: must be YAML: {problem}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: must be YAML: {error.reason}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} must be YAML of a few levels, got too many") from error
+    return _from_mapping(schema, {} if values is None else values, where=str(path), prefix="")
+
+
+class _Loader(yaml.SafeLoader):
+    """Also refuses a key given twice, and says in which line a value cannot be read."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in lines:
+                problem = f"key {name} is given twice, first in line {lines[name]}"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # whatever a date of month 13 or !!bool maybe leads to
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} cannot be read: {error}", node.start_mark
+            ) from error
+
+
+def _read_utf8(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--config must name a file that can be read, got {path}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = data[error.start]
+        raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
+
+
+def check_ranges(config: Any) -> None:
+    """Check each number against the range that its field declares.
+
+    Raises:
+        ConfigError: names the key, the range and the value.
+    """
+    _check_range(config, type(config), "")
+
+
+def _check_range(value: Any, hint: Any, key: str) -> None:
+    if typing.get_origin(hint) is Annotated:
+        expected = declared(hint)
+        assert expected.range is not None, key
+        if value is None and expected.optional:
+            return
+        if type(value) is not expected.kind or not expected.range.holds(value):
+            raise ConfigError(f"{key} must be {expected.words}, got {value}")
+    elif dataclasses.is_dataclass(value):
+        for name, inner in typing.get_type_hints(type(value), include_extras=True).items():
+            _check_range(getattr(value, name), inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        inners = typing.get_args(hint)
+        if inners[-1] is Ellipsis:
+            inners = inners[:1] * len(value)
+        for i, (item, inner) in enumerate(zip(value, inners, strict=True)):
+            _check_range(item, inner, f"{key}[{i}]")
 
 
 def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
@@ -104,7 +187,7 @@ def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**1023:  # no float beyond
         return float(value)
     if type(value) is not hint:
         advice = "; YAML reads 1e-3 as text, write 1.0e-3" if hint is float else ""

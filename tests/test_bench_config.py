@@ -138,7 +138,7 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
         (
             BenchConfig(shapes=(ShapeSpec(T=0),), runs=RUN),
             1,
-            "T of a shape must be positive, got 0",
+            r"^shapes\[0\]\.T must be an int within \[1, 2\*\*31\), got 0",
         ),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (
@@ -146,12 +146,26 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
             2,
             "T must be divisible by the 2 ranks, got 5",
         ),
-        (BenchConfig(shapes=SHAPE, runs=RUN, rounds=0), 1, "rounds must be positive, got 0"),
+        (
+            BenchConfig(shapes=SHAPE, runs=RUN, rounds=0),
+            1,
+            r"rounds must be an int within \[1, .*, got 0",
+        ),
+        (
+            BenchConfig(shapes=SHAPE, runs=(RunSpec("eager", max_logits_bytes=0),)),
+            1,
+            r"runs\[0\]\.max_logits_bytes must be None or an int within .*, got 0",
+        ),
+        (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),
         (
             BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=-1.0),
             1,
-            "settle_ms must not be negative, got -1.0",
+            r"settle_ms must be a float that is finite and at least 0, got -1\.0",
         ),
+        (BenchConfig(sample_ms=float("nan")), 1, "sample_ms must be a float that is .*, got nan"),
+        (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
+        (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
+        (BenchConfig(seed=-1), 1, "seed must be an int within .*, got -1"),
         (
             BenchConfig(shapes=SHAPE, runs=RUN, cuda_graph=True, device="cpu"),
             1,

@@ -24,6 +24,7 @@ from flce_dist.launch.verify_cases import (
     variants,
 )
 from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.plan import Plan, plan
 from flce_dist.testing import ErrorBudget
 from tests.processes import started, torchrun
@@ -278,3 +279,17 @@ def test_wrong_arguments_name_themselves(capsys):
         verify.main(["--schedules", "cashed"])
     assert ended.value.code != 0
     assert "cashed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--shapes", "8", "0", "16"], r"^shapes\[0\]\[1\] must be an int within .*, got 0$"),
+        (["--seed=-1"], r"^seed must be an int within \[0, 2\*\*32\), got -1$"),
+        (["--device", "cuda"], "^device=cuda needs a GPU, found none$"),
+    ],
+)
+def test_wrong_values_are_found_before_ranks_meet(args, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        verify.main(args)
