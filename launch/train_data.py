@@ -90,9 +90,11 @@ def load_corpus(config: RunConfig) -> Corpus:
 def read_text(path: Path | None) -> str:
     """Return the file's text, or the reference manual inside CPython (prose, PSF licence)."""
     if path is not None:
-        content = path.read_bytes()
         try:
+            content = path.read_bytes()
             return content.decode()
+        except OSError as error:
+            raise ConfigError(f"data.text cannot be read: {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"data.text must be UTF-8, got byte {content[error.start]:#x} at {error.start} of "
