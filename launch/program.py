@@ -32,6 +32,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         status = main()
         if dist.is_initialized():
             dist.destroy_process_group()
+            _leave(status, at_once=True)
     except RunError as error:
         _wait_for_rank_0(rank)
         _report(f"error: {_line(error)}" if rank == 0 else f"error: rank {rank}: {_line(error)}")
@@ -83,9 +84,12 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split("\n"))
 
 
-def _leave(status: int) -> NoReturn:
-    """End at once among ranks: tearing down a group whose members are gone can wait for ever."""
-    if not dist.is_initialized():
+def _leave(status: int, *, at_once: bool = False) -> NoReturn:
+    """End at once among ranks: tearing down a group whose members are gone can wait for ever.
+
+    Threads that a group leaves behind may also abort an interpreter that takes its time to end.
+    """
+    if not at_once and not dist.is_initialized():
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
