@@ -36,8 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \
-		-m flce_dist.launch.train --config configs/quickstart.yaml
+	$(RUN) flce_dist.launch.train --config configs/quickstart.yaml
 
 # Workers share the cores: one thread each, and test files stay whole because their simulated
 # ranks are set up once per file.

@@ -1,6 +1,10 @@
 """Train a GPT on real text: tensor- and sequence-parallel, killed and continued at will.
 
-    torchrun --nproc-per-node 2 -m flce_dist.launch.train --config configs/quickstart.yaml
+    python -m flce_dist.launch.train --config configs/quickstart.yaml
+
+starts ``parallel.tensor`` ranks on this host. For other numbers of ranks, and several hosts::
+
+    torchrun --nproc-per-node 4 -m flce_dist.launch.train --config configs/quickstart.yaml
 
 Each step: the loss of one batch through megatron-core's GPTModel and linear_cross_entropy, its
 gradients, one update. All that a step depends on (weights, optimizer, generators, position in the
@@ -25,16 +29,13 @@ from flce_dist.launch.yaml_config import ConfigError
 
 def main() -> int:
     end_with_torchrun()
+    if "RANK" not in os.environ:
+        return start(sys.argv[1:])
     config = load_config(
         sys.argv[1:],
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        show_errors=os.environ.get("RANK", "0") == "0",
+        world_size=int(os.environ["WORLD_SIZE"]),
+        show_errors=os.environ["RANK"] == "0",
     )
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "ranks must be started by torchrun: torchrun --nproc-per-node "
-            f"{config.parallel.tensor} -m flce_dist.launch.train ..."
-        )
     device = choose_device(config)
 
     if device.type == "cuda":
@@ -54,6 +55,14 @@ def main() -> int:
 
             corpus = load_corpus(config)
         return run(config, corpus, device)
+
+
+def start(arguments: list[str]) -> int:
+    """Check the configuration, and start the ranks of this host."""
+    from flce_dist.launch.train_start import start_ranks
+
+    ranks = load_config(arguments).parallel.tensor
+    return start_ranks(ranks, ["-m", "flce_dist.launch.train", *arguments])
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -122,11 +122,14 @@ TEXT_SHA256 = "data.text.sha256"
 """By which a checkpoint knows its text, wherever that lies."""
 
 
-def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> RunConfig:
+def load_config(
+    argv: list[str], *, world_size: int | None = None, show_errors: bool = True
+) -> RunConfig:
     """Return the configuration of ``--config FILE [--overrides]``, checked.
 
     Args:
         argv: command line without the program's name.
+        world_size: number of ranks; None for ``parallel.tensor``.
         show_errors: whether a wrong command line is explained on stderr before ``SystemExit``.
 
     Raises:
@@ -136,11 +139,11 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
     config = from_command_line(
         RunConfig,
         argv,
-        prog="torchrun --nproc-per-node N -m flce_dist.launch.train --config FILE",
+        prog="python -m flce_dist.launch.train --config FILE",
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
         show_errors=show_errors,
     )
-    check_config(config, world_size=world_size)
+    check_config(config, world_size=world_size or config.parallel.tensor)
     return config
 
 

@@ -1,7 +1,6 @@
 """Configuration errors name the key, the expectation and the value, before any process group."""
 
-import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass, make_dataclass, replace
@@ -10,10 +9,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import train
+from flce_dist.launch import train, train_start
 from flce_dist.launch.bench_config import BenchConfig
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train_config import (
@@ -31,6 +32,7 @@ from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import DECLARED
 
 ROOT = Path(__file__).parents[1]
+TRAIN = "flce_dist.launch.train"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
@@ -255,14 +257,39 @@ def test_one_rank_explains_what_is_wrong_and_exits_with_2(
     assert message in "".join(capfd.readouterr())
 
 
-def test_without_torchrun_the_program_says_how_to_start_it() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "RANK"}
-    env |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
-    program = [sys.executable, "-m", "flce_dist.launch.train"]
-    done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "error: ranks must be started by torchrun" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [
+        (None, 0, ""),
+        (2, 2, ""),  # a rank has said why
+        (143, 143, ""),
+        (-9, 137, "error: rank 1 was killed by SIGKILL\n"),
+        (SignalException("to the agent", signal.SIGTERM), 143, ""),
+    ],
+)
+def test_ranks_started_here_end_as_the_first_one_that_failed(
+    ended: Any,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def torchrun(arguments: list[str]) -> None:
+        assert arguments == [*"--standalone --nproc-per-node 4 -m".split(), TRAIN, *overrides]
+        if isinstance(ended, int):
+            failures = {1: ProcessFailure(1, 77, ended, "none")}
+            raise ChildFailedError(TRAIN, failures)
+        if ended is not None:
+            raise ended
+
+    overrides = ["--parallel.tensor", "4"]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *overrides])
+    monkeypatch.setattr(train_start, "torchrun", torchrun)
+    monkeypatch.setattr(train_start.logging, "disable", lambda level: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert train.main() == status
+    assert capsys.readouterr() == ("", said)
 
 
 def test_what_a_resume_may_change() -> None:

@@ -120,11 +120,16 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
     assert expected and entries[: len(expected)] == expected
 
 
-def test_another_configuration_is_refused_by_one_rank(uninterrupted: Path) -> None:
+def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_path: Path) -> None:
     before = records(uninterrupted)
-    output = train(uninterrupted.parent, "--optimizer.lr", "0.5", status=1)
-    assert len(re.findall("^error: cannot continue", output, re.MULTILINE)) == 1
-    assert "optimizer.lr is 0.03 there and 0.5 here" in output
+    command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
+    with started(command, tmp_path) as run:
+        statuses, (output,) = run.finish()
+    assert statuses == [2], output
+    *earlier, last = output.splitlines()
+    assert last.startswith("error: cannot continue")
+    assert "optimizer.lr is 0.03 there and 0.5 here" in last
+    assert all(line.startswith(("loading ", "building ")) for line in earlier), output
     assert records(uninterrupted) == before
 
 
