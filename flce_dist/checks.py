@@ -4,7 +4,7 @@ All read host metadata only, but for ``check_labels``.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -151,17 +151,21 @@ def check_parallel_shapes(
         )
 
 
-def check_invariant(impl: str, start: int, end: int) -> None:
-    """Check what tp_invariant=True asks of the kernels and of this rank's rows."""
+def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
+    """Check what tp_invariant=True asks of the kernels and of all rows that this rank knows of.
+
+    Each rank judges the others' rows too, so that all raise.
+    """
     if impl != "triton":
         raise NotImplementedError(
             f"tp_invariant=True needs impl='triton', whose products have one order, got {impl!r}"
         )
-    if start < end and start % INVARIANT_ROWS:
-        raise ValueError(
-            f"vocabulary rows of each rank must begin at a multiple of {INVARIANT_ROWS} under "
-            f"tp_invariant=True, got {start}: pad the weight, or cut it by vocab_range"
-        )
+    for start, end in shards:
+        if start < end and start % INVARIANT_ROWS:
+            raise ValueError(
+                f"vocabulary rows of each rank must begin at a multiple of {INVARIANT_ROWS} under "
+                f"tp_invariant=True, got {start}: pad the weight, or cut it by vocab_range"
+            )
 
 
 def check_impl(impl: str, hidden: Tensor) -> None:

@@ -129,7 +129,8 @@ class LinearCrossEntropy(nn.Module):
             )
         )
         if tp_invariant:
-            checks.check_invariant(impl or "triton", *self.vocab_range)
+            shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
+            checks.check_invariant(impl or "triton", shards)
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None

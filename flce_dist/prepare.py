@@ -92,7 +92,8 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
-        checks.check_invariant(impl, start, end)
+        alike = [(r * V, (r + 1) * V) for r in range(P)]
+        checks.check_invariant(impl, [(start, end)] if options.vocab_range else alike)
     call = Call(
         options=options,
         shard=VocabShard(start, end, vocab_size),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan
@@ -279,6 +280,16 @@ def test_without_the_option_the_cut_may_show() -> None:
 def test_what_it_asks_for_is_checked() -> None:
     with pytest.raises(ValueError, match=r"must begin at a multiple of 32 .* got \d+: pad"):
         statistics(problem(), 4, step=1)
-    hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
+    hidden, weight, labels = torch.randn(3, 4), torch.randn(5, 4), torch.arange(3)
+
+    def refused(tp_group: dist.ProcessGroup) -> str:
+        with pytest.raises(ValueError) as error:
+            linear_cross_entropy(
+                hidden, weight, labels, impl="triton", tp_invariant=True, tp_group=tp_group
+            )
+        return str(error.value)
+
+    first, second = run_ranks(refused, 2)
+    assert first == second and "got 5: pad the weight" in first  # rank 0's own rows begin at 0
     with pytest.raises(NotImplementedError, match="tp_invariant=True needs impl='triton'"):
-        linear_cross_entropy(hidden, weight, torch.arange(3), impl="eager", tp_invariant=True)
+        linear_cross_entropy(hidden, weight, labels, impl="eager", tp_invariant=True)
