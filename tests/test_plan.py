@@ -192,6 +192,8 @@ def test_auto_computes_nothing_again_that_in_forward_would_spare(
 @example(16384, 128_256, 2, 16_384, True)
 @example(12_000, 128_256, 2, 12_345, True)
 @example(12_000, 1000, 4, 12_345, True)
+@example(9163, 58_592, 2, 0, True)
+@example(6145, 87_368, 2, 1, True)
 def test_auto_given_no_budget_computes_nothing_again_of_16_bit_logits(T, V, itemsize, H, reduces):
     """Of up to 16,384 tokens; of more it may if backward brings a gradient per token."""
     chosen = make(T, V, itemsize, H=H, reduces=reduces)
@@ -202,7 +204,8 @@ def test_auto_given_no_budget_computes_nothing_again_of_16_bit_logits(T, V, item
     accumulator = V * H * (max(4, itemsize) - itemsize) * (len(chosen.chunks()) > 1)
     assert held_bytes(chosen, itemsize) + accumulator <= most_of_auto(T, V)
     if itemsize == 2 and T <= MANY:
-        assert chosen.cached_v == V and len(chosen.chunks()) == 1
+        # Chunks cost passes over an accumulator: none of a frozen weight, little of a small H.
+        assert chosen.cached_v == V and (len(chosen.chunks()) == 1 or H < 256)
     elif T >= 2 * MANY and H <= 8192 and reduces:
         assert chosen.cached_v == V and chosen.schedule == "in_forward"
 
