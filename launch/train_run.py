@@ -159,9 +159,9 @@ def _require_finite(step: int, numbers: dict[str, float]) -> None:
 
 
 def _require_finite_state(step: int, state: dict[str, Tensor]) -> None:
-    wrong = [name for name, x in state.items() if x.is_floating_point() and not x.isfinite().all()]
-    if wrong:
-        _require_finite(step, {name: math.nan for name in wrong[:3]})
+    wrong = {name: x for name, x in state.items() if not x.isfinite().all()}
+    first = {name: float(x[~x.isfinite()][0]) for name, x in list(wrong.items())[:3]}
+    _require_finite(step, first)
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
