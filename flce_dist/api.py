@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import checks, library
-from flce_dist.autograd import function_of
-from flce_dist.dtensor import localized
+from flce_dist.op import checks
+from flce_dist.op import compiled as library
+from flce_dist.op.autograd import function_of
+from flce_dist.op.dtensor import localized
+from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 
 
 class LossWithMetrics(NamedTuple):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flce_dist import checks
 from flce_dist.api import linear_cross_entropy
+from flce_dist.op import checks
 from flce_dist.options import Impl, LossOptions, Schedule
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from flce_dist import peer_groups
+from flce_dist.parallel import peer_groups
 
 _one_profiler = threading.Lock()
 

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist import checks, collectives, dtensor
 from flce_dist.api import (
     LossWithMetrics,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.op import checks, dtensor
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.vocab import vocab_range
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import vocab_range
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are drawn together, from a seed of their own

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import checks, collectives
-from flce_dist.dtensor import localized
+from flce_dist.op import checks
+from flce_dist.op.dtensor import localized
+from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
-from flce_dist.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
+from flce_dist.parallel import collectives
 
 _BYTES = 4096  # of each rank's summary: about 1 KiB of facts, and what the next line allows
 _LONGEST = 1000  # characters of a plan or a complaint

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.collectives import all_gather
+from flce_dist.parallel.collectives import all_gather
 
 
 def reference_linear_cross_entropy(

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.merge import (
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import label_value, row_gradient, softcap_grad
+from flce_dist.kernels.token_loss_formulas import (
     FAR,
     LossTerms,
     TokenStats,
@@ -21,8 +23,6 @@ from flce_dist.kernels.merge import (
     loss_of,
     pick_reference,
 )
-from flce_dist.kernels.row_gradient import label_value, row_gradient, softcap_grad
-from flce_dist.kernels.shard_logits import ShardLogits
 
 __all__ = [
     "clear_ignored",

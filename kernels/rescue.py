@@ -24,7 +24,6 @@ from flce_dist.kernels.exact_sums import (
 )
 from flce_dist.kernels.launching import MAX_PART_BYTES, tile_launch
 from flce_dist.kernels.linear_stats import other_columns, times_exponent
-from flce_dist.kernels.merge import RESCUE_ABOVE
 from flce_dist.kernels.primitives import (
     cast,
     exp,
@@ -35,6 +34,7 @@ from flce_dist.kernels.primitives import (
     softcap_slope,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 
 
 @triton.jit

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.merge import LossTerms, TokenStats
 from flce_dist.kernels.primitives import cast, exp, label_columns
-from flce_dist.kernels.row_gradient import RowGradient
+from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss import (
     label_value_of,
     log_total_of,
     z_loss_factor,
 )
+from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
 @triton.jit

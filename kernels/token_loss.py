@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.exact_sums import load_limbs
-from flce_dist.kernels.merge import RESCUE_ABOVE, LossTerms, TokenStats
 from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
+from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE, LossTerms, TokenStats
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.verify_cases import METRICS, Case, Data, Variant
 from flce_dist.options import Impl
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import ErrorBudget, error_budget, relative_rms
-from flce_dist.vocab import vocab_range
 
 FP32_BUDGET = 1e-5
 """Relative error that loss, lse, logprob and entropy may have: they are fp32 in every dtype."""

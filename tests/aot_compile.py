@@ -20,7 +20,7 @@ from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, sum_sh
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
-from flce_dist.vocab import INVARIANT_ROWS
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 T, H, V = 8192, 4096, 32000
 PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import peer_groups
 from flce_dist.kernels import gpu
-from flce_dist.peer_copies import PeerGather, PeerScatter
-from flce_dist.peer_driver import PeerDriver
-from flce_dist.peer_memory import PeerMemory
-from flce_dist.token_order import TokenOrder
+from flce_dist.parallel import peer_groups
+from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
+from flce_dist.parallel.peer_driver import PeerDriver
+from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.token_order import TokenOrder
 
 P = 2
 H = 64

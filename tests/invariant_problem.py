@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import INVARIANT_ROWS
 from tests.oracle import Inputs
 from tests.problems import with_logits
 

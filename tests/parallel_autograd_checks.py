@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from flce_dist.vocab import vocab_range
 from tests.parallel_checks import (
     Options,
     Ranks,

@@ -16,15 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import (
-    check_ranks,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-    peer_groups,
-)
+from flce_dist import check_ranks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Impl
-from flce_dist.plan import Plan, plan
-from flce_dist.vocab import vocab_range
+from flce_dist.parallel import peer_groups
+from flce_dist.parallel.vocab import vocab_range
 from tests.parallel_problem import Outcome, Problem, beyond_budget, rank_step, share_of
 
 Options = dict[str, Any]

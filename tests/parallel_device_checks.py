@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.call import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.vocab import vocab_range
+from flce_dist.op.call import kernels_of
+from flce_dist.parallel.vocab import vocab_range
 from tests.parallel_checks import (
     Options,
     Ranks,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from flce_dist.vocab import vocab_range
 from tests.oracle import without_infinities
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flce_dist.peer_copies import PeerGather, PeerScatter
-from flce_dist.peer_memory import PeerMemory
-from flce_dist.token_order import TokenOrder
+from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
+from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.token_order import TokenOrder
 from tests.fake_cuda import FakeTensor, Fault, Graph, Rank, Storage, Stream
 
 ROWS = 2  # of each rank, one in each piece

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import plan
+from flce_dist.op import plan
 from flce_dist.options import Schedule
 from tests.oracle import Inputs, Outcome, device_of, make_inputs
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_dist import peer_groups
-from flce_dist.peer_groups import PeerMemories
-from flce_dist.peer_memory import PeerMemory
+from flce_dist.parallel import peer_groups
+from flce_dist.parallel.peer_groups import PeerMemories
+from flce_dist.parallel.peer_memory import PeerMemory
 from tests.processes import LAST_RESORT_S
 
 

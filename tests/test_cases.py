@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import plan
+from flce_dist.op import plan
 from flce_dist.testing import relative_rms
 from tests.oracle import (
     IGNORE,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.op import checks
 from flce_dist.options import DECLARED, LossOptions
 from flce_dist.testing import run_ranks
 

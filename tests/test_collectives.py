@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import collectives, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import vocab_range
 from tests.parallel_problem import (
     EVEN,
     SCHEDULES,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.dtensor import local_part
+from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import RankPool, relative_rms
 from tests.problems import pairwise
@@ -211,7 +211,7 @@ def test_two_ranks():
 
 def test_the_comparison_notices_a_wrong_gradient(monkeypatch):
     """Half of dweight, from the operator alone: the compiled call must differ."""
-    from flce_dist import library
+    from flce_dist.op import compiled as library
 
     real = library.function_of
 

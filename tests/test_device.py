@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from flce_dist import collectives
-from flce_dist.autograd import LinearCrossEntropyFunction
 from flce_dist.kernels import eager
+from flce_dist.op.autograd import LinearCrossEntropyFunction
+from flce_dist.parallel import collectives
 from tests.oracle import Upstream, run
 from tests.problems import each_schedule, small
 from tests.test_gpu_oracle import our_call

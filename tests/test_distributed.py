@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
-from flce_dist.vocab import vocab_range
 from tests.parallel_problem import (
     EVEN,
     PADDED,

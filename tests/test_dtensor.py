@@ -14,15 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import (
-    api,
-    check_ranks,
-    dtensor,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist import api, check_ranks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.op import dtensor
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from flce_dist.vocab import vocab_range
 from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses
 
 SPLIT, WHOLE = Shard(0), Replicate()

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import call as call_module
-from flce_dist import gradients, linear_cross_entropy, plan
-from flce_dist.call import Call, kernels_of
-from flce_dist.collectives import TokenGather
-from flce_dist.dlogits import Dlogits
+from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager
-from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.op import call as call_module
+from flce_dist.op import gradients, plan
+from flce_dist.op.call import Call, kernels_of
+from flce_dist.op.dlogits import Dlogits
+from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import vocab_range
 from tests.mutations import Patch
 from tests.parallel_problem import Outcome, Problem, joined, misses, on_threads, rank_step
 from tests.problems import both

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Schedule
-from flce_dist.plan import Plan, plan
 from flce_dist.testing import error_budget, relative_rms
 from tests.oracle import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
 

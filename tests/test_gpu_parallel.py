@@ -16,7 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import autograd, collectives, library, peer_copies, rank_check
+from flce_dist import rank_check
+from flce_dist.op import autograd
+from flce_dist.op import compiled as library
+from flce_dist.parallel import collectives, peer_copies
 from tests import (
     gpu_parallel,
     parallel_autograd_checks,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, plan
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.op import plan
 from flce_dist.options import Reduction, Schedule
 from tests.oracle import IGNORE
 

@@ -166,7 +166,7 @@ def test_the_table_names_only_files_that_exist() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("kernels/new.py", "from flce_dist.vocab import vocab_range"),
+        ("kernels/new.py", "from flce_dist.parallel.vocab import vocab_range"),
         ("kernels/new.py", "from flce_dist import collectives"),
         ("kernels/new.py", "import torch.distributed as dist"),
         ("kernels/new.py", "from torch import distributed"),
@@ -185,8 +185,8 @@ def test_the_table_names_only_files_that_exist() -> None:
         ("flce_dist/api.py", "import argparse"),
         ("flce_dist/megatron.py", "from megatron.core import parallel_state"),
         ("flce_dist/megatron.py", "import yaml"),
-        ("flce_dist/new.py", "from flce_dist.collectives import group_size"),
-        ("launch/new.py", "from flce_dist.autograd import LinearCrossEntropyFunction"),
+        ("flce_dist/new.py", "from flce_dist.parallel.collectives import group_size"),
+        ("launch/new.py", "from flce_dist.op.autograd import LinearCrossEntropyFunction"),
         ("launch/new.py", "from flce_dist import collectives"),
         ("launch/new.py", "from flce_dist.kernels import gemm"),
         ("launch/new.py", "import pandas"),

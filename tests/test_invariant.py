@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import checks, linear_cross_entropy, linear_cross_entropy_with_metrics, plan
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import launching
+from flce_dist.op import checks, plan
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
 from tests.invariant_problem import (

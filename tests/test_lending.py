@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy
-from flce_dist import plan as planning
-from flce_dist.dlogits import Dlogits
-from flce_dist.plan import Plan, plan
+from flce_dist.op import plan as planning
+from flce_dist.op.dlogits import Dlogits
+from flce_dist.op.plan import Plan, plan
 from flce_dist.testing import relative_rms
 from tests.oracle import Upstream, check, make_inputs
 from tests.parallel_problem import Problem, misses, on_threads
@@ -92,7 +92,7 @@ def small_windows(monkeypatch):
         made.append(plan(**kwargs))
         return made[-1]
 
-    monkeypatch.setattr("flce_dist.prepare.plan", noting)
+    monkeypatch.setattr("flce_dist.op.prepare.plan", noting)
     return made
 
 

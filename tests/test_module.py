@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from flce_dist import dtensor, linear_cross_entropy
+from flce_dist import linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
+from flce_dist.op import dtensor
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import vocab_range
 from tests.parallel_problem import Outcome, Problem, misses
 
 H, VOCAB = 24, 507  # 507 over 4: 127, 127, 127, 126

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.call import Call, kernels_of
 from flce_dist.kernels import eager, gemm
 from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
-from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.vocab import VocabShard
+from flce_dist.kernels.token_loss_formulas import LossTerms
+from flce_dist.op.call import Call, kernels_of
+from flce_dist.parallel.vocab import VocabShard
 from tests.mutations import H, Patch, T, V, inputs, label_below
 from tests.oracle import Upstream, check, compare, make_inputs
 from tests.problems import both, each_schedule

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import autograd, gradients, linear_cross_entropy, plan
-from flce_dist.call import Call, kernels_of
-from flce_dist.dhidden import ChunkDhidden
-from flce_dist.dlogits import Dlogits
-from flce_dist.kernels import eager, gemm, row_gradient
+from flce_dist import linear_cross_entropy
+from flce_dist.kernels import eager, gemm
+from flce_dist.kernels import token_gradient_formulas as row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.merge import LossTerms, TokenStats
+from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
+from flce_dist.op import autograd, gradients, plan
+from flce_dist.op.call import Call, kernels_of
+from flce_dist.op.dhidden import ChunkDhidden
+from flce_dist.op.dlogits import Dlogits
 from flce_dist.testing import relative_rms
 from tests.mutations import H, Patch, T, V, inputs, label_below
 from tests.oracle import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import plan
+from flce_dist.op import plan
 from tests.oracle import (
     METRICS,
     Inputs,

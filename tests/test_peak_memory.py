@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import collectives, linear_cross_entropy
+from flce_dist import linear_cross_entropy
 from flce_dist.memory import peak_memory
-from flce_dist.plan import plan
+from flce_dist.op.plan import plan
+from flce_dist.parallel import collectives
 from flce_dist.reference import reference_linear_cross_entropy
 
 MIB = 2**20

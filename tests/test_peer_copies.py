@@ -14,13 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist import call, linear_cross_entropy_with_metrics, peer_copies
-from flce_dist.dhidden import ChunkDhidden
-from flce_dist.dlogits import Dlogits
+from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager, gpu
-from flce_dist.peer_copies import PeerScatter
+from flce_dist.op import call
+from flce_dist.op.dhidden import ChunkDhidden
+from flce_dist.op.dlogits import Dlogits
+from flce_dist.parallel import peer_copies
+from flce_dist.parallel.peer_copies import PeerScatter
+from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import run_ranks
-from flce_dist.token_order import TokenOrder
 from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
 from tests.simulated_peers import simulated_peers
 from tests.test_token_order import FEW, OPTIONS, PROBLEM, small_pieces

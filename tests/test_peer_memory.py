@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flce_dist import peer_groups, peer_memory, peer_watch
-from flce_dist.peer_memory import PeerMemory
+from flce_dist.parallel import peer_groups, peer_memory, peer_watch
+from flce_dist.parallel.peer_memory import PeerMemory
 from tests import fake_cuda
 from tests.fake_cuda import Hung, Rank, Stream
 from tests.peer_programs import (

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flce_dist.op.plan import DEFAULT_LOGITS_BYTES, Plan, plan
 from flce_dist.options import Schedule
-from flce_dist.plan import DEFAULT_LOGITS_BYTES, Plan, plan
-from flce_dist.vocab import VocabShard, vocab_range
+from flce_dist.parallel.vocab import VocabShard, vocab_range
 
 GIB = 1 << 30
 SMALLEST = 256  # columns or tokens of the smallest piece

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
-from flce_dist.vocab import vocab_range
 
 # The same examples in every run, so that a failure is the fault of the change under test.
 SETTINGS: dict[str, Any] = dict(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import RankPool, run_ranks
-from flce_dist.vocab import vocab_range
 from tests.mutations import Patch
 
 T, H, V_ALL = 12, 8, 20

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist.call import kernels_of
 from flce_dist.kernels import launching, linear_stats, tuning
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.launching import Segment, segment_columns
-from flce_dist.kernels.merge import LossTerms
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import LossTerms
+from flce_dist.op.call import kernels_of
 from flce_dist.options import Schedule
 from tests.oracle import (
     METRICS,
@@ -135,8 +135,8 @@ def test_a_cache_that_ends_before_the_vocabulary(
 ) -> None:
     """The window of backward takes 64 columns' budget, the cache what is left of it."""
     inputs = problem()
-    monkeypatch.setattr("flce_dist.plan._MIN_WINDOW", 64)
-    monkeypatch.setattr("flce_dist.plan._MAX_WINDOW", 64)
+    monkeypatch.setattr("flce_dist.op.plan._MIN_WINDOW", 64)
+    monkeypatch.setattr("flce_dist.op.plan._MAX_WINDOW", 64)
     options: dict[str, Any] = {"schedule": "auto", "max_logits_bytes": 4 * T * (columns + 64)}
     caches: list[int] = []
     original = linear_stats.linear_stats

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy_with_metrics
-from flce_dist import plan as planning
-from flce_dist.collectives import CollectiveGather, TokenGather
 from flce_dist.kernels import eager
-from flce_dist.plan import Plan, plan
+from flce_dist.op import plan as planning
+from flce_dist.op.plan import Plan, plan
+from flce_dist.parallel.collectives import CollectiveGather, TokenGather
+from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import relative_rms, run_ranks
-from flce_dist.token_order import TokenOrder
 from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
 from tests.problems import forget_plans
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
-from flce_dist import prepare
 from flce_dist.launch import verify, verify_checks
 from flce_dist.launch.verify_cases import (
     Case,
@@ -25,7 +24,8 @@ from flce_dist.launch.verify_cases import (
 )
 from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.plan import Plan, plan
+from flce_dist.op import prepare
+from flce_dist.op.plan import Plan, plan
 from flce_dist.testing import ErrorBudget
 from tests.processes import started, torchrun
 

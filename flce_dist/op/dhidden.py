@@ -5,10 +5,10 @@ T = tokens of the chunk, V = real vocabulary rows here, H = hidden size.
 
 from torch import Tensor
 
-from flce_dist.call import Call
-from flce_dist.collectives import TokenSum
-from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import gemm
+from flce_dist.op.call import Call
+from flce_dist.op.dlogits import Dlogits
+from flce_dist.parallel.collectives import TokenSum
 
 
 class ChunkDhidden:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flce_dist.peer_driver import PeerDriver, refuse_capture
-from flce_dist.peer_memory import PeerMemory
+from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
+from flce_dist.parallel.peer_memory import PeerMemory
 
 
 class PeerMemories(NamedTuple):

@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.peer_driver import Block, PeerDriver, refuse_capture
-from flce_dist.peer_watch import Wait, watch
+from flce_dist.parallel.peer_driver import Block, PeerDriver, refuse_capture
+from flce_dist.parallel.peer_watch import Wait, watch
 
 READY, FREE = 0, 1
 _PAGE = 2 << 20  # bytes: GPU memory that others map comes in such pages

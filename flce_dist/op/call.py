@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import peer_groups
-from flce_dist.collectives import (
+from flce_dist.kernels import gemm
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import LossTerms
+from flce_dist.op.plan import Plan
+from flce_dist.options import LossOptions
+from flce_dist.parallel import peer_groups
+from flce_dist.parallel.collectives import (
     CollectiveGather,
     CollectiveScatter,
     CollectiveSum,
@@ -20,16 +26,10 @@ from flce_dist.collectives import (
     Write,
     group_rank,
 )
-from flce_dist.kernels import gemm
-from flce_dist.kernels.merge import LossTerms
-from flce_dist.kernels.row_gradient import RowGradient
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.options import LossOptions
-from flce_dist.peer_copies import PeerGather, PeerScatter
-from flce_dist.peer_groups import PeerMemories
-from flce_dist.plan import Plan
-from flce_dist.token_order import TokenOrder
-from flce_dist.vocab import INVARIANT_ROWS, VocabShard
+from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
+from flce_dist.parallel.peer_groups import PeerMemories
+from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.parallel.vocab import INVARIANT_ROWS, VocabShard
 
 _FEW_TOKENS = 32  # a pass over their cached columns takes about T / H of the time of a call
 _PRODUCT_FROM = 1 << 23  # cells: of fewer cuBLAS may add up the columns in parts, each rounded

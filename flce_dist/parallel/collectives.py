@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.token_order import TokenOrder
+from flce_dist.parallel.token_order import TokenOrder
 
 # torch 2.13 renamed these two, and warns at their old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

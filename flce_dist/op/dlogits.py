@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce_dist.call import Call
-from flce_dist.collectives import TokenGather
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.kernels.merge import TokenStats
-from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.op.call import Call
+from flce_dist.parallel.collectives import TokenGather
 
 
 def from_lse(dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions, Range
-from flce_dist.vocab import INVARIANT_ROWS
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

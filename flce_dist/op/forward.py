@@ -6,11 +6,11 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 import torch
 from torch import Tensor
 
-from flce_dist import collectives
-from flce_dist.call import Call
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.kernels.merge import TokenStats, token_entropy
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
+from flce_dist.op.call import Call
+from flce_dist.parallel import collectives
 
 
 def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: bool) -> ColumnCache:

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import checks, collectives
-from flce_dist.call import Call, kernels_of
+from flce_dist.op import checks
+from flce_dist.op.call import Call, kernels_of
+from flce_dist.op.plan import Plan, plan
 from flce_dist.options import LossOptions
-from flce_dist.plan import Plan, plan
-from flce_dist.token_order import TokenOrder
-from flce_dist.vocab import VocabShard
+from flce_dist.parallel import collectives
+from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.parallel.vocab import VocabShard
 
 
 class Arguments(NamedTuple):

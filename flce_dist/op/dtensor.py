@@ -15,10 +15,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_dist import checks, collectives
+from flce_dist.op import checks
+from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
-from flce_dist.prepare import Arguments
-from flce_dist.vocab import vocab_range
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import vocab_range
 
 _OF_ROWS = (
     "ranks that share its rows, such as those of weight.device_mesh.get_group(), are passed as "

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce_dist.call import Call
-from flce_dist.collectives import TokenSum
-from flce_dist.dhidden import ChunkDhidden
-from flce_dist.dlogits import Dlogits
 from flce_dist.kernels import gemm
-from flce_dist.kernels.row_gradient import RowGradient
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.op.call import Call
+from flce_dist.op.dhidden import ChunkDhidden
+from flce_dist.op.dlogits import Dlogits
+from flce_dist.parallel.collectives import TokenSum
 
 
 def in_forward_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist import checks, collectives
-from flce_dist.autograd import function_of
-from flce_dist.gradients import in_forward_dtype
 from flce_dist.kernels.column_cache import new_window
+from flce_dist.op import checks
+from flce_dist.op.autograd import function_of
+from flce_dist.op.gradients import in_forward_dtype
+from flce_dist.op.prepare import Arguments, Prepared, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
-from flce_dist.prepare import Arguments, Prepared, prepare
+from flce_dist.parallel import collectives
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}

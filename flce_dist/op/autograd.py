@@ -13,14 +13,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flce_dist import steps
-from flce_dist.call import Call
-from flce_dist.dlogits import Dlogits, LateLogits, from_lse
-from flce_dist.gradients import Gradients, in_forward_dtype
-from flce_dist.kernels import row_gradient
+from flce_dist.kernels import token_gradient_formulas as row_gradient
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.kernels.merge import TokenStats
-from flce_dist.kernels.row_gradient import MetricGradients
+from flce_dist.kernels.token_gradient_formulas import MetricGradients
+from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.op import forward as steps
+from flce_dist.op.call import Call
+from flce_dist.op.dlogits import Dlogits, LateLogits, from_lse
+from flce_dist.op.gradients import Gradients, in_forward_dtype
 
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.collectives import TokenGather, TokenSum, Write
-from flce_dist.peer_memory import Arrival, Copy, PeerMemory
-from flce_dist.token_order import TokenOrder
+from flce_dist.parallel.collectives import TokenGather, TokenSum, Write
+from flce_dist.parallel.peer_memory import Arrival, Copy, PeerMemory
+from flce_dist.parallel.token_order import TokenOrder
 
 _FIRST_BLOCK = 15  # of tokens, this part: with the blocks twice as long after it, four in all
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.merge import FAR, LossTerms, TokenStats
+from flce_dist.kernels.token_loss_formulas import FAR, LossTerms, TokenStats
 
 
 class RowGradient(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as native
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from flce_dist.forked_ranks import RankFailed, unfinished
+from flce_dist.testing.forked_ranks import RankFailed, unfinished
 
 # Private parts of torch, without types.
 c10d: Any = dist.distributed_c10d
