@@ -1,12 +1,16 @@
-"""One window of dlogits, computed again from hidden and weight.
+"""The matrix D of a window of columns, recomputed from hidden and weight.
 
-T = tokens, V = columns of the window, H = hidden size. See ``row_gradient`` for the mathematics.
+Applies ``token_gradient_formulas.py``, which explains D. One GEMM, ``hidden @ weight.T``, in a
+persistent grid; its epilogue turns each tile of logits into a tile of D.
+
+T = tokens, V = columns of the window, H = hidden size.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
     exp,
@@ -16,14 +20,13 @@ from flce_dist.kernels.primitives import (
     tile_coordinates,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient import write_label_value
 
 
 @triton.jit
 def _dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each
-    out,  # out: [T, V]
+    out,  # out: [T, V]; like hidden and weight a descriptor if TMA, else a pointer
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_out_t,
     ignore_index, logit_scale, softcap,
@@ -31,13 +34,14 @@ def _dlogits_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
+    """A program computes every num_programs-th tile, all columns but the labels'."""
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < T
-        # Before the product, which hides how long they take.
+        # Loaded before the GEMM, which hides their latency.
         counted = tl.load(labels_ptr + offs_t, mask=mask_t, other=ignore_index) != ignore_index
         reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
         if SCALED:
@@ -56,7 +60,7 @@ def _dlogits_kernel(
             a = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
             b = tl.load(b_ptr + offs_t, mask=mask_t, other=0.0)
             u = tl.load(u_ptr + offs_t, mask=mask_t, other=0.0)
-            # A column that a bias of -inf bans has p = 0, and 0 * -inf would be NaN.
+            # x is -inf where a bias of -inf bans a column, and 0 * -inf would be NaN.
             d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
         if HAS_SOFTCAP:
             d *= softcap_slope(z, softcap)
@@ -76,8 +80,9 @@ def dlogits(
     """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
     at the label's column ``label_value[t]``, in ignored rows 0.
 
-    ``affine`` holds a, b, u, each [T] fp32 and finite in ignored rows: all three, a alone beside
-    b = u = 0, or none beside a = 1. out is [T, V] in hidden's dtype with a unit last stride.
+    reference and label_value are [T] fp32. ``affine`` holds a, b and u, each [T] fp32 and finite in
+    ignored rows; or a alone, for b = u = 0; or nothing, for a = 1 as well. out is [T, V] in
+    hidden's dtype with a unit last stride.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -94,7 +99,7 @@ def dlogits(
         AFFINE=len(affine) == 3,
         **launch.constexprs(),
     )  # fmt: skip
-    # Afterwards: a select per element would cost more than [T] cells.
+    # Written afterwards: T more elements cost less than a select per element of the epilogue.
     write_label_value(
         out,
         logits.labels,

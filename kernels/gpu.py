@@ -1,14 +1,17 @@
-"""The kernel interface in Triton; the same functions in plain torch are in ``eager.py``."""
+"""The kernel interface in Triton; ``eager.py`` has the same functions in plain PyTorch."""
 
 from flce_dist.kernels.dlogits import dlogits
 from flce_dist.kernels.label_logit import label_logit
-from flce_dist.kernels.linear_stats import linear_stats, new_sums
+from flce_dist.kernels.label_value import write_label_value
+from flce_dist.kernels.linear_stats import linear_stats
+from flce_dist.kernels.merge_stats import new_sums
+from flce_dist.kernels.reduce_loss import loss_norm, reduce_loss
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import clear_ignored, scale_rows
 from flce_dist.kernels.sum_shares import sum_shares
-from flce_dist.kernels.token_gradient import row_gradient, write_label_value
-from flce_dist.kernels.token_loss import loss_norm, reduce_loss, token_loss
+from flce_dist.kernels.token_gradient import row_gradient
+from flce_dist.kernels.token_loss import token_loss
 
 __all__ = [
     "clear_ignored",

@@ -1,17 +1,16 @@
-"""``row_gradient`` in one pass over [T]; the formulas are explained in ``row_gradient.py``."""
+"""From a token's statistics and upstream gradient to its factors of dlogits, in one pass over [T].
+
+Applies ``row_gradient`` of ``token_gradient_formulas.py``, which explains it. T = tokens.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import cast, exp, label_columns
+from flce_dist.kernels.primitives import exp
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss import (
-    label_value_of,
-    log_total_of,
-    z_loss_factor,
-)
+from flce_dist.kernels.token_loss import label_value_of, log_total_of, z_loss_factor
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
@@ -26,6 +25,7 @@ def _row_gradient_kernel(
     HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_UNIFORM: tl.constexpr,
     FROM_LSE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """A program computes BLOCK_T tokens."""
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
@@ -34,8 +34,9 @@ def _row_gradient_kernel(
     others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
     dloss = tl.full((BLOCK_T,), logit_scale, tl.float32)
     if HAS_DLOSS:
-        cells = offs_t.to(tl.int64) * stride_dloss  # a column of [T, V] passes 2**31 at 16k x 128k
-        dloss *= tl.load(dloss_ptr + cells, mask=mask, other=0.0).to(tl.float32)
+        # T * V passes 2**31 at 16k x 128k: dloss may be a column of such a matrix.
+        offs_dloss = offs_t.to(tl.int64) * stride_dloss
+        dloss *= tl.load(dloss_ptr + offs_dloss, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
         dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     if HAS_NORM:
@@ -49,7 +50,7 @@ def _row_gradient_kernel(
         others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
         HAS_EXCESS, HAS_SOFTCAP,
     )  # fmt: skip
-    if FROM_LSE:  # D = exp(z - lse) has the factor that scale has otherwise
+    if FROM_LSE:  # D = exp(z - lse) contains the factor that is otherwise in scale
         value *= exp(-log_total)
         tl.store(lse_ptr + offs_t, lse, mask=mask)
     else:
@@ -58,21 +59,6 @@ def _row_gradient_kernel(
     tl.store(label_value_ptr + offs_t, value, mask=mask)
     if HAS_UNIFORM:
         tl.store(uniform_ptr + offs_t, -smoothing_share * dloss, mask=mask)
-
-
-@triton.jit
-def _write_label_kernel(
-    labels_ptr, value_ptr,  # in:  [T] int64, [T] fp32
-    cells_ptr,  # out: [T, V], only the labels' cells
-    T, V, stride_t, vocab_start_index, ignore_index,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-    value = tl.load(value_ptr + offs_t, mask=offs_t < T, other=0.0)
-    cell = offs_t.to(tl.int64) * stride_t + column  # T * V passes 2**31 at 16k x 128k
-    value = cast(value, cells_ptr.dtype.element_ty)
-    tl.store(cells_ptr + cell, value, mask=(offs_t < T) & (column >= 0))
 
 
 def row_gradient(
@@ -87,9 +73,9 @@ def row_gradient(
 ) -> RowGradient:
     """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
 
-    token_weight and dloss are [T] (dloss also a scalar for all), norm a scalar; None is 1. D is
-    relative to the reference of stats, or to lse where ``from_lse``. Not for softcap with
-    smoothing.
+    stats are [T] fp32, labels [T] int64, token_weight and dloss [T] (dloss also one scalar for all
+    tokens), norm is a scalar; None is 1. D is relative to the reference of stats, or to lse if
+    ``from_lse``. A softcap with smoothing needs ``row_gradient_with_metrics`` instead.
     """
     T = len(labels)
     scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)
@@ -115,21 +101,3 @@ def row_gradient(
         BLOCK_T=128,
     )  # fmt: skip
     return rows
-
-
-def write_label_value(
-    out: Tensor, labels: Tensor, value: Tensor, *, vocab_start_index: int, ignore_index: int
-) -> None:
-    """Write ``out[t, labels[t] - vocab_start_index] = value[t]`` where that column exists.
-
-    out is [T, V], value [T]; rows of ignored tokens stay.
-    """
-    T, V = out.shape
-    if T == 0 or V == 0:
-        return
-    _write_label_kernel[(-(-T // 128),)](
-        labels, value,
-        out,
-        T, V, out.stride(0), vocab_start_index, ignore_index,
-        BLOCK_T=128,
-    )  # fmt: skip

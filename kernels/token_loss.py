@@ -1,6 +1,7 @@
-"""From the merged statistics of a token to its loss, in one pass over [T]; and their sum.
+"""From a token's statistics over the whole vocabulary to its loss, in one pass over [T].
 
-The formulas are those of ``merge.py``, where they are explained. T = tokens.
+Applies the formulas of ``token_loss_formulas.py``, which explains them, and ``label_value`` of
+``token_gradient_formulas.py``. T = tokens.
 """
 
 import torch
@@ -16,7 +17,7 @@ from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE, LossTerms, Token
 @triton.jit
 def log_total_of(others, label_above):
     """``lse - reference``: log of the sum of all exponentials, the label's own included."""
-    # label_above is exactly 0, or the reference is the maximum of the others, and others >= 1.
+    # label_above is exactly 0; else the reference is the maximum of the others, and others >= 1.
     return log1p(tl.where(label_above == 0.0, others, others - 1 + exp(label_above)))
 
 
@@ -25,7 +26,7 @@ def label_value_of(
     others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
     HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """D at the label's column, see ``row_gradient.label_value``."""
+    """``label_value`` of ``token_gradient_formulas.py``, relative to the token's reference."""
     value = -others
     if HAS_EXCESS:
         excess = 2 * z_loss_weight * lse + label_smoothing
@@ -37,7 +38,7 @@ def label_value_of(
 
 @triton.jit
 def z_loss_factor(lse, z_loss_weight):
-    """``1 + 2 * z_loss_weight * lse``, kept off 0 because it divides."""
+    """As in ``token_gradient_formulas.py``."""
     w = 1 + 2 * z_loss_weight * lse
     return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
 
@@ -54,6 +55,7 @@ def _token_loss_kernel(
     HAS_SMOOTHING: tl.constexpr, HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """A program computes BLOCK_T tokens."""
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
@@ -92,46 +94,6 @@ def _token_loss_kernel(
     tl.store(label_value_ptr + offs_t, value, mask=mask)
 
 
-@triton.jit
-def _loss_norm_kernel(
-    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
-    norm_ptr,  # out: [] fp32
-    T, ignore_index,
-    HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    weights = tl.zeros((BLOCK_T,), tl.float32)
-    nonzero = tl.zeros((BLOCK_T,), tl.int32)
-    for start in range(0, T, BLOCK_T):
-        offs_t = start + tl.arange(0, BLOCK_T)
-        mask = offs_t < T
-        label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
-        weight = tl.full((BLOCK_T,), 1.0, tl.float32)
-        if HAS_WEIGHT:
-            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
-        weight = tl.where(label != ignore_index, weight, 0.0)
-        weights += weight
-        nonzero |= (weight != 0.0).to(tl.int32)
-    norm = tl.sum(weights, axis=0)
-    tl.store(norm_ptr, tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0))
-
-
-@triton.jit
-def _reduce_loss_kernel(
-    loss_ptr, norm_ptr,  # in:  [T], [] fp32
-    total_ptr,  # out: [] fp32
-    T,
-    HAS_NORM: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    losses = tl.zeros((BLOCK_T,), tl.float32)
-    for start in range(0, T, BLOCK_T):
-        offs_t = start + tl.arange(0, BLOCK_T)
-        losses += tl.load(loss_ptr + offs_t, mask=offs_t < T, other=0.0)
-    total = tl.sum(losses, axis=0)
-    if HAS_NORM:
-        total /= tl.load(norm_ptr)
-    tl.store(total_ptr, total)
-
-
 def token_loss(
     labels: Tensor,
     token_weight: Tensor | None,
@@ -144,9 +106,9 @@ def token_loss(
 ) -> tuple[TokenStats, Tensor, Tensor]:
     """Return ``(stats, loss, label_value)``, each [T] fp32.
 
-    label_logit, others_max and sums (of ``rescue``) are those of the whole vocabulary. loss is
+    label_logit, others_max and sums (what ``rescue`` returns) are those of all ranks. loss is
     weighted, and 0 where ignored; label_value is D at the label's column, relative to the reference
-    of stats (see ``row_gradient``).
+    of stats.
     """
     T = len(labels)
     reference, loss, label_value, others = (torch.empty_like(label_logit) for _ in range(4))
@@ -172,29 +134,3 @@ def token_loss(
         BLOCK_T=128,
     )  # fmt: skip
     return stats, loss, label_value
-
-
-def loss_norm(
-    labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """Return what a mean divides by: the sum of counted tokens' weights, 1 where all are 0."""
-    norm = torch.empty((), dtype=dtype, device=labels.device)
-    _loss_norm_kernel[(1,)](
-        labels, token_weight,
-        norm,
-        len(labels), ignore_index,
-        HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
-    )  # fmt: skip
-    return norm
-
-
-def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
-    """Return ``loss.sum() / norm``, a scalar; None is 1."""
-    total = loss.new_empty(())
-    _reduce_loss_kernel[(1,)](
-        loss, norm,
-        total,
-        len(loss),
-        HAS_NORM=norm is not None, BLOCK_T=2048, num_warps=8,
-    )  # fmt: skip
-    return total

@@ -16,7 +16,15 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
-from flce_dist.kernels import dlogits, label_logit, linear_stats, rescue, sum_shares, tuning
+from flce_dist.kernels import (
+    dlogits,
+    label_logit,
+    linear_stats,
+    merge_stats,
+    rescue,
+    sum_shares,
+    tuning,
+)
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -122,7 +130,7 @@ def compile_all(
     return sums | {
         # One tile: the compiler takes a count of 1 for a constant.
         **{
-            name: linear_stats._merge_kernel.warmup(
+            name: merge_stats._merge_kernel.warmup(
                 fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=entropy, WITH_SUM_Z=True,
                 FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=block_n, BLOCK_T=32,
                 num_warps=4, **headroom, grid=(T // 32,),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import eager, gemm
+from flce_dist.kernels import eager, eager_rows, gemm
 from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -125,7 +125,8 @@ def test_rescue_switched_off(
 ) -> None:
     problem = label_below(200.0)
     check(problem, impl=impl, schedule=schedule)
-    mutate(eager, "pick_reference", lambda original, label_logit, others_max: label_logit)
+    for owner in (eager, eager_rows):
+        mutate(owner, "pick_reference", lambda original, label_logit, others_max: label_logit)
     for owner in (rescue_file, token_loss_file):
         monkeypatch.setattr(owner, "RESCUE_ABOVE", 1e9)
     with pytest.raises(AssertionError, match="loss: "):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import exact_sums, linear_stats, rescue
+from flce_dist.kernels import exact_sums, merge_stats, rescue
 from tests.invariant_problem import check_small_terms, differing, interpreted, problem, statistics
 
 pytestmark = [interpreted, pytest.mark.usefixtures("one_launch_at_a_time")]
@@ -54,7 +54,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], No
     """Replace a helper of the kernels wherever it is used."""
 
     def plant(name: str, wrong: Any) -> None:
-        for owner in (exact_sums, linear_stats, rescue):
+        for owner in (exact_sums, merge_stats, rescue):
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, wrong)
 

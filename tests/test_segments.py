@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist.kernels import launching, linear_stats, tuning
+from flce_dist.kernels import launching, linear_stats, merge_stats, tuning
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.launching import Segment, segment_columns
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -62,13 +62,13 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def around_merge(monkeypatch: pytest.MonkeyPatch, wrapper: Callable[..., None]) -> None:
     """Let ``wrapper(kernel, *args, **kwargs)`` launch the merge of partial statistics."""
-    original = linear_stats._merge_kernel
+    original = merge_stats._merge_kernel
 
     class Wrapped:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return lambda *args, **kwargs: wrapper(original[grid], *args, **kwargs)
 
-    monkeypatch.setattr(linear_stats, "_merge_kernel", Wrapped())
+    monkeypatch.setattr(merge_stats, "_merge_kernel", Wrapped())
 
 
 def problem(dtype: torch.dtype = torch.float32) -> Inputs:

@@ -1,0 +1,79 @@
+"""The sum or mean of token losses: one program adds them all, always in one order.  T = tokens."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _loss_norm_kernel(
+    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
+    norm_ptr,  # out: [] fp32
+    T,
+    ignore_index,
+    HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The only program adds the weights of all tokens."""
+    weights = tl.zeros((BLOCK_T,), tl.float32)
+    nonzero = tl.zeros((BLOCK_T,), tl.int32)
+    for start in range(0, T, BLOCK_T):
+        offs_t = start + tl.arange(0, BLOCK_T)
+        mask = offs_t < T
+        label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
+        weight = tl.full((BLOCK_T,), 1.0, tl.float32)
+        if HAS_WEIGHT:
+            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
+        weight = tl.where(label != ignore_index, weight, 0.0)
+        weights += weight
+        nonzero |= (weight != 0.0).to(tl.int32)
+    norm = tl.sum(weights, axis=0)
+    tl.store(norm_ptr, tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0))
+
+
+@triton.jit
+def _reduce_loss_kernel(
+    loss_ptr, norm_ptr,  # in:  [T], [] fp32
+    total_ptr,  # out: [] fp32
+    T,
+    HAS_NORM: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The only program adds the losses of all tokens."""
+    losses = tl.zeros((BLOCK_T,), tl.float32)
+    for start in range(0, T, BLOCK_T):
+        offs_t = start + tl.arange(0, BLOCK_T)
+        losses += tl.load(loss_ptr + offs_t, mask=offs_t < T, other=0.0)
+    total = tl.sum(losses, axis=0)
+    if HAS_NORM:
+        total /= tl.load(norm_ptr)
+    tl.store(total_ptr, total)
+
+
+def loss_norm(
+    labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """Return what a mean divides by, a scalar: the sum of counted tokens' weights.
+
+    labels are [T] int64, token_weight [T] in ``dtype``, None is 1. If all weights are 0 it is 1.
+    """
+    norm = torch.empty((), dtype=dtype, device=labels.device)
+    _loss_norm_kernel[(1,)](
+        labels, token_weight,
+        norm,
+        len(labels),
+        ignore_index,
+        HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
+    )  # fmt: skip
+    return norm
+
+
+def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
+    """Return ``loss.sum() / norm``, a scalar; loss is [T], norm a scalar, None is 1."""
+    total = loss.new_empty(())
+    _reduce_loss_kernel[(1,)](
+        loss, norm,
+        total,
+        len(loss),
+        HAS_NORM=norm is not None, BLOCK_T=2048, num_warps=8,
+    )  # fmt: skip
+    return total
