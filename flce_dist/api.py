@@ -1,4 +1,4 @@
-"""The functions that people call.  T tokens, V vocabulary rows here, H hidden size, P ranks."""
+"""The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.op import checks
-from flce_dist.op import compiled as library
+from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import function_of
 from flce_dist.op.dtensor import localized
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
@@ -15,16 +14,16 @@ from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 
 
 class LossWithMetrics(NamedTuple):
-    """Loss, and per token (labels' shape) what the same pass over the logits yields.
+    """The loss, and metrics of each token (labels' shape) from the same pass over the logits.
 
-    Every rank of the tensor-parallel group holds the same values. Ignored tokens hold 0 and False.
+    Values are the same on every rank of the tensor-parallel group; 0 and False for ignored tokens.
     """
 
     loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction
     lse: Tensor  # log-sum-exp of the logits, fp32, differentiable
     logprob: Tensor  # log-probability of the label, fp32, differentiable
     entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
-    correct: Tensor  # bool: no other logit is above the label's
+    correct: Tensor  # bool: no logit is larger than the label's
 
 
 def linear_cross_entropy(
@@ -41,107 +40,96 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
+    vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
-    vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T`` against labels, without materialising the logits.
+    """Cross entropy of ``hidden @ weight.T`` and labels, without materialising the logits.
 
     With ``z = softcap(logit_scale * (h . w) + b)`` and lse the log-sum-exp of z over the whole
-    vocabulary, each token's loss is::
+    vocabulary, the loss of a token is::
 
         lse - (1 - label_smoothing) * z_label - label_smoothing / V_all * sum_v z_v
             + z_loss_weight * lse^2
 
     Args:
-        hidden: [..., H] last hidden states, fp32, bf16, fp16 (or fp64 with impl="eager"). The same
-            on every rank, or under ``sequence_parallel`` this rank's [T / P, ..., H], of which
-            rank order along the first dimension makes the whole.
-        weight: [V, H] output projection, hidden's dtype; this rank's rows of the vocabulary.
-        labels: [...] int64 or int32 global ids; the same whole tensor on every rank.
-        bias: [V], this rank's. -inf bans a column: its probability and its gradient are 0. The loss
-            of a token with that label is inf; its gradient stays finite, as PyTorch's does.
-        reduction: "none" (labels' shape), "sum" or "mean" (over the sum of token_weight).
-        ignore_index: label of tokens that contribute nothing, whatever their hidden states hold.
-        label_smoothing: weight of the uniform distribution over the whole true vocabulary.
+        hidden: [..., H] last hidden states in fp32, bf16, fp16 (or fp64 with impl="eager"), the
+            same on every rank. Under ``sequence_parallel`` this rank's [T / P, ..., H], split along
+            the first dimension in rank order.
+        weight: [V, H] output projection in hidden's dtype; this rank's rows of the vocabulary.
+        labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank.
+        bias: [V], this rank's part. A bias of -inf bans a column: its probability and gradient are
+            0. A token with a banned label has loss inf and a finite gradient, as in PyTorch.
+        reduction: "none" (labels' shape), "sum" or "mean" (divided by the sum of token_weight).
+        ignore_index: label of tokens that contribute nothing, even if their hidden states are NaN.
+        label_smoothing: weight of the uniform distribution over the true vocabulary.
         z_loss_weight: weight of ``lse^2``.
         softcap: c of ``c * tanh(z / c)``; None for none.
-        logit_scale: factor of ``h . w``, before the bias.
+        logit_scale: factor of ``h . w``, applied before the bias.
         token_weight: float, labels' shape, the same on every rank; a factor of each token's loss,
-            of any sign, rounded to fp32 (fp64 for fp64 hidden; an fp64 weight beyond fp32 is inf
-            there). "mean" divides by the sum over counted tokens, whatever that is: inf or NaN
-            where it is 0 while some weight is not. If all these weights are 0, or no token is
-            counted, the loss and its gradients are 0. NaN reaches what its token takes part in. The
-            weights of ignored tokens are not read.
-        vocab_size: true size V_all of the whole vocabulary where the weight is padded; rows at or
-            beyond it are excluded everywhere and get a zero gradient. Default: all rows.
+            of any sign. It is rounded to fp32 (kept in fp64 for fp64 hidden); an fp64 value beyond
+            fp32 becomes inf. "mean" divides by the sum of the weights of tokens that are not
+            ignored, so it is inf or NaN if the sum is 0 but some weight is not. If all these
+            weights are 0, or every token is ignored, the loss and its gradients are 0. A NaN weight
+            makes everything NaN that its token contributes to. Weights of ignored tokens are not
+            read.
+        vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
+            ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
+        vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
+            Default: rank r holds rows [r * V, (r + 1) * V).
         tp_group: ranks among which the vocabulary is split; None for one process.
         sequence_parallel: hidden is split by token over ``tp_group``.
-        reduce_dhidden: sum dhidden over ``tp_group`` in backward; False leaves that to the caller
-            (one who wraps hidden in Megatron's copy_to_tensor_model_parallel_region).
-        reduce_in_fp32: send dhidden in fp32 and round the sum once; else each rank's share is
-            rounded to hidden's dtype and summed in it, at half of the bytes.
+        reduce_dhidden: sum dhidden over ``tp_group`` in backward. False if the caller does that,
+            as Megatron's copy_to_tensor_model_parallel_region around hidden does.
+        reduce_in_fp32: sum dhidden over ranks in fp32 and round once. False sends half the bytes:
+            each rank rounds its share to hidden's dtype, and the sum is in that dtype.
         tp_invariant: loss, lse, logprob and entropy are bitwise the same for any number of ranks,
-            schedule and budget, at a few percent of the time of the logits. Shards must begin at
-            multiples of 32 rows, and impl be "triton". dhidden and dweight round as ever.
-        vocab_range: half-open rows (start, end) of this rank, for uneven shards; by default rank r
-            holds rows [r * V, (r + 1) * V). Needs vocab_size.
-        schedule: what backward does for the probabilities. "recompute" computes logits again,
-            "cached" keeps exponentials [T, V] in hidden's dtype (in bf16 for fp16), "in_forward"
-            makes both gradients in forward, a chunk of tokens at a time, and allows a scalar
-            upstream gradient; "auto" caches what fits into ``max_logits_bytes`` and recomputes
-            the rest, or is in_forward if these bytes hold all tokens at once, or chunks of them and
-            what dweight's accumulator takes beyond dweight, and reduction is "mean" or "sum"
-            without metrics (not under torch.compile).
-        max_logits_bytes: bound on what is held of the [T, V] logits on this rank, in bytes. Must be
-            the same on all ranks. Default: 1 GiB for in_forward; for auto 1 GiB or, if logits would
-            be computed again within that, half of the fp32 logits of up to 16,384 tokens, less if
-            in_forward can do with less; else none.
-        impl: "triton", "eager", or by default triton on a GPU and eager elsewhere.
+            schedule and budget; computing logits takes a few percent longer. Needs impl "triton"
+            and shards that begin at multiples of 32 rows. Does not cover dhidden and dweight.
+        schedule: how backward obtains the probabilities. "recompute" computes the logits again.
+            "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
+            computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
+            must be a scalar. "auto" caches what fits into ``max_logits_bytes`` and recomputes the
+            rest; it is in_forward instead if the budget holds all tokens, or chunks of them and
+            dweight's accumulator beyond dweight itself (only with reduction "mean" or "sum",
+            without metrics and outside torch.compile).
+        max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
+            same on all ranks. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
+            computing logits again, half of the fp32 logits of up to 16,384 tokens, or less if
+            in_forward needs less. Otherwise no bound.
+        impl: "triton" or "eager". Default: triton on a GPU, eager elsewhere.
 
     Returns:
-        The loss, fp32 (fp64 for fp64 inputs), bitwise the same on every rank. Every rank of
-        ``tp_group`` should start backward from it with the same upstream gradient: each uses its
-        own for its share and for its own tokens, so that different ones give the gradient of no
-        one function.
+        The loss, fp32 (fp64 for fp64 inputs), bitwise the same on every rank of ``tp_group``.
+        Gradients are undefined if ranks pass different upstream gradients.
 
-        Loss and metrics are plain tensors, also of DTensors. Operands may be DTensors: weight and
-        bias with Shard(0) over ``tp_group`` (uneven and empty shards too; ``vocab_range`` is then
-        not passed) or, without a group, Replicate; hidden with Replicate or, under
-        ``sequence_parallel``, Shard(0) over ``tp_group``; labels and token_weight with Replicate.
-        Gradients have their operand's mesh and placements; dhidden is Partial with
-        ``reduce_dhidden=False``. Over mesh dimensions other than the group's, DTensors must be
-        replicated and plain tensors the same: no gradient is summed over these.
+        Operands may be DTensors: weight and bias with Shard(0) over ``tp_group`` (uneven and empty
+        shards too; do not pass ``vocab_range``) or, without a group, Replicate; hidden with
+        Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group``; labels and
+        token_weight with Replicate. Loss and metrics are plain tensors. Gradients have the mesh and
+        placements of their operand; dhidden is Partial with ``reduce_dhidden=False``. Over other
+        mesh dimensions DTensors must be replicated and plain tensors equal on all ranks; gradients
+        are not summed over them.
 
     Raises:
-        ValueError: an argument is wrong; NotImplementedError: a combination is not supported.
+        ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
 
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
     options = LossOptions(
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
-        sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden,
-        reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant,
-        schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-        impl=impl,
-    )
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
+        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
+        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl,
+    )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
 
@@ -160,50 +148,39 @@ def linear_cross_entropy_with_metrics(
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
+    vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
-    vocab_range: tuple[int, int] | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
 ) -> LossWithMetrics:
-    """``linear_cross_entropy`` and, of the same pass, lse, logprob, entropy and correct per token.
+    """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
-    A gradient through lse, logprob or entropy makes backward recompute the logits of every column,
-    cached or not; under "in_forward" it raises. The metrics are of the logits after softcap, and
-    free of label smoothing, z-loss and token weights.
+    Metrics use the logits after softcap, without label smoothing, z-loss and token weights. If a
+    gradient arrives through lse, logprob or entropy, backward computes all logits again, even
+    cached columns; with schedule="in_forward" it raises.
     """
     options = LossOptions(
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
-        sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden,
-        reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant,
-        schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-        impl=impl,
-        with_metrics=True,
-    )
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
+        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
+        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
+    )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return LossWithMetrics(*_apply(arguments))
 
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
-    """Prepare, run, give results labels' shape; return loss and, if asked for, metrics."""
+    """Check and run one call; return the loss and, if requested, metrics in labels' shape."""
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
-        return library.apply(arguments, needs)
+        return compiled.apply(arguments, needs)
 
     prepared = prepare(arguments, needs)
     call, *flat = prepared

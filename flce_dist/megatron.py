@@ -1,12 +1,12 @@
 """Make megatron-core's ``GPTModel`` (0.14 to 0.19) compute its loss without logits.
 
-``GPTModel`` builds its output layer itself, so there is no spec to put another one into. It calls
+``GPTModel`` builds its output layer itself; no spec can replace it. It calls
 ``logits, _ = self.output_layer(hidden, weight=...)`` and then either
 ``self.compute_language_model_loss(labels, logits)`` or, without labels, ``logits.transpose(0, 1)``.
-Both ends are replaced: the output layer gets a subclass of its own class, which returns a
-``LazyLogits``; the loss function asks that object for the loss. Parameters, their names,
-initialisation and ``sharded_state_dict`` stay as they are. Multi-token prediction goes the same
-way, once per depth; 0.19 also asks there for the most likely token.
+Both are replaced: the output layer becomes an instance of a subclass, which returns ``LazyLogits``,
+and the loss function calls ``LazyLogits.loss``. Parameters, their names, initialisation and
+``sharded_state_dict`` are unchanged. Multi-token prediction makes the same calls once per depth;
+0.19 also takes the most likely token there.
 
 s sequence, b batch, H hidden size, P tensor-parallel size.
 """
@@ -20,85 +20,72 @@ from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy
 from flce_dist.op import checks
-from flce_dist.options import Impl, LossOptions, Schedule
+from flce_dist.options import Schedule, options_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
 _WINDOW = 8192
-"""Columns of logits that exist at one time where only the largest is wanted."""
+"""Columns of logits that exist at once while the largest logit is searched."""
+
+_FIXED = {
+    "reduction": "none",
+    "sequence_parallel": False,  # the layer passes its own setting
+    "vocab_range": None,
+    "reduce_dhidden": True,
+    "reduce_in_fp32": False,
+    "tp_invariant": False,
+}
+"""Options that the model decides or the output layer does not support."""
 
 
-def use_linear_cross_entropy(
-    model: "GPTModel",
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss_weight: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    vocab_size: int | None = None,
-    schedule: Schedule = "auto",
-    max_logits_bytes: int | None = None,
-    impl: Impl | None = None,
-) -> None:
-    """Let ``model`` compute its loss by ``linear_cross_entropy``; everything else stays.
+def use_linear_cross_entropy(model: "GPTModel", **options: Any) -> None:
+    """Make ``model`` compute its loss by ``linear_cross_entropy``; nothing else changes.
 
     Call it after the model is built and before it is wrapped in DDP. With labels [b, s] the model
     then returns the loss [b, s] fp32 as before; without labels it returns real logits, with
     ``logit_scale`` and ``softcap`` applied. The tensor-parallel group, sequence parallelism and
-    tied embeddings follow the model. The loss never passes through ``config``'s own cross-entropy
-    fusions.
+    tied embeddings are the model's. ``config``'s own cross-entropy fusions are not used.
 
     Args:
         model: a ``GPTModel`` (or subclass) on the pipeline stage that owns the output layer.
-        vocab_size: the true vocabulary size, if the model's is padded; the padding columns then
-            take no part in the loss. They stay in logits that are asked for without labels.
-        ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, schedule,
-            max_logits_bytes, impl: see ``linear_cross_entropy``.
+        **options: ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size,
+            schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``. Logits that are
+            returned without labels keep the padding columns from ``vocab_size`` on.
 
     Raises:
-        ValueError: if the model has no output layer here, or already has ours; or an option is
-            wrong.
+        ValueError: the model has no output layer on this stage, its output layer is already
+            replaced, or an option is wrong.
         NotImplementedError: with gradient_accumulation_fusion, defer_embedding_wgrad_compute, MuP,
-            an output layer with a bias or of another class; or schedule="in_forward", which has
-            no per-token loss.
+            an output layer with a bias or of another class, or schedule="in_forward", which
+            requires a summed loss.
     """
+    chosen = options_of(use_linear_cross_entropy, options, **_FIXED)
     layer: Any = getattr(model, "output_layer", None)
-    _check(layer, model.config, schedule)
-    keywords: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss_weight": z_loss_weight,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "vocab_size": vocab_size,
-        "schedule": schedule,
-        "max_logits_bytes": max_logits_bytes,
-        "impl": impl,
-    }
-    options = checks.check_options(LossOptions(reduction="none", **keywords))
-    if options.vocab_size is not None and options.vocab_size > layer.output_size:
+    _check(layer, model.config, chosen.schedule)
+    chosen = checks.check_options(chosen)
+    if chosen.vocab_size is not None and chosen.vocab_size > layer.output_size:
         raise ValueError(
             f"vocab_size must be at most the {layer.output_size} rows of model.output_layer, "
-            f"got {vocab_size}"
+            f"got {chosen.vocab_size}"
         )
-    layer.loss_keywords = {name: getattr(options, name) for name in keywords}
+    omitted = {*_FIXED, "with_metrics"}
+    layer.loss_keywords = {name: x for name, x in vars(chosen).items() if name not in omitted}
     layer.__class__ = _output_layer_class()
-    # A plain function: the logits know their layer, so it needs no reference to this model.
+    # A plain function without a reference to the model: LazyLogits holds the layer.
     model.compute_language_model_loss = _language_model_loss
 
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """What the output layer returns in place of logits: all that is needed to compute them.
+    """What the output layer returns instead of logits: everything needed to compute them.
 
     Attributes:
         hidden: [s, b, H]; this rank's [s / P, b, H] if ``sequence_parallel``.
-        weight: the tied embedding passed for this call, or None for the layer's own.
-        sequence_parallel: the layer's setting at the time of the call. Megatron's dynamic batching
-            switches it off around the call only.
+        weight: the tied embedding if one was passed, None for the layer's own weight.
+        sequence_parallel: the layer's setting during the call, which Megatron's dynamic batching
+            switches off for that time only.
     """
 
     layer: "ColumnParallelLinear"
@@ -109,12 +96,12 @@ class LazyLogits:
 
     def loss(self, labels: Tensor) -> Tensor:
         """Per-token loss of ``labels`` [s, b] int64, as [s, b] fp32, the same on all P ranks."""
-        # Again through the module, so that hooks which gather or release parameters around a
-        # call see each use of the weight.
+        # Called as a module, so that hooks that gather and release parameters run for each use of
+        # the weight.
         return self.layer(self.hidden, self.weight, labels=labels)
 
     def materialize(self) -> Tensor:
-        """Real logits: [s, b, V] of this rank's rows, or of all where the layer gathers them."""
+        """Real logits [s, b, V] of this rank's rows, or of all rows if the layer gathers them."""
         layer_setting = self.layer.sequence_parallel
         self.layer.sequence_parallel = self.sequence_parallel
         try:
@@ -127,12 +114,12 @@ class LazyLogits:
         return self.materialize().transpose(dim0, dim1)
 
     def size(self, dim: int) -> int:
-        """The number of rows of this rank's weight, for ``dim`` = -1."""
+        """The number of rows of this rank's weight; ``dim`` must be -1."""
         assert dim == -1, "only the vocabulary's size is known without a gather"
         return self.layer.output_size_per_partition
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """Largest logit among this rank's rows, before any softcap, and its row; [s, b] each."""
+        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b]."""
         assert dim == -1, "only the maximum over the vocabulary is taken without logits"
         return self.layer(self.hidden, self.weight, largest=True)
 
@@ -162,7 +149,7 @@ def _output_layer_class() -> type:
     )
 
     class LinearCrossEntropyOutputLayer(ColumnParallelLinear):
-        """``ColumnParallelLinear`` that postpones its product until it is known what it is for."""
+        """``ColumnParallelLinear`` that delays its GEMM until loss or logits are requested."""
 
         loss_keywords: dict[str, Any]
 
@@ -201,7 +188,7 @@ def _output_layer_class() -> type:
 
         @torch.no_grad()
         def _largest(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            """Row maximum and its place by windows of the vocabulary; one GEMM in all."""
+            """Largest logit of each token and its row, one window of the vocabulary at a time."""
             if self.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
             best = hidden.new_full(hidden.shape[:-1], -float("inf"))
@@ -221,8 +208,7 @@ def _check(layer: Any, config: Any, schedule: Schedule) -> None:
 
     if layer is None:
         raise ValueError(
-            "model must have an output_layer; on pipeline stages with post_process=False there is "
-            "none, and nothing to replace"
+            "model must have an output_layer; pipeline stages with post_process=False have none"
         )
     if isinstance(layer, _output_layer_class()):
         raise ValueError("model must not have its output layer replaced twice")

@@ -1,10 +1,11 @@
-"""An output layer and its loss that own their shard of the vocabulary.
+"""An output layer with its loss, which owns one shard of the vocabulary.
 
 V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ranks.
 """
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from flce_dist.api import (
     linear_cross_entropy_with_metrics,
 )
 from flce_dist.op import checks, dtensor
-from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.options import LossOptions, options_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-_BLOCK_ROWS = 64  # rows of the weight that are drawn together, from a seed of their own
+_BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own
 
 
 def _normal(weight: Tensor) -> Tensor:
@@ -32,38 +33,37 @@ def _normal(weight: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(nn.Module):
-    """``linear_cross_entropy`` with a weight of its own, split by vocabulary over ``tp_group``.
+    """``linear_cross_entropy`` with its own weight, split by vocabulary over ``tp_group``.
 
-    Rank r owns rows ``vocab_range(padded_vocab_size, r, P)``, so shards may be uneven, and neither
-    the padding nor a checkpoint depends on P.
+    Rank r owns rows ``vocab_range(padded_vocab_size, r, P)``. Shards may be uneven, so neither the
+    padding nor a checkpoint depends on P.
 
     Args:
         hidden_size: H.
         vocab_size: true size V_all of the whole vocabulary.
-        bias: whether logits have a bias, [V], initially 0.
+        bias: whether to add a bias, [V], initially 0, to the logits.
         padded_vocab_size: rows of the whole weight, at least ``vocab_size`` (the default). Rows
-            beyond ``vocab_size`` take no part in anything.
+            beyond ``vocab_size`` are excluded from the loss and get a zero gradient.
         tp_group: ranks that share the vocabulary; None for one process.
         init_method: fills a CPU fp32 tensor [64, H] in place from the default random generator, as
-            Megatron's do; it is called on blocks of rows, so rows must not depend on how many there
-            are. Default: normal with standard deviation 0.02.
+            Megatron's do. It is called once per block of rows, so a row must not depend on the
+            number of rows. Default: normal with standard deviation 0.02.
         device, dtype: of the parameters.
-        sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight, softcap,
-        logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant, schedule, max_logits_bytes,
-        impl: as ``linear_cross_entropy``.
+        **options: sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight,
+            softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant, schedule,
+            max_logits_bytes and impl, as in ``linear_cross_entropy``.
 
-    The initial weight depends on the default CPU generator alone, not on P: with one seed on all
-    ranks, shards are bitwise the rows of the one-process weight. Parameters carry Megatron's
+    The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,
+    shards are bitwise equal to the rows of the one-process weight. Parameters have Megatron's
     attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
 
-    ``state_dict`` has a DTensor per parameter where there is a tp_group, so that
-    ``torch.distributed.checkpoint`` saves with one P and loads with another. ``load_state_dict``
-    takes such DTensors, this rank's rows, or the whole parameter. ``copy.deepcopy`` shares the
-    group.
+    With a tp_group ``state_dict`` holds DTensors, so ``torch.distributed.checkpoint`` can save with
+    one P and load with another. ``load_state_dict`` accepts such DTensors, this rank's rows, or
+    whole parameters. ``copy.deepcopy`` shares the group.
 
-    FSDP2's ``fully_shard`` may cut each rank's rows again over a data-parallel mesh, also on the
-    meta device (then ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``, and
-    for ``forward_with_metrics`` and ``logits`` after ``register_fsdp_forward_method`` of each.
+    FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
+    meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
+    call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``.
     """
 
     weight: nn.Parameter
@@ -77,24 +77,15 @@ class LinearCrossEntropy(nn.Module):
         bias: bool = False,
         padded_vocab_size: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
-        sequence_parallel: bool = False,
         init_method: Callable[[Tensor], Any] = _normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        reduction: Reduction = "mean",
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss_weight: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduce_dhidden: bool = True,
-        reduce_in_fp32: bool = False,
-        tp_invariant: bool = False,
-        schedule: Schedule = "auto",
-        max_logits_bytes: int | None = None,
-        impl: Impl | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        chosen = options_of(
+            LinearCrossEntropy.__init__, options, vocab_size=vocab_size, vocab_range=None
+        )
         if padded_vocab_size is None:
             padded_vocab_size = vocab_size
         self.hidden_size = checks.integer("hidden_size", hidden_size)
@@ -105,33 +96,17 @@ class LinearCrossEntropy(nn.Module):
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
                 f"got {padded_vocab_size}"
             )
-        checks.check_group(tp_group, sequence_parallel)
-        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
+        checks.check_group(tp_group, chosen.sequence_parallel)
+        self.tp_group, self.sequence_parallel = tp_group, chosen.sequence_parallel
         self.init_method = init_method
         self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
         self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
         self.options = checks.check_options(
-            LossOptions(
-                reduction=reduction,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss_weight=z_loss_weight,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                vocab_size=self.vocab_size,
-                vocab_range=self.vocab_range,
-                sequence_parallel=sequence_parallel,
-                reduce_dhidden=reduce_dhidden,
-                reduce_in_fp32=reduce_in_fp32,
-                tp_invariant=tp_invariant,
-                schedule=schedule,
-                max_logits_bytes=max_logits_bytes,
-                impl=impl,
-            )
+            replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
         )
-        if tp_invariant:
+        if self.options.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
-            checks.check_invariant(impl or "triton", shards)
+            checks.check_invariant(self.options.impl or "triton", shards)
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
@@ -140,7 +115,7 @@ class LinearCrossEntropy(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight anew and zero the bias. One all-reduce of 8 bytes for each group."""
+        """Initialise the weight and zero the bias. One all-reduce of 8 bytes per group."""
         if self.weight.is_meta:
             return
         seed = self._shared_seed()
@@ -149,8 +124,8 @@ class LinearCrossEntropy(nn.Module):
         start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
         try:
             for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
-                # An odd multiplier: no two blocks of a weight share a seed. The generator takes 32
-                # bits; only the CPU's is touched.
+                # The odd multiplier gives every block another 32-bit seed. Only the CPU's
+                # generator is seeded.
                 torch.default_generator.manual_seed((seed + first * 0x9E3779B1) % 2**32)
                 size = (_BLOCK_ROWS, self.hidden_size)
                 block = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -163,7 +138,7 @@ class LinearCrossEntropy(nn.Module):
             self.bias.zero_()
 
     def forward(self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None) -> Tensor:
-        """Return the loss; arguments and result as ``linear_cross_entropy``."""
+        """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
         return linear_cross_entropy(hidden, self.weight, labels, **self._arguments(token_weight))
 
     def forward_with_metrics(
@@ -180,8 +155,8 @@ class LinearCrossEntropy(nn.Module):
 
         Args:
             hidden: as in ``forward``.
-            gather: [..., V_all] on every rank; False leaves each rank its own rows ``vocab_range``,
-                [..., V], padding too, with no collective but the gather of sequence parallelism.
+            gather: True returns [..., V_all] on every rank. False returns the columns of this
+                rank's rows, [..., V] with padding; only sequence parallelism then communicates.
         """
         group = self.tp_group
         if self.sequence_parallel:
@@ -194,7 +169,7 @@ class LinearCrossEntropy(nn.Module):
             z = softcap * torch.tanh(z / softcap)
         if not gather:
             return z
-        # All shards but the last ones are equally long: padded to that, ids stay in their order.
+        # Only the last shards are shorter than the first, so padding them keeps ids in order.
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         columns = collectives.gather_tokens(columns, group)
@@ -221,7 +196,7 @@ class LinearCrossEntropy(nn.Module):
 
     def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
         options = dict(vars(self.options))
-        del options["with_metrics"]  # the one that is no keyword, but another function
+        del options["with_metrics"]  # not a keyword, see LossOptions
         return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)
 
     def _shared_seed(self) -> int:
@@ -233,7 +208,7 @@ class LinearCrossEntropy(nn.Module):
         return int(seed)
 
     def _mark_parameters(self) -> None:
-        """Set Megatron's attributes, which do not follow when a parameter is replaced."""
+        """Set Megatron's attributes, which are lost when a parameter is replaced."""
         for parameter in self.parameters():
             for name, value in _MEGATRON_ATTRIBUTES.items():
                 setattr(parameter, name, value)
@@ -244,7 +219,7 @@ class LinearCrossEntropy(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LinearCrossEntropy":
-        memo[id(self.tp_group)] = self.tp_group  # shared: it is no data but connections
+        memo[id(self.tp_group)] = self.tp_group  # shared: connections cannot be copied
         copied = memo[id(self)] = self.__new__(type(self))
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied._mark_parameters()
@@ -265,7 +240,7 @@ class LinearCrossEntropy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict = dict(state_dict)  # the caller's keeps what it has
+        state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
             if parameter is not None and value is not None:
@@ -274,7 +249,7 @@ class LinearCrossEntropy(nn.Module):
         self._mark_parameters()
 
     def _own_part(self, value: Any, parameter: nn.Parameter) -> Any:
-        """Return what this rank holds of a parameter's value; one of a wrong size as it is."""
+        """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
         _, place = dtensor.local_part(parameter)
         rows, *rest = place
         start, shape = self.vocab_range[0], parameter.shape

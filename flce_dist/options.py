@@ -1,11 +1,13 @@
-"""What the caller asked for, as one frozen object that travels from api to kernels.
+"""The options of a call: one frozen object that is passed from the public functions to the kernels.
 
-An option is declared once, as a field of ``LossOptions``: its type and, of a number, its range.
-``checks`` judges values by these declarations, ``library`` makes its schema of them, and
-``rank_check`` compares every field.
+Each option is declared once, as a field of ``LossOptions`` with its type, default and range.
+``op.checks`` validates values against these declarations, ``op.compiled`` builds the operators'
+schema from them, and ``rank_check`` compares every field.
 """
 
-from collections.abc import Callable
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -16,7 +18,7 @@ Impl = Literal["triton", "eager"]
 
 
 class Range(NamedTuple):
-    """Which numbers an option may be: in the words of an error, and as a function."""
+    """The numbers that an option accepts, as error text and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -33,12 +35,9 @@ COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Keywords of ``linear_cross_entropy`` other than tensors and the group.
+    """The keywords of ``linear_cross_entropy`` other than tensors and the group, explained there.
 
-    With logits ``z = softcap(logit_scale * (h . w) + b)``::
-
-        loss = lse - (1 - label_smoothing) * z_y - label_smoothing / V_all * sum_v z_v
-               + z_loss_weight * lse^2
+    ``with_metrics`` is no keyword: ``linear_cross_entropy_with_metrics`` sets it.
     """
 
     reduction: Reduction = "mean"
@@ -60,25 +59,25 @@ class LossOptions:
 
     @property
     def smoothing_needs_logits(self) -> bool:
-        """Whether the gradient of the smoothing term depends on each logit.
+        """Whether the gradient of the smoothing term depends on the logits.
 
-        Without a softcap that gradient is the same number for every column, a rank-1 term of
-        ``dlogits``; with one it is that number times ``softcap'(z)`` and needs the logits again.
+        Without a softcap it is the same number in every column, a rank-1 term of ``dlogits``.
+        With one it is that number times ``softcap'(z)``, so backward needs the logits again.
         """
         return self.label_smoothing != 0.0 and self.softcap is not None
 
 
 class Declared(NamedTuple):
-    """What a field of ``LossOptions``, or of a launcher's configuration, may hold."""
+    """The values that a field of ``LossOptions`` or of a launcher's configuration accepts."""
 
-    kind: type  # bool, int, float, tuple of two ints, or str for one of the choices
-    optional: bool  # None as well
+    kind: type  # bool, int, float, tuple (of two ints), or str if there are choices
+    optional: bool  # also accepts None
     choices: tuple[str, ...]
     range: Range | None
 
     @property
     def words(self) -> str:
-        """What is expected, as an error states it."""
+        """The expected values, as error text."""
         if self.choices:
             return f"one of {(*self.choices, None) if self.optional else self.choices}"
         words = "None or " if self.optional else ""
@@ -98,3 +97,21 @@ def declared(hint: Any) -> Declared:
 
 
 DECLARED = {field.name: declared(field.type) for field in fields(LossOptions)}
+
+
+def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any) -> LossOptions:
+    """Build the options of a ``function`` that takes them as ``**given``.
+
+    ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
+    the TypeError that Python raises for a keyword that is not in a signature.
+    """
+    allowed = DECLARED.keys() - fixed.keys() - {"with_metrics"}
+    for name in given:
+        if name not in allowed:
+            parameters = inspect.signature(function).parameters.values()
+            explicit = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+            close = difflib.get_close_matches(name, sorted(allowed | explicit), n=1)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            what = f"got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{function.__qualname__}() {what}{hint}")
+    return LossOptions(**given, **fixed)

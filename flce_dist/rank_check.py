@@ -19,7 +19,7 @@ from torch import Tensor
 from flce_dist.op import checks
 from flce_dist.op.dtensor import localized
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
-from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.options import LossOptions, options_of
 from flce_dist.parallel import collectives
 
 _BYTES = 4096  # of each rank's summary: about 1 KiB of facts, and what the next line allows
@@ -32,23 +32,9 @@ def check_ranks(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss_weight: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
-    vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    reduce_dhidden: bool = True,
-    reduce_in_fp32: bool = False,
-    tp_invariant: bool = False,
-    vocab_range: tuple[int, int] | None = None,
-    schedule: Schedule = "auto",
-    max_logits_bytes: int | None = None,
-    impl: Impl | None = None,
+    **options: Any,
 ) -> None:
     """Check that all ranks of ``tp_group`` are about to call ``linear_cross_entropy`` alike.
 
@@ -74,24 +60,8 @@ def check_ranks(
             the arguments before them agree.
             Without a group, what ``linear_cross_entropy`` raises.
     """
-    options = LossOptions(
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
-        sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden,
-        reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant,
-        schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-        impl=impl,
-    )
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
+    chosen = options_of(check_ranks, options)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
     if not isinstance(tp_group, dist.ProcessGroup):
         _summary(arguments)
         return

@@ -1,0 +1,187 @@
+"""Every list of options agrees with the fields of LossOptions: signatures, schemas, docstrings."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+import torch
+
+import flce_dist
+from flce_dist import LinearCrossEntropy, api, check_ranks, megatron, rank_check
+from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.op import compiled
+from flce_dist.options import LossOptions
+
+FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
+TENSORS = ["hidden", "weight", "labels", "bias", "token_weight"]
+
+# A value of each option that is not the default.
+CHANGED: dict[str, Any] = dict(
+    reduction="sum",
+    ignore_index=-1,
+    label_smoothing=0.1,
+    z_loss_weight=1e-3,
+    softcap=30.0,
+    logit_scale=0.5,
+    vocab_size=9,
+    vocab_range=(0, 9),
+    sequence_parallel=True,
+    reduce_dhidden=False,
+    reduce_in_fp32=True,
+    tp_invariant=True,
+    schedule="recompute",
+    max_logits_bytes=4096,
+    impl="triton",
+)
+
+
+def options_of_module(**options: Any) -> LossOptions:
+    return LinearCrossEntropy(4, 9, **options).options
+
+
+def options_of_check_ranks(**options: Any) -> LossOptions:
+    seen: list[LossOptions] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_check, "_summary", lambda arguments: seen.append(arguments.options))
+        check_ranks(*[torch.zeros(1)] * 3, **options)
+    return seen[0]
+
+
+def options_of_megatron(**options: Any) -> LossOptions:
+    class Layer:
+        output_size = 9
+
+    model: Any = SimpleNamespace(config=None, output_layer=Layer())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "_check", lambda *args: None)
+        patch.setattr(megatron, "_output_layer_class", lambda: Layer)
+        use_linear_cross_entropy(model, **options)
+    return LossOptions(**model.output_layer.loss_keywords)
+
+
+# Who takes ``**options``: what becomes of them, and which options it does not take.
+TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
+    "LinearCrossEntropy.__init__": (
+        options_of_module,
+        {"vocab_size", "vocab_range", "with_metrics"},  # vocab_size is a parameter of its own
+    ),
+    "check_ranks": (options_of_check_ranks, {"with_metrics"}),
+    "use_linear_cross_entropy": (
+        options_of_megatron,
+        {"reduction", "vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32",
+         "tp_invariant", "with_metrics"},
+    ),
+}  # fmt: skip
+ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]
+NOT_APPLICABLE = [(taker, name) for taker in TAKERS for name in sorted(TAKERS[taker][1])]
+
+
+def test_every_option_has_another_value_here() -> None:
+    assert {*CHANGED, "with_metrics"} == {*FIELDS}
+    assert all(value != FIELDS[name].default for name, value in CHANGED.items())
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_with_metrics"])
+def test_signatures_are_the_fields(name: str) -> None:
+    parameters = dict(inspect.signature(getattr(flce_dist, name)).parameters)
+    for tensor in TENSORS[:3]:
+        assert parameters.pop(tensor).kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for other in ("bias", "token_weight", "tp_group"):
+        assert parameters.pop(other).default is None
+    assert [*parameters, "with_metrics"] == [*FIELDS]
+    for option, parameter in parameters.items():
+        hint: Any = FIELDS[option].type
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.default == FIELDS[option].default
+        assert parameter.annotation == (
+            get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        )
+
+
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_public_functions_pass_each_option_on(
+    with_metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def apply(arguments: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(arguments)
+        return (torch.zeros(()),) * 5
+
+    monkeypatch.setattr(api, "_apply", apply)
+    call = api.linear_cross_entropy_with_metrics if with_metrics else api.linear_cross_entropy
+    tensors: dict[str, Any] = {name: torch.zeros(1) for name in TENSORS}
+    group: Any = object()
+    call(**tensors, tp_group=group, **CHANGED)
+    given = seen[0]._asdict()
+    assert all(given[name] is tensor for name, tensor in tensors.items())
+    assert given["tp_group"] is group
+    assert given["options"] == LossOptions(**CHANGED, with_metrics=with_metrics)
+
+
+@pytest.mark.parametrize(("taker", "name"), ACCEPTED)
+def test_options_are_accepted(taker: str, name: str) -> None:
+    accept = TAKERS[taker][0]
+    if (taker, name) == ("LinearCrossEntropy.__init__", "sequence_parallel"):
+        with pytest.raises(ValueError, match="sequence_parallel=True needs a tp_group"):
+            accept(sequence_parallel=True)
+    else:
+        assert getattr(accept(**{name: CHANGED[name]}), name) == CHANGED[name]
+
+
+@pytest.mark.parametrize(
+    ("taker", "documented"),
+    [
+        ("LinearCrossEntropy.__init__", LinearCrossEntropy),
+        ("use_linear_cross_entropy", use_linear_cross_entropy),
+    ],
+)
+def test_docstrings_list_the_options_that_are_accepted(taker: str, documented: Any) -> None:
+    pattern = r"\*\*options: (.*?),\s+as in ``linear_cross_entropy``"
+    listed = re.search(pattern, documented.__doc__, re.DOTALL)
+    assert listed is not None
+    names = {*re.findall(r"\w+", listed[1])} - {"and"}
+    assert names == {name for of, name in ACCEPTED if of == taker}
+
+
+@pytest.mark.parametrize(("taker", "name"), [*NOT_APPLICABLE, *((x, "none") for x in TAKERS)])
+def test_other_keywords_are_refused_as_python_does(taker: str, name: str) -> None:
+    if (taker, name) == ("LinearCrossEntropy.__init__", "vocab_size"):
+        return  # a parameter of its own
+    with pytest.raises(TypeError) as error:
+        TAKERS[taker][0](**{name: CHANGED.get(name)})
+    assert str(error.value).startswith(f"{taker}() got an unexpected keyword argument '{name}'")
+
+
+@pytest.mark.parametrize(
+    ("taker", "name", "meant"),
+    [
+        ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
+        ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
+        ("check_ranks", "token_weights", "token_weight"),
+        ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
+    ],
+)
+def test_a_misspelled_keyword_is_told_the_right_one(taker: str, name: str, meant: str) -> None:
+    message = f"{taker}() got an unexpected keyword argument '{name}'. Did you mean '{meant}'?"
+    with pytest.raises(TypeError) as error:
+        TAKERS[taker][0](**{name: 1})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("operator", "others"),
+    [
+        ("forward", TENSORS),
+        ("backward", ["dloss", "dlse", "dlogprob", "dentropy", *TENSORS, "saved"]),
+    ],
+)
+def test_schemas_of_the_operators_are_the_fields(operator: str, others: list[str]) -> None:
+    assert compiled  # which defines the operators
+    schema = getattr(torch.ops.flce_dist, operator).default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == [*others, *FIELDS, "group_name", "needs"]
