@@ -1,4 +1,8 @@
-"""Where exponentials of the leading columns are kept from statistics to gradient."""
+"""The operand that keeps exponentials of leading columns, from the statistics to the gradient.
+
+``linear_stats`` and ``rescue`` write it; the GEMMs of the gradients read it. T = tokens, V =
+vocabulary rows here.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnCache:
-    """Windows side by side, each [T, columns] with a unit last stride, in whatever memory."""
+    """The first ``width`` columns of D, as windows of them in order.
+
+    Each is [T, columns] with a unit last stride and may lie in any memory.
+    """
 
     windows: tuple[Tensor, ...] = ()
 
@@ -22,7 +29,7 @@ class ColumnCache:
         return self.windows[0].dtype if self.windows else None
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first column, window)``."""
+        """Yield ``(first column, window)`` for each window."""
         start = 0
         for window in self.windows:
             yield start, window
@@ -33,10 +40,10 @@ class ColumnCache:
         return ColumnCache(tuple(window[start:end] for window in self.windows))
 
     def walk(self, V: int, step: int, cached_step: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Cut V columns into pieces ``(start, end, cached)`` of at most ``step`` columns.
+        """Cut V columns into ranges and yield ``(start, end, cached)`` for each.
 
-        cached is the piece's part of the cache, at most ``cached_step`` columns, or None where the
-        cache has ended.
+        Cached ranges come first and have at most ``cached_step`` columns: ``cached`` is their part
+        of the cache. The others have at most ``step`` columns, and None.
         """
         for first, window in self.pieces():
             for start in range(0, window.shape[1], cached_step):
@@ -47,6 +54,6 @@ class ColumnCache:
 
 
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised [T, columns] whose rows start on 16 bytes, as TMA stores want."""
+    """Return uninitialised [T, columns]; rows start at multiples of 16 bytes, as TMA requires."""
     padded = -(-columns // 16) * 16
     return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]

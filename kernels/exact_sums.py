@@ -1,28 +1,32 @@
-"""Sums whose bits do not depend on the order of their terms.  T = tokens, N = terms of a token.
+"""Sums whose bits do not depend on the order of their terms.
+
+T = tokens, N = terms of a token. Applied by ``merge_stats``, ``rescue`` and ``token_loss``.
 
 A sum that is rounded after each addition depends on where a shard begins, on how its columns are
 cut and on the number of ranks. So only a group of neighbouring columns is added in fp32, always in
-the same order; what they come to, a *term*, is cut into slices, and slices are added exactly. A
-group is a tile, or fewer columns where the bits must not depend on where a shard begins: then
-shards that begin at multiples of GROUP_V columns have equal bits for any cut.
+one order. The sum of a group is called a *term*. Terms are cut into slices, and slices are added
+exactly. A group is a tile, or GROUP_V columns where the bits must not depend on where a shard
+begins: shards that begin at multiples of GROUP_V columns then have equal bits for any cut.
 
-Bin b holds multiples of ``unit(b) = 2 ** (BIN_BITS * b + headroom)``. A term's slice in the top bin
-is the nearest of them, what is left has its slice in the bin below, and so on through 2 or 3 bins;
-the rest is dropped. A *limb* is the sum of one bin's slices. In fp64 no such addition rounds: limbs
-stay below 2 ** 53 units for up to 2 ** 20 columns of all ranks.
+Bin b holds multiples of ``unit(b) = 2 ** (BIN_BITS * b + headroom)``. The slice of a term in its
+top bin is the nearest such multiple. The remainder is sliced in the bin below, and so on through 2
+or 3 bins; what is left then is dropped. A *limb* is the sum of the slices of one bin, in fp64. Its
+additions are exact: it stays below 2 ** 53 units for up to 2 ** 20 columns of all ranks.
 
-A token's top bin is that of its largest exponential m, ``2 ** (BIN_BITS * b) <= m``, or of the
-largest so far: as terms are at most ``2 ** (headroom - 2) * m``, below half a unit of bin b + 1,
-their slices in higher bins are 0. So when later columns or other ranks raise the top bin, limbs
-move down, zeros take the places above, and each limb is what it would be had m been known before.
-Limbs thus depend on the terms alone. What is dropped of a term is at most half a unit of the lowest
-bin: with groups of 32 columns 2 ** -32 of m with 2 limbs, and 2 ** -63 with 3 limbs and the
-headroom of an entropy; with groups of 256 columns 2 ** -29 and 2 ** -60.
+The top bin b of a token is that of its largest exponential m so far, the b with
+``2 ** (BIN_BITS * b) <= m < 2 ** (BIN_BITS * (b + 1))``. Terms are at most
+``2 ** (headroom - 2) * m``, less than half a unit of bin b + 1, so their slices in higher bins are
+0. When later columns or other ranks raise the top bin, limbs therefore move down, zeros take the
+places above, and each limb is what it would be had m been known before. Limbs depend on the terms
+alone.
 
-NaN stays: a limb that moves out is multiplied by 0 before it is forgotten.
+What is dropped of a term is at most half a unit of the lowest bin. With groups of 32 columns that
+is 2 ** -32 of m with 2 limbs, and 2 ** -63 with 3 limbs and the headroom of an entropy; with groups
+of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb that moves out is multiplied by 0, not
+replaced.
 
-The cost is 7 fp64 operations and a conversion per token and group; a chip whose fp64 units are few
-will notice where groups are small.
+The cost is 7 fp64 operations and a conversion per token and group. GPUs with few fp64 units will
+notice it where groups are small.
 """
 
 import triton
@@ -36,12 +40,12 @@ _SUM_Z_UNIT = tl.constexpr(2.0**-16)
 
 
 def headroom(group_v: int) -> int:
-    """log2 of a bin's unit over its least m: a group's exponentials are at most a quarter of it."""
+    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``."""
     return group_v.bit_length() + 1
 
 
 def entropy_headroom(group_v: int) -> int:
-    """The same where terms are sums of exp(x) * x: |x| is at most 104 wherever fp32 has exp(x)."""
+    """The same for terms of ``exp(x) * x``: |x| is at most 104 where fp32 exp(x) is not 0."""
     return headroom(group_v) + 7
 
 
@@ -67,32 +71,32 @@ def top_bin(others_max, label_logit):
 
 @triton.jit
 def slice_in(x, bin, HEADROOM: tl.constexpr):
-    """The multiple of the bin's unit that is nearest to fp64 x, of a size below 2 ** 51 units."""
+    """The multiple of the bin's unit that is nearest to x, in fp64; |x| is below 2 ** 51 units."""
     exponent = (bin * BIN_BITS + (HEADROOM + 1023)).to(tl.int64)
-    # Numbers near this one are spaced by the unit.
+    # fp64 numbers near this one are one unit apart, so that adding it rounds x to a multiple.
     far = 6755399441055744.0 * (exponent << 52).to(tl.float64, bitcast=True)  # 1.5 * 2 ** 52
     return (x + far) - far
 
 
 @triton.jit
 def slice_sums(terms, bin, HEADROOM: tl.constexpr, LIMBS: tl.constexpr):
-    """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; no middle if LIMBS is 2."""
+    """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; middle is 0 if LIMBS is 2."""
     rest = terms.to(tl.float64)
-    piece = slice_in(rest, bin[None, :], HEADROOM)
-    high = tl.sum(piece, axis=0)
-    rest -= piece
+    part = slice_in(rest, bin[None, :], HEADROOM)
+    high = tl.sum(part, axis=0)
+    rest -= part
     middle = high * 0.0
     if LIMBS == 3:
-        piece = slice_in(rest, bin[None, :] - 1, HEADROOM)
-        middle = tl.sum(piece, axis=0)
-        rest -= piece
+        part = slice_in(rest, bin[None, :] - 1, HEADROOM)
+        middle = tl.sum(part, axis=0)
+        rest -= part
     low = tl.sum(slice_in(rest, bin[None, :] - (LIMBS - 1), HEADROOM), axis=0)
     return high, middle, low
 
 
 @triton.jit
 def load_limbs(sums_ptr, stride, offs_t, mask, LIMBS: tl.constexpr):
-    """``(high, middle, low)`` from as many rows of [rows, T] fp64; no middle if LIMBS is 2."""
+    """Load ``(high, middle, low)`` from LIMBS rows of [rows, T] fp64; middle is 0 if LIMBS is 2."""
     high = tl.load(sums_ptr + offs_t, mask=mask, other=0.0)
     middle = high * 0.0
     if LIMBS == 3:
@@ -103,6 +107,7 @@ def load_limbs(sums_ptr, stride, offs_t, mask, LIMBS: tl.constexpr):
 
 @triton.jit
 def store_limbs(sums_ptr, stride, offs_t, mask, high, middle, low, LIMBS: tl.constexpr):
+    """Store what ``load_limbs`` loads."""
     tl.store(sums_ptr + offs_t, high, mask=mask)
     if LIMBS == 3:
         tl.store(sums_ptr + stride + offs_t, middle, mask=mask)
@@ -111,7 +116,7 @@ def store_limbs(sums_ptr, stride, offs_t, mask, high, middle, low, LIMBS: tl.con
 
 @triton.jit
 def lower_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
-    """The same sums when the top bin has risen by ``bins`` >= 0."""
+    """The limbs of the same sum after its top bin has risen by ``bins`` >= 0."""
     none = high * 0.0
     if LIMBS == 3:
         low = tl.where(bins == 0, low, tl.where(bins == 1, middle, tl.where(bins == 2, high, none)))
@@ -123,9 +128,10 @@ def lower_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
 
 @triton.jit
 def sum_z_slice(x):
-    """Fp32 sums of logits as fp64 multiples of 2 ** -16: no matter for a mean over a vocabulary.
+    """fp32 sums of logits rounded to fp64 multiples of 2 ** -16, whose sums are exact.
 
-    Their sums are exact up to a mean size of 2 ** 17 over 2 ** 20 columns.
+    That holds up to a mean size of 2 ** 17 over 2 ** 20 columns. The rounding does not show in a
+    mean over a vocabulary.
     """
     far = 6755399441055744.0 * _SUM_Z_UNIT  # as in slice_in
     return (x.to(tl.float64) + far) - far

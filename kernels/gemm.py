@@ -1,8 +1,8 @@
-"""The plain matrix products around the fused kernels, by cuBLAS on a GPU and by torch on a CPU.
+"""The plain GEMMs around the fused kernels, by cuBLAS on a GPU and by torch on a CPU.
 
-All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no product of half
-operands into fp32, so there operands are upcast, a slice at a time so that no large fp32 copy
-appears. T = tokens, W = columns of one vocabulary window, H = hidden size.
+All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no GEMM of half-precision
+operands with an fp32 result, so there operands are upcast, a slice at a time, which bounds the fp32
+copy. T = tokens, W = columns of one window, H = hidden size.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _UPCAST_BYTES = 16 << 20  # of one fp32 slice on the CPU
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which products of ``dtype`` operands accumulate."""
+    """Dtype in which a GEMM of ``dtype`` operands accumulates."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def operand(x: Tensor) -> Tensor:
-    """``x`` as ``project`` wants it: upcast once on the CPU, untouched on a GPU."""
+    """Return x as ``project`` takes it: upcast once on a CPU, unchanged on a GPU."""
     return x if x.is_cuda else x.to(acc_dtype(x.dtype))
 
 
@@ -34,10 +34,10 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Write ``acc = a @ b`` if it is the first product, else accumulate ``acc += a @ b``.
+    """Write ``acc = a @ b`` if ``first``, else add ``acc += a @ b``.
 
-    a is [M, K], b [K, N], acc [M, N] fp32 or fp64. The first product does not read acc, which saves
-    a pass to clear it.
+    a is [M, K], b [K, N], acc [M, N] fp32 or fp64. The first GEMM does not read acc, so acc need
+    not be cleared before.
     """
     if _has_fp32_output(a) and a.shape[1]:
         torch.addmm(acc, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=acc)
@@ -68,8 +68,8 @@ def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> N
 def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Return ``sum_t weights[t] * x[t]`` as [N] in weights' dtype; weights [T] fp32, x [T, N].
 
-    On a GPU each weight is split into two halves of x's precision, so that one thin product of
-    x's dtype carries them to about 2^-16 and x is read once.
+    On a GPU each weight is split into a high and a low part in x's dtype. One GEMM with two rows
+    then keeps about 16 bits of each weight and reads x once.
     """
     if not _has_fp32_output(x):
         total = weights.new_zeros(x.shape[1])
@@ -89,6 +89,6 @@ def _has_fp32_output(x: Tensor) -> bool:
 
 
 def slices(length: int, bytes_each: int) -> Iterator[slice]:
-    """Cut ``length`` items of ``bytes_each`` into slices of at most 16 MiB."""
+    """Cut ``length`` items of ``bytes_each`` bytes into slices of at most 16 MiB."""
     step = max(1, _UPCAST_BYTES // max(1, bytes_each))
     return (slice(start, start + step) for start in range(0, length, step))

@@ -1,4 +1,7 @@
-"""The logit of each token's own label.  T = tokens, V = vocabulary rows here, H = hidden size."""
+"""The logit of each token's own label: one gathered dot product per token.
+
+T = tokens, V = vocabulary rows here, H = hidden size.
+"""
 
 import triton
 import triton.language as tl
@@ -17,6 +20,7 @@ def _label_logit_kernel(
     vocab_start_index, ignore_index, logit_scale, softcap, vocab_size,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """A program computes one token."""
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
     tl.device_assert(
@@ -25,7 +29,7 @@ def _label_logit_kernel(
     )
     column, _ = label_columns(labels_ptr, t, T, V, vocab_start_index, ignore_index)
     z = 0.0
-    if column >= 0:  # else another rank's, or ignored
+    if column >= 0:  # else the label is another rank's, or ignored
         hidden_ptr += t * stride_hidden_t
         weight_ptr += column.to(tl.int64) * stride_weight_v
         acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
@@ -45,11 +49,11 @@ def _label_logit_kernel(
 
 
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
-    """Write to [T] fp32 the logit of each token's label, 0 where it is not owned or ignored.
+    """Write to out [T] fp32 the logit of each token's label, 0 where it is not owned or ignored.
 
-    One gathered dot product per token reads at most 2 T H elements; summed over ranks, the result
-    is the label's logit everywhere. A label that is neither in the vocabulary of ``vocab_size`` nor
-    ignored is a device-side assertion: the error arrives with the next synchronisation.
+    Reads at most 2 T H elements. The sum over ranks is the label's logit on every rank. A label
+    that is neither below ``vocab_size`` nor ignored fails a device-side assertion, whose error
+    arrives with the next synchronisation.
     """
     T, V, H = logits.T, logits.V, logits.H
     if T == 0:

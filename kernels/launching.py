@@ -1,4 +1,7 @@
-"""What every launch around a logits tile has in common."""
+"""How kernels that compute tiles of logits are launched: tile, grid, operands, segments.
+
+Used by ``linear_stats``, ``rescue`` and ``dlogits``. T = tokens, V = vocabulary rows here.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,15 +15,18 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 
 MAX_PART_BYTES = 17 << 20
-"""Of partial statistics; 264 tiles of 8192 tokens, a maximum and a sum, are 16.5 MiB."""
+"""Limit of partial statistics: a maximum and a sum of 264 tiles of 8192 tokens are 16.5 MiB."""
 
 MAX_GROUP_PART_BYTES = 40 << 20
-"""The same with sums of small groups; 132 tiles of a maximum and 8 sums are 37.1 MiB."""
+"""The same with sums of small groups: a maximum and 8 sums of 132 such tiles are 37.1 MiB."""
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """Grid, operands and constexprs of a persistent kernel over the tiles of ``logits``."""
+    """Grid, operands and constexprs of a persistent kernel over the tiles of ``logits``.
+
+    ``programs`` is the largest grid, ``tma`` whether matrices are passed as tensor descriptors.
+    """
 
     logits: ShardLogits
     config: TileConfig
@@ -37,19 +43,19 @@ class TileLaunch:
         return (min(self.programs, tiles),)
 
     def operands(self) -> tuple[Any, Any, Tensor | None]:
-        """``(hidden, weight, bias)``: descriptors, or tensors where strides forbid them."""
+        """``(hidden, weight, bias)``."""
         logits, config = self.logits, self.config
         return (
-            self.matrix(logits.hidden, config.BLOCK_T, config.BLOCK_H),
-            self.matrix(logits.weight, config.BLOCK_V, config.BLOCK_H),
+            self._matrix(logits.hidden, config.BLOCK_T, config.BLOCK_H),
+            self._matrix(logits.weight, config.BLOCK_V, config.BLOCK_H),
             logits.bias,
         )
 
     def output(self, x: Tensor) -> Any:
-        """A [T, V] matrix that the kernel stores by tiles."""
-        return self.matrix(x, self.config.BLOCK_T, self.config.BLOCK_V)
+        """x [T, V], which the kernel stores tile by tile."""
+        return self._matrix(x, self.config.BLOCK_T, self.config.BLOCK_V)
 
-    def matrix(self, x: Tensor, block_row: int, block_col: int) -> Any:
+    def _matrix(self, x: Tensor, block_row: int, block_col: int) -> Any:
         if not self.tma:
             return x
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_row, block_col])
@@ -64,17 +70,18 @@ class TileLaunch:
 
     @property
     def group_v(self) -> int:
-        """Columns that are added in fp32."""
+        """Number of neighbouring columns that are added in fp32."""
         return self.logits.group_v or self.config.BLOCK_V
 
     def headrooms(self) -> dict[str, int]:
-        """Of exact sums over groups of these columns."""
+        """Constexprs of the exact sums of such groups."""
         return {
             "HEADROOM": exact_sums.headroom(self.group_v),
             "ENTROPY_HEADROOM": exact_sums.entropy_headroom(self.group_v),
         }
 
     def constexprs(self) -> dict[str, Any]:
+        """Constexprs of ``logits_tile``, and launch options."""
         config, logits = self.config, self.logits
         return {
             "HAS_BIAS": logits.bias is not None,
@@ -92,9 +99,10 @@ class TileLaunch:
 def tile_launch(
     logits: ShardLogits, output: Tensor | None = None, *, pointers: bool = False
 ) -> TileLaunch:
-    """Pick tile and path for ``logits``; ``output`` [T, V] is stored by tiles too.
+    """Choose the tile for ``logits``, and whether matrices are passed as descriptors.
 
-    Matrices travel by descriptors where strides allow it, unless ``pointers`` are asked for.
+    They are where the GPU has TMA and the strides allow it, unless ``pointers`` is set. The kernel
+    also stores ``output`` [T, V], if there is one, tile by tile.
     """
     arch, programs = tuning.device_arch(logits.hidden.device)
     stores = output is not None
@@ -105,25 +113,25 @@ def tile_launch(
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    """Whether TMA can address ``x``: unit last stride, rows and base on 16 bytes."""
+    """Whether TMA can address x: a unit last stride, rows and base aligned to 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
 
 
 class Segment(NamedTuple):
-    """Columns that one launch walks; ``num_v`` tiles, the last segment may have fewer."""
+    """What one launch of the statistics kernel computes; the last segment may be shorter."""
 
     columns: int
-    num_v: int
-    part_rows: int  # of partial statistics, per tile
+    num_v: int  # tiles of columns
+    part_rows: int  # rows [T] of partial statistics for each tile of columns
 
 
 def segment_columns(logits: ShardLogits, sums: int) -> Segment:
-    """Cut the columns so that partial statistics, fp32 per token, stay small.
+    """Choose the segments of columns such that partial statistics stay within their limit.
 
-    They are the maximum of each tile, and ``sums`` for each group of its columns. A segment is
-    whole waves of the persistent grid where that is possible: its last wave is then as full as the
-    others, and cutting costs one launch, below 1 % of the time of 64 waves.
+    They are fp32 per token: the maximum of each tile, and ``sums`` sums of each group of its
+    columns. Where possible a segment is whole waves of the persistent grid. Its last wave is then
+    as full as the others, and a cut costs one launch, below 1 % of the time of 64 waves.
     """
     arch, programs = tuning.device_arch(logits.hidden.device)
     config = tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores=False)

@@ -1,12 +1,13 @@
-"""The rescue of tokens whose label is so improbable that exponentials relative to it overflow.
+"""The rescue: recompute tokens whose exponentials relative to the label's logit would overflow.
 
 T = tokens, V = vocabulary rows here, H = hidden size.
 
-Such rows take the largest logit over all ranks as their reference and are computed again. Both
-kernels are launched always, so the host need not know whether there is one. The first is done at
-once where there is none; the rows' columns are spread over all programs, so that a single row costs
-little. The second replaces the sums of these rows, and brings those of the others to the top bin
-that follows from the maximum over all ranks.
+``is_rescued`` of ``token_loss_formulas.py`` says which tokens these are. Their reference becomes
+the largest logit over all ranks. Both kernels are always launched, so the host need not know
+whether there is such a token. Programs of the first return at once if there is none; otherwise they
+share the columns of all rescued tokens, so that a single one costs little. The second kernel
+replaces the sums of rescued tokens, and moves the limbs of the others to the top bin that follows
+from the maximum over all ranks.
 """
 
 import triton
@@ -39,7 +40,7 @@ from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 
 @triton.jit
 def _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
-    """``(flagged, reference)`` of tokens; those beyond T are not flagged."""
+    """Return ``(flagged, reference)``: whether tokens are rescued, false beyond T; the maximum."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
     return is_rescued(label_logit, maximum, ABOVE), tl.maximum(maximum, label_logit)
@@ -49,8 +50,8 @@ def _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
 def _rescue_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
-    part_ptr,  # out: [limbs, programs, T] fp64, only flagged rows
-    cache_ptr,  # out: [T, V], the same rows
+    part_ptr,  # out: [limbs, programs, T] fp64, only flagged tokens
+    cache_ptr,  # out: [T, V], the same tokens
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
     vocab_start_index, ignore_index, logit_scale, softcap,
@@ -60,12 +61,13 @@ def _rescue_kernel(
     GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
     BLOCK_SCAN: tl.constexpr,
 ):  # fmt: skip
+    """A program adds up every num_programs-th tile of columns, for each block of flagged tokens."""
     any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
     for start in range(0, T, BLOCK_SCAN):
         offs = start + tl.arange(0, BLOCK_SCAN)
         flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs, T, ABOVE)
         any_flagged |= flagged.to(tl.int32)
-    num_t = tl.cdiv(T, BLOCK_T) * tl.max(any_flagged, axis=0)  # 0: nothing to do
+    num_t = tl.cdiv(T, BLOCK_T) * tl.max(any_flagged, axis=0)  # 0 if none is flagged
     part_ptr += tl.program_id(0).to(tl.int64) * T
     plane = tl.num_programs(0).to(tl.int64) * T
     for pid_t in range(0, num_t):
@@ -73,7 +75,7 @@ def _rescue_kernel(
         flagged, reference = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
         if tl.max(flagged.to(tl.int32), axis=0) > 0:
             column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-            bin = tl.zeros((BLOCK_T,), tl.int32)  # the largest exponential is 1
+            bin = tl.zeros((BLOCK_T,), tl.int32)  # as the largest exponential is 1
             high = tl.zeros((BLOCK_T,), tl.float64)
             low, ex_high, ex_middle, ex_low = high, high, high, high
             for pid_v in range(tl.program_id(0), tl.cdiv(V, BLOCK_V), tl.num_programs(0)):
@@ -101,9 +103,9 @@ def _rescue_kernel(
                     if HAS_SOFTCAP:
                         e *= softcap_slope(z, softcap)
                     # T * V passes 2**31 at 16k x 128k
-                    cells = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
+                    offs = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
                     mask = flagged[:, None] & (offs_v < V)[None, :]
-                    tl.store(cache_ptr + cells, cast(e, cache_ptr.dtype.element_ty), mask=mask)
+                    tl.store(cache_ptr + offs, cast(e, cache_ptr.dtype.element_ty), mask=mask)
             store_limbs(part_ptr, plane, offs_t, flagged, high, high, low, 2)
             if WITH_ENTROPY:
                 ex_ptr = part_ptr + 2 * plane
@@ -112,10 +114,11 @@ def _rescue_kernel(
 
 @triton.jit
 def _final_limbs(
-    part_ptr, sums_ptr, pieces, N, T, stride_piece, stride_sums, offs_t, flagged, any_flagged,
-    risen, LIMBS: tl.constexpr, BLOCK_N: tl.constexpr,
+    part_ptr, sums_ptr, num_ranges, N, T, stride_range, stride_sums,
+    offs_t, flagged, any_flagged, risen,
+    LIMBS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Bring a sum's limbs to the final top bin; in flagged rows, replace them."""
+    """Move a sum's limbs to the final top bin; replace those of flagged tokens."""
     mask_t = offs_t < T
     high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
     high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
@@ -123,10 +126,10 @@ def _final_limbs(
     if any_flagged > 0:
         for limb in tl.static_range(LIMBS):
             total = tl.zeros(risen.shape, tl.float64)
-            for start in range(0, pieces * N, BLOCK_N):
+            for start in range(0, num_ranges * N, BLOCK_N):
                 n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-                rows = n // N * stride_piece + (limb * N + n % N) * T
-                mask = (n < pieces * N)[:, None] & flagged[None, :]
+                rows = n // N * stride_range + (limb * N + n % N) * T
+                mask = (n < num_ranges * N)[:, None] & flagged[None, :]
                 part = tl.load(part_ptr + rows[:, None] + offs_t[None, :], mask=mask, other=0.0)
                 total += tl.sum(part, axis=0)
             tl.store(sums_ptr + limb * stride_sums + offs_t, total, mask=flagged)
@@ -134,12 +137,14 @@ def _final_limbs(
 
 @triton.jit
 def _replace_sums_kernel(
-    part_ptr, label_logit_ptr, max_ptr,  # in:  [pieces, limbs, N, T] fp64, [T], [T] fp32
-    sums_ptr,  # in, out: [limbs + WITH_SUM_Z + 1, T] fp64
-    pieces, N, T, stride_piece, stride_sums,
+    part_ptr, label_logit_ptr, max_ptr,  # in:  [num_ranges, limbs, N, T] fp64, [T], [T] fp32
+    sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
+    num_ranges, N, T,
+    stride_range, stride_sums,
     ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """A program takes BLOCK_T tokens. N programs of the first kernel worked on each range."""
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
     any_flagged = tl.max(flagged.to(tl.int32), axis=0)
@@ -149,14 +154,14 @@ def _replace_sums_kernel(
     bin_here = tl.load(bin_ptr + offs_t, mask=offs_t < T, other=0.0).to(tl.int32)
     risen = top_bin(maximum, first_reference(label_logit)) - bin_here
     _final_limbs(
-        part_ptr, sums_ptr, pieces, N, T, stride_piece, stride_sums, offs_t, flagged, any_flagged,
-        risen, 2, BLOCK_N,
+        part_ptr, sums_ptr, num_ranges, N, T, stride_range, stride_sums,
+        offs_t, flagged, any_flagged, risen, 2, BLOCK_N,
     )  # fmt: skip
     if WITH_ENTROPY:
         part_ptr += 2 * tl.cast(N, tl.int64) * T
         _final_limbs(
-            part_ptr, sums_ptr + 2 * stride_sums, pieces, N, T, stride_piece, stride_sums, offs_t,
-            flagged, any_flagged, risen, 3, BLOCK_N,
+            part_ptr, sums_ptr + 2 * stride_sums, num_ranges, N, T, stride_range, stride_sums,
+            offs_t, flagged, any_flagged, risen, 3, BLOCK_N,
         )  # fmt: skip
 
 
@@ -171,22 +176,23 @@ def rescue(
 ) -> Tensor:
     """Return what is to be summed over ranks: a view of ``sums``, written in place.
 
-    ``others_max`` is the maximum over all ranks. The sums of ``linear_stats`` that overflow, see
-    ``merge.is_rescued``, are replaced: these rows of sums and of the cache are relative to
-    ``merge.pick_reference``. The sum of ``z - first_reference`` stays.
+    others_max [T] fp32 is the maximum over all ranks, sums [rows, T] fp64 are those of
+    ``linear_stats``. Of rescued tokens the sums of ``exp(x)`` and ``exp(x) * x``, and the rows of
+    the cache, become relative to ``pick_reference``; the sum of ``z - first_reference`` stays. The
+    result lacks the last row of sums: the top bin now follows from others_max.
     """
     T, V = logits.T, logits.V
     final = sums[:-1]
     if T == 0 or V == 0:
         return final
     limbs = 2 + 3 * with_entropy
-    pieces = list(cache.walk(V, V, V))
-    most = MAX_PART_BYTES // (8 * limbs * T * len(pieces))
-    # By pointers: descriptors would cost the host more, call by call, than they save here.
-    launches = [tile_launch(logits.columns(*piece[:2]), pointers=True) for piece in pieces]
+    ranges = list(cache.walk(V, V, V))  # of columns: each window of the cache, then the others
+    most = MAX_PART_BYTES // (8 * limbs * T * len(ranges))
+    # Pointers: here descriptors would cost the host more time than they save on the GPU.
+    launches = [tile_launch(logits.columns(a, b), pointers=True) for a, b, _ in ranges]
     programs = max(1, min(launches[0].programs, most, *(launch.num_v for launch in launches)))
-    part = sums.new_empty(len(pieces), limbs, programs, T)
-    for i, (start, end, window) in enumerate(pieces):
+    part = sums.new_empty(len(ranges), limbs, programs, T)
+    for i, (start, end, window) in enumerate(ranges):
         launch = launches[i]
         _rescue_kernel[(programs,)](
             *launch.operands(), logits.labels,
@@ -208,7 +214,8 @@ def rescue(
     _replace_sums_kernel[(-(-T // 128),)](
         part, label_logit, others_max,
         sums,
-        len(pieces), programs, T, part.stride(0), sums.stride(0),
+        len(ranges), programs, T,
+        part.stride(0), sums.stride(0),
         ABOVE=RESCUE_ABOVE,
         WITH_ENTROPY=with_entropy,
         WITH_SUM_Z=final.shape[0] > limbs,

@@ -1,4 +1,7 @@
-"""A tensor times a number that lies on the device, in one pass and with one rounding."""
+"""A tensor times a scalar on the device, in one pass and with one rounding.
+
+N = elements of the tensor. Scales gradients by the upstream gradient of a loss.
+"""
 
 import triton
 import triton.language as tl
@@ -15,10 +18,11 @@ def _scale_kernel(
     N,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program scales every num_programs-th block."""
     factor = tl.load(factor_ptr).to(tl.float32)
     blocks = tl.cdiv(N, BLOCK)
     if IN_PLACE:
-        blocks = tl.where(factor == 1.0, 0, blocks)  # nothing to do, which the host cannot know
+        blocks = tl.where(factor == 1.0, 0, blocks)  # nothing to do; the host cannot know
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         block = tl.zeros((BLOCK,), tl.int64) + block  # V * H passes 2**31 at 524k x 4k
         offs = block * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +33,7 @@ def _scale_kernel(
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     """Write ``out = x * factor``; x and out are contiguous and of one shape, factor is a scalar.
 
-    out may be x itself, which a factor of 1 leaves as it is, at no cost.
+    out may be x itself; a factor of 1 then costs no memory traffic.
     """
     N, block = x.numel(), 8192
     if N:

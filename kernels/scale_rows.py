@@ -1,4 +1,8 @@
-"""Rows times a number each, 0 where ignored: hidden before its product, dhidden after its own."""
+"""Each row times its token's scale, 0 where ignored; or rows of ignored tokens set to 0.
+
+Applied to hidden before the GEMM of dweight, and to dhidden after its GEMM. T = tokens (rows),
+N = columns.
+"""
 
 import triton
 import triton.language as tl
@@ -11,11 +15,15 @@ from flce_dist.kernels.primitives import cast
 def _scale_rows_kernel(
     x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
     out_ptr,  # out: [T, N]
-    N, stride_x_t, stride_x_n, stride_out_t, ignore_index,
+    N,
+    stride_x_t, stride_x_n, stride_out_t,
+    ignore_index,
     HAS_SCALE: tl.constexpr, HAS_PLUS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)  # column-major, too
+    """A program scales BLOCK_N columns of one row."""
+    # T * N passes 2**31 at 524k x 4k, along either dimension: x may be column-major.
+    t = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     counted = tl.load(labels_ptr + t) != ignore_index
     mask_n = offs_n < N
     x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_n & counted, other=0.0)
@@ -35,10 +43,13 @@ def _scale_rows_kernel(
 def _clear_ignored_kernel(
     labels_ptr,  # in:  [T] int64
     x_ptr,  # out: [T, N], only rows of ignored tokens
-    N, stride_t, ignore_index,
+    N,
+    stride_t,
+    ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
+    """A program clears BLOCK_N columns of one row, or does nothing."""
+    t = tl.program_id(0).to(tl.int64)  # T * N passes 2**31 at 524k x 4k
     ignored = tl.load(labels_ptr + t) == ignore_index
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     zero = tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty)
@@ -56,8 +67,8 @@ def scale_rows(
 ) -> None:
     """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
 
-    x is [T, N], scale [T], None is 1; out [T, N] with a unit last stride, also x itself; ``plus``
-    holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
+    x is [T, N], out [T, N] with a unit last stride, or x itself. scale [T] is fp32, None is 1;
+    ``plus`` holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
     """
     T, N = x.shape
     if T == 0 or N == 0:
@@ -66,7 +77,9 @@ def scale_rows(
     _scale_rows_kernel[(T, -(-N // BLOCK_N))](
         x, scale, labels, *(plus or (None, None)),
         out,
-        N, *x.stride(), out.stride(0), ignore_index,
+        N,
+        *x.stride(), out.stride(0),
+        ignore_index,
         HAS_SCALE=scale is not None,
         HAS_PLUS=plus is not None,
         BLOCK_N=BLOCK_N,
@@ -75,9 +88,9 @@ def scale_rows(
 
 
 def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
-    """Write 0 into the rows of x [T, N] whose token is ignored; the others stay, and are not read.
+    """Write 0 to the rows of ignored tokens; other rows are neither read nor written.
 
-    x has a unit last stride.
+    x is [T, N] with a unit last stride.
     """
     T, N = x.shape
     if T == 0 or N == 0:
@@ -86,7 +99,9 @@ def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
     _clear_ignored_kernel[(T, -(-N // BLOCK_N))](
         labels,
         x,
-        N, x.stride(0), ignore_index,
+        N,
+        x.stride(0),
+        ignore_index,
         BLOCK_N=BLOCK_N,
         num_warps=8,
     )  # fmt: skip

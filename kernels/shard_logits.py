@@ -1,4 +1,4 @@
-"""One rank's logits as the kernels see them: operands, not numbers.
+"""The operand of all kernels that compute logits: what a rank's logits are made of.
 
 T = tokens, V = vocabulary rows here, H = hidden size.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 class ShardLogits:
     """``z = softcap(logit_scale * hidden @ weight.T + bias)``, never materialised.
 
-    hidden [T, H], weight [V, H] and bias [V] share a dtype; the matrices may have any strides, bias
-    and labels are contiguous. labels are [T] int64 global ids, of which
-    ``vocab_start_index <= label < vocab_start_index + V`` are owned here. Rows with
-    ``label == ignore_index`` may hold anything, NaN too, and contribute nothing. ``group_v``
-    neighbouring columns are added in fp32 (see ``exact_sums``), None: as many as a kernel likes.
+    hidden [T, H], weight [V, H] and bias [V] share a dtype. The matrices may have any strides; bias
+    and labels are contiguous. labels are [T] int64 global ids; this shard owns those with
+    ``vocab_start_index <= label < vocab_start_index + V``. Rows with ``label == ignore_index`` may
+    hold anything, also NaN, and contribute nothing. ``group_v`` is how many neighbouring columns
+    are added in fp32 (see ``exact_sums``); None lets each kernel choose.
     """
 
     hidden: Tensor

@@ -1,4 +1,7 @@
-"""The sum of what several ranks have computed for the same tokens, rounded once."""
+"""The sum of all ranks' shares of dhidden for the same tokens, rounded once.
+
+T = tokens of this rank, H = hidden size, P = ranks.
+"""
 
 import triton
 import triton.language as tl
@@ -14,6 +17,7 @@ def _sum_shares_kernel(
     T, H,
     RANK: tl.constexpr, P: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """A program adds BLOCK_H columns of one token, over ranks 0 to P - 1."""
     t = tl.program_id(0).to(tl.int64)  # T * H passes 2**31 at 524k x 4k
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
@@ -32,10 +36,10 @@ def _sum_shares_kernel(
 def sum_shares(
     own: Tensor, others: Tensor, rank: int, scale: Tensor | None, *, out: Tensor
 ) -> None:
-    """Write ``scale[t]`` times the sum of all ranks' shares, taken in fp32 and in their order.
+    """Write ``out[t] = scale[t] * sum over ranks of their shares``, added in fp32, in rank order.
 
-    own, which is ``rank``'s, and out are [T, H], others [P - 1, T, H]: contiguous and of one dtype;
-    scale is [T] fp32, None is 1.
+    own is the share of ``rank``, [T, H]; others are the other ranks' in order, [P - 1, T, H]; out
+    is [T, H]. All are contiguous and of one dtype. scale is [T] fp32, None is 1.
     """
     T, H = own.shape
     if T == 0 or H == 0:

@@ -1,18 +1,24 @@
-"""The per-token ingredients of dlogits.  Every quantity is [T].
+"""Formulas: the per-token factors of dlogits, from a token's statistics and upstream gradients.
 
-With ``p = exp(z - lse)``, per-token upstream g and ``w = 1 + 2 * z_loss_weight * lse``::
+``row_gradient`` is applied in Triton by ``token_gradient.py`` and in PyTorch as it is, by
+``eager.py``; ``label_value`` by ``token_loss.py``, ``token_gradient.py`` and ``eager_rows.py``. The
+gradient of the metrics is always computed here. ``dlogits.py`` builds D from these factors. Every
+quantity is [T], T = tokens.
+
+With ``p = exp(z - lse)``, upstream gradient g of a token and ``w = 1 + 2 * z_loss_weight * lse``::
 
     dz_v = g * (p_v * w - (1 - label_smoothing) [v = label] - label_smoothing / V_all)
 
-is split as ``dz = scale * D + uniform`` so that D holds numbers near 1 whatever g is (g may be
-1e-9, which half precision flushes) and needs no g, so that it can be stored in forward::
+is split as ``dz = scale * D + uniform``. D does not contain g, so it is near 1 in size for any g
+(1e-9, for example, would be flushed in half precision) and can be stored in forward::
 
     D_v = exp(z_v - reference)      D_label = label_value
 
-D that is made in backward may have the scale inside, see ``folded``; then nothing else needs it.
+D that is computed in backward may contain the scale, see ``folded``: no other factor is then
+needed.
 
-The label's own column is computed from the sum over the *other* columns: ``p_label - 1`` would
-cancel for a confident token, ``-others * exp(reference - lse)`` does not.
+The label's own column follows from the sum over the *other* columns: ``p_label - 1`` would cancel
+for a confident token, ``-others * exp(reference - lse)`` does not.
 """
 
 from typing import NamedTuple
@@ -24,10 +30,10 @@ from flce_dist.kernels.token_loss_formulas import FAR, LossTerms, TokenStats
 
 
 class RowGradient(NamedTuple):
-    """``dz = scale * D + uniform``, D as ``dlogits`` writes it from the other three.
+    """``dz = scale * D + uniform``, with D as ``dlogits`` writes it from the other three.
 
-    scale (None is 1) and uniform include ``logit_scale``, as the gradient by ``hidden @ weight.T``
-    does; the gradient by the bias takes it out again.
+    scale (None is 1) and uniform contain ``logit_scale``, as the gradient by ``hidden @ weight.T``
+    does; the gradient by the bias divides by it.
     """
 
     scale: Tensor | None
@@ -37,7 +43,7 @@ class RowGradient(NamedTuple):
     uniform: Tensor | None
 
     def folded(self) -> "RowGradient":
-        """The same ``dz`` with the scale inside D. Not for fp16, which would flush it."""
+        """The same ``dz`` with the scale inside D. Not for fp16: small scales would become 0."""
         if self.scale is None:
             return self
         return self._replace(
@@ -59,7 +65,7 @@ class MetricGradients(NamedTuple):
 
 
 def label_value(stats: TokenStats, reference: Tensor, terms: LossTerms) -> Tensor:
-    """Return D at the label's column, relative to ``reference``; free of the upstream gradient."""
+    """Return D at the label's column, relative to ``reference``, without the upstream gradient."""
     change = stats.reference - reference
     value = -stats.others * change.exp()
     if terms.has_excess:
@@ -100,9 +106,7 @@ def row_gradient(
 ) -> RowGradient:
     """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
 
-    token_weight and dloss are [T] (dloss also a scalar for all), norm a scalar; None is 1. D is
-    relative to the reference of stats, or to lse where ``from_lse``. Not for softcap with
-    smoothing.
+    As in ``token_gradient.py``, in the dtype of statistics.
     """
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
     reference = stats.lse if from_lse else stats.reference
@@ -125,10 +129,10 @@ def row_gradient_with_metrics(
     entropy: Tensor | None,
     terms: LossTerms,
 ) -> RowGradient:
-    """Split the gradient of loss and metrics, where no one factor is common to a row.
+    """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
     ``dloss`` comes from ``token_dloss``. With ``x_v = z_v - reference``,
-    ``D_v = exp(x_v) * (a + b * x_v) + u`` has the upstream gradients inside::
+    ``D_v = exp(x_v) * (a + b * x_v) + u`` contains the upstream gradients::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
     """

@@ -1,4 +1,9 @@
-"""From shard statistics to the loss of each token.  Every quantity is [T].
+"""Formulas: from the statistics of a token over the whole vocabulary to its loss and metrics.
+
+Applied in Triton by ``token_loss.py`` (``first_reference`` and ``is_rescued`` also by
+``linear_stats.py``, ``merge_stats.py`` and ``rescue.py``, in the form of ``primitives.py``), in
+PyTorch by ``eager.py`` and ``eager_rows.py``. Metrics are always computed here. Every quantity is
+[T], T = tokens.
 
 Exponentials are relative to the token's ``reference``, normally its label's logit:
 ``e_v = exp(z_v - reference)``, summed over the columns other than the label into ``others``. Then
@@ -12,26 +17,25 @@ import torch
 from torch import Tensor
 
 RESCUE_ABOVE = 50.0
-"""Nats by which a logit may pass the label's before the token's reference becomes the maximum.
+"""Nats by which a logit may exceed the label's before the token's reference becomes the maximum.
 
-fp32 and bf16 overflow at exp(88). exp(50) times 262,144 columns stays far below that, and
+fp32 and bf16 overflow at exp(88). exp(50) times 262,144 columns is far below that, and
 ``exp(-62) * dloss``, the factor that undoes it in backward, far above the smallest normal number.
 """
 
-
 LOWEST = -(2.0**20)
-"""A label's logit below this, as by a bias of -inf, is nothing to be relative to.
+"""Least logit of a label that other logits can be relative to.
 
-The logits of other columns would be lost in the difference. Such tokens are rescued, too.
+Below it, for example under a bias of -inf, they would lose their precision in the difference. Such
+tokens are rescued, too.
 """
 
-
 FAR = -1e30
-"""In place of -inf where it is multiplied by its exponential: 0 * -inf would be NaN."""
+"""Used in place of -inf where x is multiplied by exp(x): 0 * -inf would be NaN."""
 
 
 class LossTerms(NamedTuple):
-    """What the loss of one token depends on beside its statistics."""
+    """Options that the loss of a token depends on beside its statistics."""
 
     label_smoothing: float
     z_loss_weight: float
@@ -76,15 +80,15 @@ class TokenStats(NamedTuple):
 
 
 def first_reference(label_logit: Tensor) -> Tensor:
-    """Return what exponentials are relative to before any maximum is known: the label's logit.
+    """Return what exponentials are relative to before the maximum is known: the label's logit.
 
-    0 where that is too low, so that other logits and their maximum stay exact.
+    It is 0 where that is below ``LOWEST``, so that other logits and their maximum stay exact.
     """
     return torch.where(label_logit < LOWEST, 0.0, label_logit)
 
 
 def is_rescued(label_logit: Tensor, others_max: Tensor) -> Tensor:
-    """Whether ``rescue`` computes a token again, relative to its largest logit."""
+    """Whether ``rescue`` recomputes a token relative to its largest logit."""
     return (others_max - label_logit > RESCUE_ABOVE) | (label_logit < LOWEST)
 
 
@@ -95,12 +99,12 @@ def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
 
 
 def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
-    """Return the loss of each token, before its weight. Ignored tokens hold anything."""
+    """Return the loss of each token before its weight; undefined for ignored tokens."""
     loss = -stats.logprob
     if terms.label_smoothing:
         assert stats.sum_z is not None
         share = terms.label_smoothing / terms.vocab_size
-        # By first_reference, which is finite: a label at -inf makes the loss inf, and not NaN.
+        # first_reference is finite: a label at -inf makes the loss inf, not NaN.
         first = first_reference(stats.label_logit)
         loss = stats.log_total + (stats.reference - first) - share * stats.sum_z
         loss = loss - (1 - terms.label_smoothing + share) * (stats.label_logit - first)
@@ -110,7 +114,7 @@ def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
 
 
 def token_entropy(stats: TokenStats) -> Tensor:
-    """Return ``-sum_v p_v log p_v``, all of its terms non-negative but for rounding."""
+    """Return ``-sum_v p_v log p_v``; its terms are non-negative up to rounding."""
     assert stats.sum_ez is not None
     label_above = stats.label_above.clamp_min(FAR)
     # Divided by the total itself: exp(-log_total) would carry log_total's rounding, which

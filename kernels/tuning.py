@@ -1,9 +1,9 @@
-"""Which tile for which chip: data, and a pure function that picks.
+"""Tile sizes per GPU architecture: data, and a pure function that chooses.
 
 Measured on an H200 (bf16, T = 8192, H = 4096, V = 128256): 128 x 256 x 64 with 8 warps and 3
 stages in a persistent grid runs at cuBLAS speed; 128 x 128 tiles cost 11 %, 256 x 128 tiles 13 %,
-other groups of token blocks than 8 up to 4 %. The tiles of other chips are not measured: they fit
-and do not spill.
+other groups of token blocks than 8 up to 4 %. The tiles of other architectures are not measured:
+they fit into shared memory and do not spill.
 """
 
 import functools
@@ -27,7 +27,7 @@ class TileConfig:
 
 INTERPRETED = "interpreted"
 
-# (chip, bytes of an operand) -> tile.
+# (architecture, bytes of an operand's element) -> tile.
 _TILES = {
     ("sm_80", 2): TileConfig(128, 128, 32, 8, 8, 3),
     ("sm_80", 4): TileConfig(64, 64, 32, 8, 4, 3),
@@ -37,13 +37,13 @@ _TILES = {
     ("sm_100", 4): TileConfig(64, 64, 32, 8, 8, 3),
     ("sm_120", 2): TileConfig(128, 128, 32, 8, 8, 3),
     ("sm_120", 4): TileConfig(64, 64, 32, 8, 8, 3),
-    # One step of the interpreter costs the same for any tile: few, odd-sized enough to be ragged.
+    # A step of the interpreter takes as long for any tile: large enough for few steps, small enough
+    # that the sizes of tests do not fill the last tile.
     (INTERPRETED, 2): TileConfig(32, 64, 32, 2, 4, 1),
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
 }
 
-# With one block of tokens, tiles are spread over the vocabulary alone, each row of weight is read
-# once, and what counts is bytes in flight.
+# With one block of tokens each row of weight is read once, and the bytes in flight decide.
 _ONE_BLOCK = {
     ("sm_80", 2): TileConfig(64, 128, 32, 1, 4, 3),
     ("sm_90", 2): TileConfig(64, 256, 64, 1, 4, 4),
@@ -55,7 +55,7 @@ _ONE_BLOCK = {
 def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
     """Return the tile for ``arch`` ("sm_90"), operands of ``itemsize`` bytes and T tokens.
 
-    ``stores`` says whether tiles are written, which takes shared memory from the stages.
+    ``stores`` says whether the kernel stores tiles, which takes shared memory from the stages.
     """
     config = _TILES[arch, itemsize]
     if T <= 64:
@@ -66,7 +66,7 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
 
 
 def all_configs() -> list[tuple[str, int, bool, TileConfig]]:
-    """Every ``(arch, itemsize, stores, config)`` a GPU may be given, for ahead-of-time checks."""
+    """Every ``(arch, itemsize, stores, config)`` that a GPU may get, for ahead-of-time checks."""
     configs = {
         (arch, itemsize, stores, tile_config(arch, itemsize, T, stores)): None
         for arch, itemsize in _TILES
@@ -78,15 +78,16 @@ def all_configs() -> list[tuple[str, int, bool, TileConfig]]:
 
 
 def has_tma(arch: str) -> bool:
-    """Whether tiles travel by tensor descriptors there."""
+    """Whether the architecture has TMA, which loads and stores tiles by tensor descriptors."""
     return arch != "sm_80"
 
 
 def arch_of(major: int, shared_bytes: int) -> str:
-    """Whose tiles fit a chip of this major version with so much shared memory for a block.
+    """Return the architecture whose tiles fit a GPU of this major version.
 
-    Chips of one major version differ: sm_80 has 163 KiB and sm_89 99, for which sm_80's tiles are
-    small enough. From Blackwell on those with less than sm_100's 227 KiB get sm_120's.
+    ``shared_bytes`` is the shared memory that one of its blocks may use.
+    GPUs of one major version differ: sm_80 has 163 KiB and sm_89 has 99 KiB, for which the tiles of
+    sm_80 are small enough. From Blackwell on, those with less than sm_100's 227 KiB get sm_120's.
     """
     known = {8: "sm_80", 9: "sm_90"}
     return known.get(major) or ("sm_100" if shared_bytes >= 227 << 10 else "sm_120")
