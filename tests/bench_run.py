@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from flce_dist.launch import bench
-from flce_dist.launch.bench_files import read_results
+from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench.files import read_results
 
 GRID = """
 check: gradients

@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import bench, bench_measure, bench_problem
-from flce_dist.launch.bench_config import BenchConfig, RunSpec, ShapeSpec
-from flce_dist.launch.bench_files import read_results
-from flce_dist.launch.bench_measure import Measured, over_ranks
-from flce_dist.launch.bench_peers import PEERS, Peer, canonical
-from flce_dist.launch.bench_problem import make_problem, make_truth
-from flce_dist.launch.bench_report import FIELDS
+from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench import measure, problem
+from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
+from flce_dist.launch.bench.files import read_results
+from flce_dist.launch.bench.measure import Measured, over_ranks
+from flce_dist.launch.bench.peers import PEERS, Peer, canonical
+from flce_dist.launch.bench.problem import make_problem, make_truth
+from flce_dist.launch.bench.report import FIELDS
 from flce_dist.memory import peak_memory
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms, run_ranks
@@ -192,7 +193,7 @@ def test_a_sample_is_divided_by_its_calls_and_gradients_are_fresh(tmp_path, monk
 
     looks = itertools.count()  # at the clock; each takes time, too, as floors must take some
     clock = SimpleNamespace(perf_counter=lambda: 5e-3 * len(calls) + 1e-4 * next(looks))
-    monkeypatch.setattr(bench_measure, "time", clock)
+    monkeypatch.setattr(measure, "time", clock)
     peer(monkeypatch, takes_5_ms)
     one_shape = GRID.replace("  - {T: 12, H: 16, V: 64, dtype: fp32}\n", "")
     assert run(tmp_path, "  - {impl: canonical}\n", "--sample-ms", "20", grid=one_shape) == 0
@@ -225,8 +226,8 @@ def test_memory_shared_with_peers_counts_for_the_run_that_took_it(tmp_path, monk
         held[0] += 4 << 20
         peak.shared_bytes = held[0]
 
-    monkeypatch.setattr(bench_measure, "peak_memory", shared)
-    monkeypatch.setattr(bench_measure, "release_shared_memory", lambda: held.__setitem__(0, 0))
+    monkeypatch.setattr(measure, "peak_memory", shared)
+    monkeypatch.setattr(measure, "release_shared_memory", lambda: held.__setitem__(0, 0))
     assert run(tmp_path, EAGER + "  - {impl: torch_eager}\n") == 0
     for record in records(tmp_path, "eager") + records(tmp_path, "torch_eager"):
         assert 4 <= record.workspace_mib < 4.5
@@ -234,7 +235,7 @@ def test_memory_shared_with_peers_counts_for_the_run_that_took_it(tmp_path, monk
 
 @pytest.mark.parametrize("P", [1, 2])
 def test_the_truth_is_the_textbook_in_fp64(P, monkeypatch):
-    monkeypatch.setattr(bench_problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
+    monkeypatch.setattr(problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
     shape = ShapeSpec(T=24, H=8, V=60, dtype="fp32")
 
     def rank(group: dist.ProcessGroup) -> dict[str, Any]:

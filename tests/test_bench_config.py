@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch.bench_config import (
+from flce_dist.launch.bench.config import (
     BenchConfig,
     Cross,
     RunSpec,

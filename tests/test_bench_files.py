@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import bench, bench_files
-from flce_dist.launch.bench_files import write_results
-from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench import files
+from flce_dist.launch.bench.files import write_results
+from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, records, run
 
@@ -69,7 +70,7 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         os.close(handle)
         raise OSError("no space left")
 
-    monkeypatch.setattr(bench_files.os, "fdopen", full_disk)
+    monkeypatch.setattr(files.os, "fdopen", full_disk)
     with pytest.raises(OSError, match="no space"):
         write_results(out, {"n": 2}, [record, record])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before

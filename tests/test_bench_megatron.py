@@ -12,13 +12,14 @@ import torch.distributed as dist
 pytest.importorskip("tyro")
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch import bench, bench_megatron
-from flce_dist.launch.bench_config import BenchConfig, Mode, RunSpec, ShapeSpec
-from flce_dist.launch.bench_files import read_results
-from flce_dist.launch.bench_measure import Measured, over_ranks
-from flce_dist.launch.bench_peers import PEERS
-from flce_dist.launch.bench_problem import Problem, make_problem, make_truth
-from flce_dist.launch.bench_report import make_records
+from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench import megatron_peer
+from flce_dist.launch.bench.config import BenchConfig, Mode, RunSpec, ShapeSpec
+from flce_dist.launch.bench.files import read_results
+from flce_dist.launch.bench.measure import Measured, over_ranks
+from flce_dist.launch.bench.peers import PEERS
+from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
+from flce_dist.launch.bench.report import make_records
 from flce_dist.testing import RankPool
 from tests.bench_run import GRID
 
@@ -45,7 +46,7 @@ def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any = "fp32") -> 
         (record,) = make_records(shape, [found])
         return dataclasses.asdict(record)
     finally:
-        bench_megatron.stop()
+        megatron_peer.stop()
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
@@ -92,7 +93,7 @@ def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
             assert one.failure is None and one.peak_bytes is not None
             found.append((one.peak_bytes, one.gradient_bytes))
     finally:
-        bench_megatron.stop()
+        megatron_peer.stop()
     return found
 
 

@@ -13,8 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from flce_dist.launch.bench_files import trace_file
-from flce_dist.launch.bench_profile import (
+from flce_dist.launch.bench.files import trace_file
+from flce_dist.launch.bench.profiles import (
     Activity,
     Profile,
     by_call,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.launch import bench_tile_max
+from flce_dist.launch.bench import tile_max
 from flce_dist.testing import relative_rms
 from tests.oracle import Inputs, Outcome, Upstream, run
 from tests.problems import each_dtype
@@ -63,7 +63,7 @@ def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tupl
 
 
 def tile_max_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor]:
-    return (bench_tile_max.loss_of(hidden, weight, labels) * len(labels),)
+    return (tile_max.loss_of(hidden, weight, labels) * len(labels),)
 
 
 def predictions(kind: str, device: str, V: int, H: int) -> Inputs:

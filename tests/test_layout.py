@@ -1,5 +1,7 @@
-"""The fixed top level, and the packaging that lets kernels/ and launch/ live there."""
+"""The folders at the top, and the packaging that imports them as packages inside flce_dist."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,52 +11,100 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLAT = ("kernels", "launch")
+LINKED = ("kernels", "launch")
 
 
-def top_level_problems(root: Path) -> list[str]:
-    """Return what would break the import of kernels/ and launch/ in some kind of install."""
+def packages_of(root: Path) -> dict[str, str]:
+    """Return ``{package: folder}`` for every folder that holds modules, as the tree has them."""
+    found = {}
+    for top in ("flce_dist", *LINKED):
+        for path in (root / top).rglob("*.py"):
+            folder = path.relative_to(root).parent
+            inside = folder.parts if top == "flce_dist" else ("flce_dist", *folder.parts)
+            found[".".join(inside)] = str(folder)
+    return dict(sorted(found.items()))
+
+
+def modules_of(root: Path) -> list[str]:
+    """Return the name of every module in those folders."""
+    return [
+        package if path.stem == "__init__" else f"{package}.{path.stem}"
+        for package, folder in packages_of(root).items()
+        for path in sorted((root / folder).glob("*.py"))
+    ]
+
+
+def layout_problems(root: Path) -> list[str]:
+    """Return what would break the import of some folder in some kind of install."""
     problems = []
-    for name in ("pyproject.toml", "README.md", "flce_dist", "tests", "configs", *FLAT):
+    for name in ("pyproject.toml", "README.md", "flce_dist", "tests", "configs", *LINKED):
         if not (root / name).exists():
             problems.append(f"{name} is missing")
-    for name in FLAT:
+    for name in LINKED:
         link = root / "flce_dist" / name
         if not link.is_symlink() or str(link.readlink()) != f"../{name}":
             problems.append(f"flce_dist/{name} must be a symlink to ../{name}")
-        if (root / name / "__init__.py").exists():
-            problems.append(f"{name}/__init__.py makes {name} shadow other packages")
-        for nested in root.glob(f"{name}/*/**/*.py"):
-            problems.append(f"{nested.relative_to(root)} is nested and drops out of the wheel")
-    for path in root.glob("launch/*.py"):
-        if path.stem in sys.stdlib_module_names:
-            problems.append(f"launch/{path.name} is named after a module of Python")
+        for path in (root / name).rglob("*.py"):
+            if path.name == "__init__.py":
+                problems.append(f"{path.relative_to(root)} makes {name} shadow other packages")
+            if path.stem in sys.stdlib_module_names:
+                problems.append(f"{path.relative_to(root)} is named after a module of Python")
+    text = (root / "pyproject.toml").read_text()
+    listed = set(re.findall(r'^    "([\w.]+)",$', text, re.MULTILINE))
+    folders = dict(re.findall(r'^"([\w.]+)" = "([\w/]+)"$', text, re.MULTILINE))
+    for package, folder in packages_of(root).items():
+        if package not in listed:
+            problems.append(f"{package} is not in `packages` and drops out of the wheel")
+        if not folder.startswith("flce_dist") and folders.get(package) != folder:
+            problems.append(f"package-dir must map {package} to {folder}")
     return problems
 
 
-def make_top_level(root: Path) -> None:
-    for name in ("flce_dist", "tests", "configs", *FLAT):
-        (root / name).mkdir()
-    for name in ("pyproject.toml", "README.md"):
-        (root / name).touch()
-    for name in FLAT:
-        (root / "flce_dist" / name).symlink_to(f"../{name}")
+def test_layout() -> None:
+    assert layout_problems(ROOT) == []
 
 
-def test_top_level() -> None:
-    assert top_level_problems(ROOT) == []
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    return copy_sources(tmp_path / "tree")
 
 
-def test_top_level_problems_are_found(tmp_path: Path) -> None:
-    make_top_level(tmp_path)
-    assert top_level_problems(tmp_path) == []
-    (tmp_path / "configs").rmdir()
-    (tmp_path / "kernels" / "__init__.py").touch()
-    (tmp_path / "kernels" / "sm90").mkdir()
-    (tmp_path / "kernels" / "sm90" / "gemm.py").touch()
-    (tmp_path / "launch" / "profile.py").touch()
-    (tmp_path / "flce_dist" / "launch").unlink()
-    assert len(top_level_problems(tmp_path)) == 5
+def copy_sources(copy: Path) -> Path:
+    """Copy what a build reads, so that the checkout gets no build products."""
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("flce_dist", *LINKED):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    for name in ("tests", "configs"):
+        (copy / name).mkdir()
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "problems"),
+    [
+        ("kernels/__init__.py", 1),
+        ("launch/train/__init__.py", 1),
+        ("launch/profile.py", 1),
+        ("launch/bench/profile.py", 1),
+        ("flce_dist/new/module.py", 1),
+        ("kernels/sm90/gemm.py", 2),
+        ("launch/serve/__main__.py", 2),
+    ],
+)
+def test_a_file_that_would_break_an_install_is_found(tree: Path, path: str, problems: int) -> None:
+    assert layout_problems(tree) == []
+    (tree / path).parent.mkdir(exist_ok=True)
+    (tree / path).touch()
+    assert len(layout_problems(tree)) == problems
+
+
+def test_what_is_missing_is_found(tree: Path) -> None:
+    (tree / "configs").rmdir()
+    (tree / "flce_dist" / "launch").unlink()
+    assert len(layout_problems(tree)) == 2
 
 
 def test_pytest_finds_the_packages_with_nothing_installed(pytestconfig: pytest.Config) -> None:
@@ -71,44 +121,73 @@ def test_constraints_pin_each_requirement_exactly() -> None:
     assert {"torch", "triton", "megatron-core", "numpy"} <= set(names)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel of a copy, so that the checkout gets no build products."""
+def without_symlinks(tree: Path) -> Path:
+    """Turn symlinks into files that hold their target, as some programs unpack a zip."""
+    for name in LINKED:
+        link = tree / "flce_dist" / name
+        link.unlink()
+        link.write_text(f"../{name}")
+    return tree
+
+
+def build(tree: Path, hook: str) -> Path:
+    """Build a wheel by one of setuptools' hooks; return the folder that it is installed into."""
     pytest.importorskip("setuptools", minversion="77.0.3")
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for name in ("flce_dist", *FLAT):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(out), str(copy)]
-    subprocess.run(command, check=True)
-    (path,) = out.glob("*.whl")
-    return path
+    program = f"from setuptools import build_meta; build_meta.{hook}('wheels')"
+    subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
+    (path,) = tree.glob("wheels/*.whl")
+    zipfile.ZipFile(path).extractall(tree / "site")
+    return tree / "site"
 
 
-def test_wheel_contains_every_module_once(wheel: Path) -> None:
-    expected = {f"flce_dist/{path.name}" for path in ROOT.glob("flce_dist/*.py")}
-    expected |= {f"flce_dist/{name}/{p.name}" for name in FLAT for p in ROOT.glob(f"{name}/*.py")}
-    names = zipfile.ZipFile(wheel).namelist()
-    assert sorted(name for name in names if name.endswith(".py")) == sorted(expected)
-    assert "flce_dist/py.typed" in names
+@pytest.fixture(scope="module", params=["checkout", "wheel", "wheel of a zip", "editable"])
+def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a kind of install puts on Python's path."""
+    tree = copy_sources(tmp_path_factory.mktemp("install") / "tree")
+    if request.param == "checkout":
+        return tree
+    if request.param == "wheel of a zip":
+        without_symlinks(tree)
+    return build(tree, "build_editable" if request.param == "editable" else "build_wheel")
 
 
-def test_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    program = (
-        "import flce_dist, flce_dist.kernels.eager as eager\n"
-        "print(flce_dist.__file__, eager.__file__)"
-    )
+PROGRAM = """
+import importlib.util, runpy, site, sys
+site.addsitedir(sys.argv.pop(1))
+for name in sys.argv.pop(1).split():
+    print("found", importlib.util.find_spec(name).origin)
+runpy.run_module("flce_dist.launch.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_every_module_is_found_in_each_kind_of_install(install: Path, tmp_path: Path) -> None:
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    search = os.pathsep.join([str(install), *packages])
+    modules = modules_of(ROOT)
     run = subprocess.run(
-        [sys.executable, "-c", program],
+        # -S: without the .pth files of other installs of flce_dist.
+        [sys.executable, "-S", "-c", PROGRAM, str(install), " ".join(modules), "--help"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": search, "PATH": os.environ["PATH"]},
         check=True,
         capture_output=True,
         text=True,
     )
-    site = str(tmp_path / "site" / "flce_dist")
-    assert [path.startswith(site) for path in run.stdout.split()] == [True, True]
+    found = [line.split()[1] for line in run.stdout.splitlines() if line.startswith("found ")]
+    assert {"flce_dist.launch.train.__main__", "flce_dist.kernels.eager"} <= set(modules)
+    assert len(set(found)) == len(modules)
+    tree = install if install.name == "tree" else install.parent
+    assert all(Path(origin).is_relative_to(tree) for origin in found)
+    assert "usage: python -m flce_dist.launch.train" in run.stdout
+
+
+def test_wheel_contains_every_module_once(tmp_path: Path) -> None:
+    site = build(copy_sources(tmp_path / "sources"), "build_wheel")
+    names = zipfile.ZipFile(next(site.parent.glob("wheels/*.whl"))).namelist()
+    expected = {
+        f"{package.replace('.', '/')}/{path.name}"
+        for package, folder in packages_of(ROOT).items()
+        for path in (ROOT / folder).glob("*.py")
+    }
+    assert sorted(name for name in names if name.endswith(".py")) == sorted(expected)
+    assert "flce_dist/py.typed" in names

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist import megatron as adapter
-from flce_dist.launch.train_config import ModelConfig, ParallelConfig, RunConfig
-from flce_dist.launch.train_model import (
+from flce_dist.launch.train.config import ModelConfig, ParallelConfig, RunConfig
+from flce_dist.launch.train.model import (
     Groups,
     ParallelRMSNorm,
     build_model,

@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from flce_dist.launch import plot
 from flce_dist.launch.about import caption
-from flce_dist.launch.bench_files import write_profiles, write_results
-from flce_dist.launch.bench_profile import Activity, Profile, profile_of
-from flce_dist.launch.bench_report import Record
-from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
-from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
-from flce_dist.launch.plot_scaling import efficiency, scaling
+from flce_dist.launch.bench.files import write_profiles, write_results
+from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
+from flce_dist.launch.bench.report import Record
+from flce_dist.launch.plot import __main__ as plot
+from flce_dist.launch.plot.figures import dial, forward_grid, latency, memory
+from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
+from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 
 MIB = 2**20
@@ -316,7 +316,7 @@ def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(
 
 
 def test_the_comparison_of_heads_says_what_it_is_of() -> None:
-    compare = pytest.importorskip("flce_dist.launch.train_compare", exc_type=ImportError)
+    compare = pytest.importorskip("flce_dist.launch.train.compare", exc_type=ImportError)
     numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
     figure = compare.comparison_figure({**numbers, "commit": "abc1234"})
     below = figure.get_supxlabel()

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.launch import train_checkpoint, train_ranks
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_checkpoint import (
+from flce_dist.launch.train import checkpoint
+from flce_dist.launch.train import ranks as train_ranks
+from flce_dist.launch.train.checkpoint import (
     MANIFEST,
     Checkpoint,
     Position,
@@ -141,7 +142,7 @@ def rewrite(manifest: Path, **changes: Any) -> None:
     """Change a manifest and make its digest fit."""
     values = json.loads(manifest.read_bytes())
     del values["sha256"]
-    manifest.write_bytes(train_checkpoint._render(values | changes))
+    manifest.write_bytes(checkpoint._render(values | changes))
 
 
 def test_a_manifest_must_name_its_folder_and_the_file_of_every_rank(directory: Path) -> None:
@@ -231,7 +232,7 @@ def rank_save_until_killed(group: Any, directory: Path) -> None:
             raise error
         return results
 
-    stop = mock.patch.object(train_checkpoint, "together", together)
+    stop = mock.patch.object(checkpoint, "together", together)
     with stop, pytest.raises(KeyboardInterrupt):
         rank_save(group, directory, [20], 2)
 
@@ -257,7 +258,7 @@ def rank_error(group: Any, directory: Path) -> str:
 
 def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
     """Save where one rank's write fails, by the kernel's own doing."""
-    write_shard, render = train_checkpoint._write_shard, train_checkpoint._render
+    write_shard, render = checkpoint._write_shard, checkpoint._render
 
     def full_disk(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
         return write_shard(Path("/dev/full"), state)
@@ -276,11 +277,11 @@ def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "shard" and group.rank() == 1:
-            patch.setattr(train_checkpoint, "_write_shard", full_disk)
+            patch.setattr(checkpoint, "_write_shard", full_disk)
         if where == "limit" and group.rank() == 0:
-            patch.setattr(train_checkpoint, "_write_shard", limited)
+            patch.setattr(checkpoint, "_write_shard", limited)
         if where == "manifest":
-            patch.setattr(train_checkpoint, "_render", full_manifest)
+            patch.setattr(checkpoint, "_render", full_manifest)
         return rank_error(group, directory)
 
 

@@ -14,10 +14,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch import train, train_start
-from flce_dist.launch.bench_config import BenchConfig
+from flce_dist.launch.bench.config import BenchConfig
 from flce_dist.launch.program import run_program
-from flce_dist.launch.train_config import (
+from flce_dist.launch.train import __main__ as train
+from flce_dist.launch.train import start
+from flce_dist.launch.train.config import (
     MAY_CHANGE_ON_RESUME,
     HeadConfig,
     ModelConfig,
@@ -26,8 +27,8 @@ from flce_dist.launch.train_config import (
     load_config,
     resume_conflicts,
 )
-from flce_dist.launch.train_data import load_corpus
-from flce_dist.launch.verify import Settings
+from flce_dist.launch.train.data import load_corpus
+from flce_dist.launch.verify.__main__ import Settings
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import DECLARED
 
@@ -285,8 +286,8 @@ def test_ranks_started_here_end_as_the_first_one_that_failed(
     overrides = ["--parallel.tensor", "4"]
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
-    monkeypatch.setattr(train_start, "torchrun", torchrun)
-    monkeypatch.setattr(train_start.logging, "disable", lambda level: None)
+    monkeypatch.setattr(start, "torchrun", torchrun)
+    monkeypatch.setattr(start.logging, "disable", lambda level: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert train.main() == status
     assert capsys.readouterr() == ("", said)

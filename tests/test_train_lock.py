@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_exit import end_with_torchrun, is_orphan
-from flce_dist.launch.train_lock import LOCK, held, locked, this_run
+from flce_dist.launch.train.exit import end_with_torchrun, is_orphan
+from flce_dist.launch.train.lock import LOCK, held, locked, this_run
 from flce_dist.testing import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_checkpoint import load, newest_whole
-from flce_dist.launch.train_config import (
+from flce_dist.launch.train.checkpoint import load, newest_whole
+from flce_dist.launch.train.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -25,10 +25,10 @@ from flce_dist.launch.train_config import (
     flatten,
     resume_conflicts,
 )
-from flce_dist.launch.train_data import Corpus, load_corpus
-from flce_dist.launch.train_log import RunLog, plot_loss_curve, read_metrics
-from flce_dist.launch.train_optimizer import learning_rate
-from flce_dist.launch.train_run import Trainer, run
+from flce_dist.launch.train.data import Corpus, load_corpus
+from flce_dist.launch.train.log import RunLog, plot_loss_curve, read_metrics
+from flce_dist.launch.train.optimizer import learning_rate
+from flce_dist.launch.train.run import Trainer, run
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import RankFailed, RankPool
 from tests.tiny_training import records

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
-from flce_dist.launch import verify, verify_checks
-from flce_dist.launch.verify_cases import (
+from flce_dist.launch.verify import __main__ as verify
+from flce_dist.launch.verify import checks as verify_checks
+from flce_dist.launch.verify.cases import (
     Case,
     Shape,
     cases,
@@ -22,7 +23,7 @@ from flce_dist.launch.verify_cases import (
     part_cached_budget,
     variants,
 )
-from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.op import prepare
 from flce_dist.op.plan import Plan, plan

@@ -45,7 +45,7 @@ def program(folder: Path, held: Path | None = None) -> list[str]:
 
 
 def hold_rank_1(held: Path) -> None:
-    from flce_dist.launch.train_run import Trainer
+    from flce_dist.launch.train.run import Trainer
 
     train_step = Trainer.train_step
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_peers import PEERS
+from flce_dist.launch.bench.floors import FLOORS
+from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.yaml_config import (
     NOT_NEGATIVE,
     SEED,
@@ -32,7 +32,7 @@ class RunSpec:
     """One way to compute the loss, or a floor to measure it against."""
 
     impl: str = "triton"
-    """triton or eager (ours), a floor of bench_floors or a peer of bench_peers."""
+    """triton or eager (ours), a floor of floors.py or a peer of peers.py."""
     schedule: Schedule = "auto"
     """Of ours; peers and floors have none."""
     max_logits_bytes: Annotated[int | None, COUNT] = None

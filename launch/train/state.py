@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_optimizer import Optimizer
+from flce_dist.launch.train.optimizer import Optimizer
 
 
 def model_state(optimizer: Optimizer) -> dict[str, Tensor]:

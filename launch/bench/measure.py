@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.launch.bench_config import BenchConfig, RunSpec
-from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_peers import PEERS, LossFunction, load_peer
-from flce_dist.launch.bench_problem import Errors, Problem, Truth, errors_of
-from flce_dist.launch.bench_profile import Profile, take_profile
+from flce_dist.launch.bench.config import BenchConfig, RunSpec
+from flce_dist.launch.bench.floors import FLOORS
+from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
+from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
+from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.memory import peak_memory, release_shared_memory
 from flce_dist.options import Impl
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.about import about, caption
-from flce_dist.launch.train_head import (
+from flce_dist.launch.train.head import (
     Head,
     HeadResult,
     head_input,

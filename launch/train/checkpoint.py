@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_ranks import on_rank_0, together, writing
+from flce_dist.launch.train.ranks import on_rank_0, together, writing
 
 MANIFEST = "manifest.json"
 

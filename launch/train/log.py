@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_ranks import writing
+from flce_dist.launch.train.ranks import writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"

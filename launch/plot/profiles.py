@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_profile import Profile
+from flce_dist.launch.bench.floors import FLOORS
+from flce_dist.launch.bench.profiles import Profile
 
 COLORS = {"products": "#2c7fb8", "other": "#7fcdbb", "communication": "#d95f0e", "idle": "#f0f0f0"}
 PARTS = {

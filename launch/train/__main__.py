@@ -9,7 +9,7 @@ starts ``parallel.tensor`` ranks on this host. For other numbers of ranks, and s
 Each step: the loss of one batch through megatron-core's GPTModel and linear_cross_entropy, its
 gradients, one update. All that a step depends on (weights, optimizer, generators, position in the
 data) is in the checkpoints, so a run that is killed and started again ends where it would have.
-This module reads the command line and torchrun's environment; ``train_run`` has the loop.
+This module reads the command line and torchrun's environment; ``run`` has the loop.
 """
 
 import os
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from flce_dist.launch.program import run_program
-from flce_dist.launch.train_config import RunConfig, load_config
-from flce_dist.launch.train_exit import end_with_torchrun
-from flce_dist.launch.train_lock import held
-from flce_dist.launch.train_ranks import said
+from flce_dist.launch.train.config import RunConfig, load_config
+from flce_dist.launch.train.exit import end_with_torchrun
+from flce_dist.launch.train.lock import held
+from flce_dist.launch.train.ranks import said
 from flce_dist.launch.yaml_config import ConfigError
 
 
@@ -50,8 +50,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     with held(config.out_dir):
         with said("loading libraries, vocabulary and text"):
-            from flce_dist.launch.train_data import load_corpus  # seconds, for which no error waits
-            from flce_dist.launch.train_run import run
+            from flce_dist.launch.train.data import load_corpus  # seconds, for which no error waits
+            from flce_dist.launch.train.run import run
 
             corpus = load_corpus(config)
         return run(config, corpus, device)
@@ -59,7 +59,7 @@ def main() -> int:
 
 def start(arguments: list[str]) -> int:
     """Check the configuration, and start the ranks of this host."""
-    from flce_dist.launch.train_start import start_ranks
+    from flce_dist.launch.train.start import start_ranks
 
     ranks = load_config(arguments).parallel.tensor
     return start_ranks(ranks, ["-m", "flce_dist.launch.train", *arguments])

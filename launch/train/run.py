@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train_checkpoint import Checkpoint, Position, clean, load, newest_whole, save
-from flce_dist.launch.train_compare import compare_heads, print_table, write_comparison
-from flce_dist.launch.train_config import RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train_data import Corpus
-from flce_dist.launch.train_head import check_head, head_input, our_head, run_head
-from flce_dist.launch.train_log import RunLog, plot_loss_curve
-from flce_dist.launch.train_model import Groups, build_model, initialize_megatron, token_losses
-from flce_dist.launch.train_optimizer import Optimizer
-from flce_dist.launch.train_ranks import on_rank_0, said, say, together, writing
-from flce_dist.launch.train_state import (
+from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, load, newest_whole, save
+from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
+from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train.data import Corpus
+from flce_dist.launch.train.head import check_head, head_input, our_head, run_head
+from flce_dist.launch.train.log import RunLog, plot_loss_curve
+from flce_dist.launch.train.model import Groups, build_model, initialize_megatron, token_losses
+from flce_dist.launch.train.optimizer import Optimizer
+from flce_dist.launch.train.ranks import on_rank_0, said, say, together, writing
+from flce_dist.launch.train.state import (
     model_state,
     random_state,
     restore_model,

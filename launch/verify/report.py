@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
-from flce_dist.launch.verify_cases import METRICS, Case, Shape
+from flce_dist.launch.verify.cases import METRICS, Case, Shape
 from flce_dist.testing import ErrorBudget
 
 COLUMNS = {

@@ -1,7 +1,7 @@
 """What the benchmark found: one flat record for each run at a shape, and a table of them.
 
 Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the matrix products that such a
-run cannot do without (``bench_config.floor_of``). A forward run at few tokens is bound by reading
+run cannot do without (``config.floor_of``). A forward run at few tokens is bound by reading
 the weight: where ``read_weight`` was measured and takes longer, it is the floor.
 """
 
@@ -14,10 +14,10 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from flce_dist.launch.bench_config import RunSpec, ShapeSpec, floor_of
-from flce_dist.launch.bench_floors import FLOORS
-from flce_dist.launch.bench_measure import Measured
-from flce_dist.launch.bench_peers import NotInstalled
+from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
+from flce_dist.launch.bench.floors import FLOORS
+from flce_dist.launch.bench.measure import Measured
+from flce_dist.launch.bench.peers import NotInstalled
 
 MIB = 2**20
 LOSS_BUDGET = 1e-4

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flce_dist.launch.about import about
-from flce_dist.launch.bench_config import (
+from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
     all_shapes,
@@ -32,20 +32,20 @@ from flce_dist.launch.bench_config import (
     load_config,
     runs_of,
 )
-from flce_dist.launch.bench_files import (
+from flce_dist.launch.bench.files import (
     records_so_far,
     trace_file,
     with_suffix,
     write_profiles,
     write_results,
 )
-from flce_dist.launch.bench_measure import Measured, free_memory, over_ranks
-from flce_dist.launch.bench_peers import PEERS, close_peers, forget_compiled
-from flce_dist.launch.bench_problem import Truth, make_problem, make_truth
-from flce_dist.launch.bench_profile import Profile, describe
-from flce_dist.launch.bench_report import Record, make_records, table
+from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
+from flce_dist.launch.bench.peers import PEERS, close_peers, forget_compiled
+from flce_dist.launch.bench.problem import Truth, make_problem, make_truth
+from flce_dist.launch.bench.profiles import Profile, describe
+from flce_dist.launch.bench.report import Record, make_records, table
+from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
-from flce_dist.launch.verify import start
 from flce_dist.launch.yaml_config import ConfigError
 
 

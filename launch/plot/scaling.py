@@ -13,9 +13,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.bench_config import OURS
-from flce_dist.launch.bench_report import Record
-from flce_dist.launch.plot_figures import (
+from flce_dist.launch.bench.config import OURS
+from flce_dist.launch.bench.report import Record
+from flce_dist.launch.plot.figures import (
     BLUE,
     ON_LINES,
     OUR_COLOR,

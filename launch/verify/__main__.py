@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,8 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flce_dist.launch.about import about
+from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
-from flce_dist.launch.verify_cases import (
+from flce_dist.launch.verify.cases import (
     Shape,
     cases,
     default_shapes,
@@ -35,8 +35,8 @@ from flce_dist.launch.verify_cases import (
     part_cached_budget,
     variants,
 )
-from flce_dist.launch.verify_checks import make_truth, run_case
-from flce_dist.launch.verify_report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
 from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
 
@@ -64,7 +64,13 @@ class Settings:
 def main(args: Sequence[str] | None = None) -> int:
     """Return 0 if every rank met every budget, else 1."""
     show_errors = os.environ.get("RANK", "0") == "0"
-    settings = tyro.cli(Settings, args=args, description=__doc__, console_outputs=show_errors)
+    settings = tyro.cli(
+        Settings,
+        prog="python -m flce_dist.launch.verify",
+        args=args,
+        description=__doc__,
+        console_outputs=show_errors,
+    )
     check_ranges(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda needs a GPU, found none")
@@ -86,19 +92,6 @@ def main(args: Sequence[str] | None = None) -> int:
         found = {**facts, "passed": passed, "records": [record.as_json() for record in records]}
         settings.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if passed else 1
-
-
-def start(device_type: str) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """Join torchrun's ranks or an existing default group; alone, there is no group."""
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-        # Long enough for a rank that compiles kernels, short enough for one that is gone.
-        timeout = timedelta(minutes=5)
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
-    return device, dist.group.WORLD if dist.is_initialized() else None
 
 
 def _run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flce_dist.launch.train_config import TEXT_SHA256, RunConfig
+from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
 from flce_dist.launch.yaml_config import ConfigError
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flce_dist.launch.bench_profile import KernelTime, Profile
-from flce_dist.launch.bench_report import FIELDS, Record
+from flce_dist.launch.bench.profiles import KernelTime, Profile
+from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
 
 Item = TypeVar("Item")

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.bench_config import OURS
-from flce_dist.launch.bench_report import Record
+from flce_dist.launch.bench.config import OURS
+from flce_dist.launch.bench.report import Record
 
 OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
 MIB = 2**20

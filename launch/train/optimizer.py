@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce_dist.launch.train_config import OptimizerConfig
-from flce_dist.launch.train_model import Groups
+from flce_dist.launch.train.config import OptimizerConfig
+from flce_dist.launch.train.model import Groups
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:

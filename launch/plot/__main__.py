@@ -17,10 +17,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
-from flce_dist.launch.bench_files import read_profiles, read_results
-from flce_dist.launch.plot_figures import dial, forward_grid, latency, memory
-from flce_dist.launch.plot_profiles import ProfiledRun, breakdown, timeline
-from flce_dist.launch.plot_scaling import ResultFile, one_grid, scaling
+from flce_dist.launch.bench.files import read_profiles, read_results
+from flce_dist.launch.plot.figures import dial, forward_grid, latency, memory
+from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
+from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.program import run_program
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -39,7 +39,9 @@ class Settings:
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if every file could be read."""
-    settings = tyro.cli(Settings, args=args, description=__doc__)
+    settings = tyro.cli(
+        Settings, prog="python -m flce_dist.launch.plot", args=args, description=__doc__
+    )
     if not settings.results:
         raise ConfigError("results must name at least one file, got none")
     for path in draw(list(settings.results), settings.out):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.bench_config import RunSpec, ShapeSpec
+from flce_dist.launch.bench.config import RunSpec, ShapeSpec
 from flce_dist.testing import relative_rms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist.launch.train_config import RunConfig
+from flce_dist.launch.train.config import RunConfig
 from flce_dist.megatron import use_linear_cross_entropy
 
 

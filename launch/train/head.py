@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import check_ranks
-from flce_dist.launch.train_model import token_losses
+from flce_dist.launch.train.model import token_losses
 from flce_dist.memory import peak_memory, release_shared_memory
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.launch import bench_megatron
+from flce_dist.launch.bench import megatron_peer
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
@@ -42,8 +42,8 @@ class Peer:
 
 
 def _megatron(fused: bool) -> Peer:
-    load = functools.partial(bench_megatron.load, fused)
-    return Peer(load, "megatron-core", parallel=True, drop_buffers=bench_megatron.drop_buffers)
+    load = functools.partial(megatron_peer.load, fused)
+    return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
 
 
 def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _load_cce(options: dict[str, object], tp_group: object) -> LossFunction:
 
 
 def _load_tile_max(tp_group: object) -> LossFunction:
-    from flce_dist.launch.bench_tile_max import loss_of  # needs triton
+    from flce_dist.launch.bench.tile_max import loss_of  # needs triton
 
     return loss_of
 
@@ -123,7 +123,7 @@ def forget_compiled() -> None:
 
 def close_peers(tp_group: dist.ProcessGroup | None) -> None:
     """Give back what peers hold of the process: groups of their own."""
-    bench_megatron.stop()
+    megatron_peer.stop()
     if tp_group is None and dist.is_initialized():  # a peer made it for itself
         dist.destroy_process_group()
 
