@@ -182,10 +182,9 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)
 
-    prepared = prepare(arguments, needs)
-    call, *flat = prepared
-    checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
-    loss, *metrics = function_of(call).apply(*flat, call)
+    call, operands = prepare(arguments, needs)
+    checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
+    loss, *metrics = function_of(call).apply(*operands, call)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from flce_dist.parallel import peer_groups
+from flce_dist.parallel import transport
 
 _one_profiler = threading.Lock()
 
@@ -65,7 +65,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
-        peak.shared_bytes = peer_groups.held_bytes()
+        peak.shared_bytes = transport.held_bytes()
         return
 
     if not _one_profiler.acquire(blocking=False):
@@ -87,7 +87,7 @@ def release_shared_memory() -> None:
     captured CUDA graphs use stays until their process group is destroyed, as long as they may be
     replayed. All ranks of the groups concerned must call this, and their hosts wait for each other.
     """
-    peer_groups.release()
+    transport.release()
 
 
 def _peak_of_running_sum(prof: profiler.profile) -> int:

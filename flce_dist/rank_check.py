@@ -79,13 +79,14 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return what the other ranks must know of this one's call; raise if it would."""
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
-    call, _, weight, _, labels, token_weight = prepare(arguments, needs)
-    labels, shard = labels.cpu(), call.shard
-    checks.check_labels(labels, shard.vocab_size, call.options.ignore_index)
+    call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
+    labels, start = labels.cpu(), call.vocab_start_index
+    end = start + len(weight)
+    checks.check_labels(labels, call.vocab_size, call.options.ignore_index)
     counted = labels[labels != call.options.ignore_index]
     return {
         "arguments": _facts(arguments, call.options, needs),
-        "rows": [min(row, shard.vocab_size) for row in (shard.start, shard.end)],
+        "rows": [min(row, call.vocab_size) for row in (start, end)],
         "values": {
             "hash of labels": _hash(labels),
             "hash of token_weight": None if token_weight is None else _hash(token_weight),

@@ -28,7 +28,7 @@ class ColumnCache:
     def dtype(self) -> torch.dtype | None:
         return self.windows[0].dtype if self.windows else None
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+    def with_starts(self) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first column, window)`` for each window."""
         start = 0
         for window in self.windows:
@@ -39,13 +39,15 @@ class ColumnCache:
         """The windows of tokens ``start <= t < end``."""
         return ColumnCache(tuple(window[start:end] for window in self.windows))
 
-    def walk(self, V: int, step: int, cached_step: int) -> Iterator[tuple[int, int, Tensor | None]]:
+    def split(
+        self, V: int, step: int, cached_step: int
+    ) -> Iterator[tuple[int, int, Tensor | None]]:
         """Cut V columns into ranges and yield ``(start, end, cached)`` for each.
 
         Cached ranges come first and have at most ``cached_step`` columns: ``cached`` is their part
         of the cache. The others have at most ``step`` columns, and None.
         """
-        for first, window in self.pieces():
+        for first, window in self.with_starts():
             for start in range(0, window.shape[1], cached_step):
                 part = window[:, start : start + cached_step]
                 yield first + start, first + start + part.shape[1], part

@@ -197,7 +197,7 @@ def _store(
     e, z and other belong to the columns from ``start``; the cache may hold some of them or none.
     """
     end = start + z.shape[1]
-    for first, window in cache.pieces():
+    for first, window in cache.with_starts():
         a, b = max(start, first), min(end, first + window.shape[1])
         if a < b:
             part = slice(a - start, b - start)

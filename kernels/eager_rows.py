@@ -77,16 +77,10 @@ def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
     x.masked_fill_((labels == ignore_index)[:, None], 0.0)
 
 
-def sum_shares(
-    own: Tensor, others: Tensor, rank: int, scale: Tensor | None, *, out: Tensor
-) -> None:
-    """Write ``scale[t]`` times the sum of all ranks' shares [T, H]; others are [P - 1, T, H].
-
-    The sum is taken in the order of ranks; scale is [T], None is 1.
-    """
+def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
+    """Write the sum of all ranks' shares [T, H] in rank order; others are [P - 1, T, H]."""
     shares = torch.cat([others[:rank], own[None], others[rank:]])
-    total = shares.sum(0, dtype=gemm.acc_dtype(own.dtype))
-    out.copy_(total if scale is None else total * scale[:, None])
+    out.copy_(shares.sum(0, dtype=gemm.acc_dtype(own.dtype)))
 
 
 def scale_rows(

@@ -137,7 +137,7 @@ def linear_stats(
         return
     segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
     part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
-    for start, end, window in cache.walk(V, segment.columns, segment.columns):
+    for start, end, window in cache.split(V, segment.columns, segment.columns):
         launch = tile_launch(logits.columns(start, end), window)
         _linear_stats_kernel[launch.grid](
             *launch.operands(), logits.labels,

@@ -186,7 +186,7 @@ def rescue(
     if T == 0 or V == 0:
         return final
     limbs = 2 + 3 * with_entropy
-    ranges = list(cache.walk(V, V, V))  # of columns: each window of the cache, then the others
+    ranges = list(cache.split(V, V, V))  # of columns: each window of the cache, then the others
     most = MAX_PART_BYTES // (8 * limbs * T * len(ranges))
     # Pointers: here descriptors would cost the host more time than they save on the GPU.
     launches = [tile_launch(logits.columns(a, b), pointers=True) for a, b, _ in ranges]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.kernels import gpu
-from flce_dist.parallel import peer_groups
+from flce_dist.parallel import transport
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver
 from flce_dist.parallel.peer_memory import PeerMemory
@@ -83,9 +83,7 @@ def gather(me: Rank, memory: PeerMemory, x: Tensor) -> Tensor:
 
 def scatter(me: Rank, memory: PeerMemory, shares: Tensor) -> Tensor:
     T = len(shares)
-    total = PeerScatter(
-        (T, H), torch.float32, order_of(T // P), memory, gpu.sum_shares, accumulates=False
-    )
+    total = PeerScatter((T, H), torch.float32, order_of(T // P), memory, gpu.sum_shares)
     total.acquire()
     total.tokens.copy_(shares)
     total.start(0, T)
@@ -186,8 +184,10 @@ class Stop(Exception):
     """What these cases raise in the middle of a call."""
 
 
-def stop(out: Tensor) -> None:
-    raise Stop
+def stopped_gather(x: Tensor, order: TokenOrder, memory: PeerMemory) -> None:
+    """Raise after the memory was acquired and before anything is published."""
+    with mock.patch.object(memory, "pull", side_effect=Stop):
+        PeerGather(x, order, memory).wait_all()
 
 
 def failed_capture(me: Rank) -> Iterator[str]:
@@ -201,7 +201,7 @@ def failed_capture(me: Rank) -> Iterator[str]:
     if me.rank == 0:
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                PeerGather(me.tokens(2, n), order_of(n), memory, stop).wait_all()
+                stopped_gather(me.tokens(2, n), order_of(n), memory)
         except Exception as error:
             print(f"the capture failed as planned: {type(error).__name__}: {error}")
         else:
@@ -229,7 +229,7 @@ def exception(me: Rank) -> Iterator[str]:
     yield from check_gather(me, memory, "after copies were left behind", 2, n)
     for _ in range(2):
         try:
-            PeerGather(me.tokens(3, n), order_of(n), memory, stop).wait_all()
+            stopped_gather(me.tokens(3, n), order_of(n), memory)
         except Stop:
             pass
         yield from check_gather(me, memory, "after none was published", 4, n)
@@ -266,22 +266,22 @@ def streams(me: Rank) -> Iterator[str]:
 
 def remade(me: Rank) -> Iterator[str]:
     """A group is destroyed and made anew under its name: its memory goes, the new one's works."""
-    with mock.patch.object(peer_groups, "_all_reach_all", lambda *_: True):
+    with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
         for turn in range(3):
-            both = peer_groups.of_group(me.group, me.device)
+            both = transport.memories_of(me.group, me.device)
             if both is None:
                 yield "no memories"
                 return
             n = 50_000 if turn == 0 else 64
             yield from check_gather(me, both.hidden, f"group {turn}", turn, n)
-            held = peer_groups.held_bytes()
+            held = transport.held_bytes()
             del both
             if not 0 < held < (64 << 20) or (turn and held > (8 << 20)):
                 yield f"{held} bytes held with group {turn}"
             dist.barrier(me.group)
             dist.destroy_process_group()
-            if peer_groups.held_bytes():
-                yield f"{peer_groups.held_bytes()} bytes held for a group that is no more"
+            if transport.held_bytes():
+                yield f"{transport.held_bytes()} bytes held for a group that is no more"
             join(me.rank, f"{os.environ['ONE_DEVICE_STORE']}-{turn}")
             assert dist.group.WORLD is not None
             me = Rank(dist.group.WORLD, me.device, me.limit_s)
@@ -318,7 +318,7 @@ def alone(me: Rank) -> Iterator[str]:
     yield from check_gather(me, memory, "before", 0, 64)
     if me.rank == 1:
         try:
-            PeerGather(me.tokens(1, 64), order_of(64), memory, stop).wait_all()
+            stopped_gather(me.tokens(1, 64), order_of(64), memory)
         except Stop:
             pass
         try:
@@ -340,9 +340,9 @@ def whole(me: Rank) -> Iterator[str]:
     from tests import parallel_checks
 
     ranks = parallel_checks.Ranks(me.group, me.device)
-    with mock.patch.object(peer_groups, "_all_reach_all", lambda *_: True):
+    with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
         yield from parallel_checks.gradients_against_fp64(ranks)
-        if not peer_groups.held_bytes():
+        if not transport.held_bytes():
             yield "no memory was shared"
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flce_dist import check_ranks, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Impl
-from flce_dist.parallel import peer_groups
+from flce_dist.parallel import transport
 from flce_dist.parallel.vocab import vocab_range
 from tests.parallel_problem import Outcome, Problem, beyond_budget, rank_step, share_of
 
@@ -202,9 +202,9 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 def without_peer_copies(ranks: Ranks) -> Iterator[str]:
     """The same over collectives alone, as between hosts; and that it is not so by default."""
-    if peer_groups.of_group(ranks.group, ranks.device) is None:
+    if transport.memories_of(ranks.group, ranks.device) is None:
         yield "ranks on GPUs of one host do not copy from each other"
-    with mock.patch.object(peer_groups, "of_group", lambda group, device: None):
+    with mock.patch.object(transport, "memories_of", lambda group, device: None):
         yield from gradients_against_fp64(ranks)
 
 

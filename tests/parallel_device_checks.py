@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.op.call import kernels_of
+from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.vocab import vocab_range
 from tests.parallel_checks import (
     Options,

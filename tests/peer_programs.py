@@ -25,15 +25,13 @@ def order_of(P: int) -> TokenOrder:
 
 def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
     """Tokens of ``wide`` elements, looked at piece by piece as they arrive."""
-    x = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
+    x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
+    rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
     return gather_of(rank, memory, x, turn)
 
 
 def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
-    def write(own: Any) -> None:
-        rank.fill(own, [(turn, rank.rank, k) for k in range(ROWS)])
-
-    one = PeerGather(x, order_of(rank.P), memory, write)
+    one = PeerGather(x, order_of(rank.P), memory)
     tokens: Any = one.tokens
     for piece, (start, end) in enumerate(order_of(rank.P).pieces):
         one.wait(piece)
@@ -41,29 +39,19 @@ def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
     return tokens
 
 
-def sum_rows(own: Any, others: Any, rank: int, scale: Any, *, out: Any) -> None:
+def sum_rows(own: Any, others: Any, rank: int, *, out: Any) -> None:
     out.rank.launch([own, others], [out], lambda tags: ["+".join(sorted(map(str, tags)))])
 
 
-def scatter(
-    rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1, wide: bool = True
-) -> None:
-    """Shares of all tokens, in one chunk or a piece at a time; with an accumulator if not wide."""
+def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
+    """Shares of all tokens, in one chunk or a piece at a time."""
     T, order = ROWS * rank.P, order_of(rank.P)
-    dtype = torch.float32 if wide else torch.bfloat16
-    total = PeerScatter((T, 1), dtype, order, memory, sum_rows, accumulates=not wide)
+    total = PeerScatter((T, 1), torch.float32, order, memory, sum_rows)
     tokens: Any = total.tokens
     tags = [(turn, rank.rank, t) for t in range(T)]
     for first, last in [(0, T)] if chunks == 1 else order.pieces:
         total.acquire()
-        share = tokens[first:last]
-        if wide:
-            rank.fill(share, tags[first:last])
-        else:
-            acc: Any = total.accumulator(T, torch.float32)
-            rank.fill(acc, tags)
-            for block in total.blocks(T):
-                rank.launch([acc[block]], [share[block]], lambda tags: tags)
+        rank.fill(tokens[first:last], tags[first:last])
         total.start(first, last)
     out: Any = total.wait()
     mine = [t for piece in range(2) for t in range(T)[order.part(piece, rank.rank)]]
@@ -96,7 +84,7 @@ def sums(rank: Rank) -> None:
 def chunks(rank: Rank) -> None:
     memory = memory_of(rank)
     scatter(rank, memory, 1, chunks=2)
-    scatter(rank, memory, 2, wide=False)
+    scatter(rank, memory, 2)
 
 
 def two_streams(rank: Rank) -> None:

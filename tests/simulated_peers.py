@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_dist.parallel import peer_groups
-from flce_dist.parallel.peer_groups import PeerMemories
+from flce_dist.parallel import transport
 from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.transport import PeerMemories
 from tests.processes import LAST_RESORT_S
 
 
@@ -223,5 +223,5 @@ def simulated_peers() -> Iterator[dict[str, Meeting]]:
         return memories[name, rank]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_groups, "of_group", of_group)
+        patch.setattr(transport, "memories_of", of_group)
         yield meetings

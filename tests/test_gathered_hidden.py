@@ -12,12 +12,9 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager
-from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op import call as call_module
-from flce_dist.op import gradients, plan
-from flce_dist.op.call import Call, kernels_of
-from flce_dist.op.dlogits import Dlogits
+from flce_dist.op import backward, plan
+from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
@@ -55,8 +52,8 @@ WALKS: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
     ),
 }  # fmt: skip
 """Options, dtype, and where D comes from."""
-COPIES = {"recompute fp16", "mixed fp16", "in_forward lent"}
-"""fp16 would flush scaled D; lent memory wants cached columns, so a scaled hidden, first."""
+COPIES = {"recompute fp16", "mixed", "mixed bf16", "mixed fp16", "in_forward lent"}
+"""Where hidden must be scaled for dweight and columns are recomputed from it afterwards."""
 
 each_walk = pytest.mark.parametrize("walk", WALKS)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,20 +77,21 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def walked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What D came from, and whether a right factor of dweight was written beside hidden."""
     seen: set[str] = set()
-    right_factor, post_init = gradients.right_factor, Dlogits.__post_init__
+    dweight_factor, dlogits = backward.dweight_factor, backward.dlogits
 
-    def noting_memory(call: Call, of: ShardLogits, rows: RowGradient, out: Tensor) -> Any:
-        if out is not of.hidden:
+    def noting_memory(call: Any, chunk: Any, *args: Any) -> Any:
+        factor, row = dweight_factor(call, chunk, *args)
+        if factor is not chunk.logits.hidden:
             seen.add("copy")
-        return right_factor(call, of, rows, out)
+        return factor, row
 
-    def noting_origin(dlogits: Dlogits) -> None:
-        post_init(dlogits)
-        seen.update("kept" for _ in dlogits.kept)
-        seen.update("recomputed" if d is None else "converted" for *_, d in dlogits.made)
+    def noting_origin(call: Any, chunk: Any, rows: RowGradient, windows: Any) -> Any:
+        cached = "converted" if call.rescales_cache else "kept"
+        seen.update("recomputed" if window.cached is None else cached for window in windows)
+        return dlogits(call, chunk, rows, windows)
 
-    monkeypatch.setattr(gradients, "right_factor", noting_memory)
-    monkeypatch.setattr(Dlogits, "__post_init__", noting_origin)
+    monkeypatch.setattr(backward, "dweight_factor", noting_memory)
+    monkeypatch.setattr(backward, "dlogits", noting_origin)
     return seen
 
 
@@ -224,13 +222,13 @@ def broken(walk: str) -> set[str]:
     return {miss.partition(":")[0] for miss in missed}
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "mixed"])
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16"])
 def test_ignored_rows_left(mutate: Patch, walk: str) -> None:
     mutate(eager, "clear_ignored", lambda original, *args, **kw: None)
     assert "dweight" in broken(walk)
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "mixed", "mixed bf16"])
+@pytest.mark.parametrize("walk", ["recompute", "recompute bf16"])
 @pytest.mark.parametrize("part", ["affine", "label_value"])
 def test_scale_not_folded(monkeypatch: pytest.MonkeyPatch, part: str, walk: str) -> None:
     folded = RowGradient.folded
@@ -240,34 +238,22 @@ def test_scale_not_folded(monkeypatch: pytest.MonkeyPatch, part: str, walk: str)
     assert {"dhidden", "dbias"} <= broken(walk)
 
 
-@pytest.mark.parametrize("walk", ["recompute", "mixed"])
-def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     folded = RowGradient.folded
     monkeypatch.setattr(RowGradient, "folded", lambda rows: folded(rows)._replace(scale=rows.scale))
-    assert {"dhidden", "dbias"} <= broken(walk)
+    assert {"dhidden", "dbias"} <= broken("recompute")
 
 
-@pytest.mark.parametrize(("walk", "name"), [("in_forward", "dweight"), ("mixed", "dhidden")])
-def test_in_place_scale_forgotten(mutate: Patch, walk: str, name: str) -> None:
-    """Of hidden before the cached columns' dweight, or of dhidden before what is recomputed."""
+@pytest.mark.parametrize("walk", ["cached", "cached bf16", "in_forward"])
+def test_in_place_scale_forgotten(mutate: Patch, walk: str) -> None:
+    """Of gathered hidden, before dweight."""
 
     def forget(original: Any, x: Tensor, *args: Any, out: Tensor, **kw: Any) -> None:
         if out.data_ptr() != x.data_ptr():
             original(x, *args, out=out, **kw)
 
     mutate(eager, "scale_rows", forget)
-    assert name in broken(walk)
-
-
-@pytest.mark.parametrize("walk", ["cached", "cached bf16"])
-def test_hidden_gathered_without_scales(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
-    monkeypatch.setattr(Call, "gather_scaled", lambda self, hidden, *_: self.gather(hidden))
-    assert broken(walk) == {"dweight"}
-
-
-def test_hidden_scaled_as_another_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module, "group_rank", lambda group: 0)
-    assert broken("cached") == {"dweight"}
+    assert "dweight" in broken(walk)
 
 
 def test_a_callers_hidden_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import rank_check
-from flce_dist.op import autograd
-from flce_dist.op import compiled as library
+from flce_dist.op import compiled
 from flce_dist.parallel import collectives, peer_copies
 from tests import (
     gpu_parallel,
@@ -139,7 +138,7 @@ def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
         return self.tokens.tensor_split(group.size())[group.rank()].clone()
 
     for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
-        patch.setattr(kind, "start", lambda self, first, last, scale=None: None)
+        patch.setattr(kind, "start", lambda self, first, last: None)
         patch.setattr(kind, "wait", own_part)
 
 
@@ -173,16 +172,14 @@ def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
-    class Halved:
-        def __init__(self, call: Any) -> None:
-            self.real = autograd.function_of(call)
-            self.forward = self.real.forward
+    for name in ("backward", "scaled"):
+        real = getattr(compiled, name)
 
-        def backward(self, *args: Any) -> Any:
-            dhidden, dweight, *rest = self.real.backward(*args)
-            return dhidden, dweight / 2, *rest
+        def halved(*args: Any, real: Any = real, **options: Any) -> Any:
+            dhidden, dweight, dbias = real(*args, **options)
+            return dhidden, dweight / 2, dbias
 
-    patch.setattr(library, "function_of", Halved)
+        patch.setattr(compiled, name, halved)
 
 
 def no_difference_seen(patch: pytest.MonkeyPatch) -> None:

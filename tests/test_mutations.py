@@ -16,8 +16,8 @@ from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
-from flce_dist.op.call import Call, kernels_of
-from flce_dist.parallel.vocab import VocabShard
+from flce_dist.op import forward, prepare
+from flce_dist.op.prepare import Call, kernels_of
 from tests.mutations import H, Patch, T, V, inputs, label_below
 from tests.oracle import Upstream, check, compare, make_inputs
 from tests.problems import both, each_schedule
@@ -100,7 +100,7 @@ def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_inputs(T, V, H, ignored=0.0)
     problem.labels[problem.labels >= V - 1] = 0
     check(problem, vocab_size=V - 1)
-    monkeypatch.setattr(VocabShard, "V", property(lambda shard: shard.end - shard.start))
+    monkeypatch.setattr(prepare, "real_rows", lambda rows, vocab_size: rows[1] - rows[0])
     with pytest.raises(AssertionError, match="loss: "):
         check(problem, vocab_size=V - 1)
 
@@ -108,12 +108,12 @@ def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @both
 def test_smoothing_averaged_over_a_shard(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
     check(inputs(), impl=impl, label_smoothing=0.1)
-    terms = Call.loss_terms.fget  # type: ignore[attr-defined]
+    terms = forward.loss_terms
 
     def of_shard(call: Call) -> LossTerms:
         return terms(call)._replace(vocab_size=V // 2)
 
-    monkeypatch.setattr(Call, "loss_terms", property(of_shard))
+    monkeypatch.setattr(forward, "loss_terms", of_shard)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), impl=impl, label_smoothing=0.1)
 

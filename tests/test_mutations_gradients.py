@@ -15,10 +15,8 @@ from flce_dist.kernels import eager, gemm
 from flce_dist.kernels import token_gradient_formulas as row_gradient
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
-from flce_dist.op import autograd, gradients, plan
-from flce_dist.op.call import Call, kernels_of
-from flce_dist.op.dhidden import ChunkDhidden
-from flce_dist.op.dlogits import Dlogits
+from flce_dist.op import autograd, backward, plan
+from flce_dist.op.prepare import Call, kernels_of
 from flce_dist.testing import relative_rms
 from tests.mutations import H, Patch, T, V, inputs, label_below
 from tests.oracle import (
@@ -205,13 +203,13 @@ def test_a_window_that_is_never_added(
     options: dict[str, Any] = {"schedule": schedule, "max_logits_bytes": T * 4 * 520}
     check(inputs(), **options)
 
-    def skip_the_second(original: Any, dhidden: ChunkDhidden, *piece: Any) -> None:
-        seen.append(piece)
+    def skip_the_second(original: Any, gradients: Any, *window: Any) -> None:
+        seen.append(window)
         if len(seen) != 2:
-            original(dhidden, *piece)
+            original(gradients, *window)
 
     seen: list[Any] = []
-    mutate(ChunkDhidden, "add", skip_the_second)
+    mutate(backward.Gradients, "_add_dhidden", skip_the_second)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), **options)
     assert len(seen) == 3
@@ -222,13 +220,13 @@ def test_a_chunk_that_is_never_added(mutate: Patch) -> None:
     options: dict[str, Any] = {"schedule": "in_forward", "max_logits_bytes": 1}
     check(problem, **options)
 
-    def skip_the_last(original: Any, results: Any, tokens: tuple[int, int], *args: Any) -> None:
-        if tokens[0] != 512:
-            original(results, tokens, *args)
+    def skip_the_last(original: Any, gradients: Any, chunk: Any) -> None:
+        if chunk.tokens[0] != 512:
+            original(gradients, chunk)
         else:
-            results.dhidden.tokens[slice(*tokens)] = 0.0
+            gradients.dhidden.tokens[slice(*chunk.tokens)] = 0.0
 
-    mutate(gradients.Gradients, "add", skip_the_last)
+    mutate(backward.Gradients, "add", skip_the_last)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(problem, **options)
 
@@ -257,7 +255,7 @@ def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
     def unscaled(original: Any, call: Call, d: Tensor, rows: Any) -> Tensor:
         return original(call, d, rows._replace(scale=torch.ones_like(rows.scale)))
 
-    mutate(gradients, "dbias_piece", unscaled)
+    mutate(backward, "dbias_of", unscaled)
     with pytest.raises(AssertionError, match="dbias: "):
         check(inputs())
 
@@ -277,12 +275,13 @@ def test_a_metrics_gradient_that_is_dropped(mutate: Patch, name: str) -> None:
 def test_a_cache_that_backward_changes(mutate: Patch) -> None:
     """A first backward might be right; the second one says so."""
 
-    def in_place(original: Any, dlogits: Any, *args: Any) -> Tensor:
-        return original(dlogits, *args).mul_(1.0)
+    def in_place(original: Any, *args: Any) -> Any:
+        for start, end, d in original(*args):
+            yield start, end, d.mul_(1.0)
 
     hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H)
     loss = linear_cross_entropy(hidden, weight, torch.zeros(T).long(), schedule="cached")
-    mutate(Dlogits, "piece", in_place)
+    mutate(backward, "dlogits", in_place)
     torch.autograd.grad(loss, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, hidden)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flce_dist.parallel import peer_groups, peer_memory, peer_watch
+from flce_dist.parallel import peer_memory, peer_watch, transport
 from flce_dist.parallel.peer_memory import PeerMemory
 from tests import fake_cuda
 from tests.fake_cuda import Hung, Rank, Stream
@@ -47,7 +47,7 @@ def test_many_orders_of_more_ranks(name, P):
     assert fake_cuda.run(P, SCENARIOS[name], seeds=3) == [None] * P
 
 
-STEPS: dict[Use, int] = {gather: 22, scatter: 23}  # calls of CUDA in a use with one peer
+STEPS: dict[Use, int] = {gather: 23, scatter: 23}  # calls of CUDA in a use with one peer
 
 
 def steps(uses: dict[Use, int]) -> list[tuple[Use, int]]:
@@ -211,26 +211,26 @@ def test_memories_go_with_their_group(monkeypatch):
         alive.add(group)
         return group
 
-    monkeypatch.setattr(peer_groups, "_memories", {})
-    monkeypatch.setattr(peer_groups, "_all_reach_all", lambda *_: True)
-    monkeypatch.setattr(peer_groups, "PeerDriver", lambda *_: None)
-    monkeypatch.setattr(peer_groups, "PeerMemory", lambda *_: mock.Mock(nbytes=1))
+    monkeypatch.setattr(transport, "_memories", {})
+    monkeypatch.setattr(transport, "_all_reach_all", lambda *_: True)
+    monkeypatch.setattr(transport, "PeerDriver", lambda *_: None)
+    monkeypatch.setattr(transport, "PeerMemory", lambda *_: mock.Mock(nbytes=1))
     monkeypatch.setattr("torch.distributed.get_world_size", size)
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", ranks_of)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 0)
     one, other = group_named("0"), group_named("1")
-    first = peer_groups.of_group(one, device)
-    assert first is not None and peer_groups.of_group(one, device) is first
-    assert peer_groups.of_group(other, device) is not first and peer_groups.held_bytes() == 4
+    first = transport.memories_of(one, device)
+    assert first is not None and transport.memories_of(one, device) is first
+    assert transport.memories_of(other, device) is not first and transport.held_bytes() == 4
     alive.remove(one)
-    assert peer_groups.held_bytes() == 2
+    assert transport.held_bytes() == 2
     again = group_named("0")
-    made: Any = peer_groups.of_group(again, device)
+    made: Any = transport.memories_of(again, device)
     assert made not in (None, first)
     alive.clear()
-    peer_groups.release()
-    assert not made.hidden.release.called and not peer_groups._memories
+    transport.release()
+    assert not made.hidden.release.called and not transport._memories
 
 
 # --- planted mistakes

@@ -18,7 +18,7 @@ from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.launching import Segment, segment_columns
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
-from flce_dist.op.call import kernels_of
+from flce_dist.op.prepare import kernels_of
 from flce_dist.options import Schedule
 from tests.oracle import (
     METRICS,

@@ -187,11 +187,11 @@ def test_the_order_by_an_example():
     """Two ranks of four tokens: their first ones, then the other three of each."""
     order = TokenOrder(2, ((0, 2), (2, 8)))
     callers = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
-    assert order.walked(callers).tolist() == [0, 10, 1, 2, 3, 11, 12, 13]
-    assert order.restored(order.walked(callers)).equal(callers)
+    assert order.permuted(callers).tolist() == [0, 10, 1, 2, 3, 11, 12, 13]
+    assert order.restored(order.permuted(callers)).equal(callers)
     assert [order.local(k) for k in range(2)] == [slice(0, 1), slice(1, 4)]
     assert list(order.between(2, 8)) == [(1, (2, 8))]
-    assert TokenOrder(2, ((0, 8),)).walked(callers) is callers
+    assert TokenOrder(2, ((0, 8),)).permuted(callers) is callers
     assert TokenOrder(1, ((0, 2), (2, 8))).restored(callers) is callers
 
 

@@ -1,8 +1,8 @@
 """The op as torch.compile sees it: two opaque operators with fakes and a gradient.
 
-``torch.ops.flce_dist.forward`` and ``.backward`` run the very Functions of ``autograd.py``, on a
-stand-in for autograd's context. They serve compiled code only: a call through the dispatcher and
-back into Python costs more than ``Function.apply``, which launches would then wait for.
+``torch.ops.flce_dist.forward`` and ``.backward`` call what the Functions of ``autograd.py`` call.
+They serve compiled code only: a call through the dispatcher and back into Python costs the host
+more than ``Function.apply``, and small shapes would wait for it.
 """
 
 from typing import Any
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import new_window
 from flce_dist.op import checks
-from flce_dist.op.autograd import function_of
-from flce_dist.op.gradients import in_forward_dtype
-from flce_dist.op.prepare import Arguments, Prepared, prepare
+from flce_dist.op.autograd import computing_on
+from flce_dist.op.backward import Results, backward
+from flce_dist.op.forward import Saved, forward, shard_logits
+from flce_dist.op.in_forward import SavedGradients, in_forward, saved_dtype, scaled
+from flce_dist.op.prepare import Arguments, Call, Operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 from flce_dist.parallel import collectives
 
@@ -32,23 +34,6 @@ def _schema(name: str, declared: Declared) -> str:
 _OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
 _SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
 _METRICS = 4  # lse, logprob, entropy, correct
-
-
-class _Context:
-    """As much of autograd's ctx as the Functions use."""
-
-    reuses_saved = False  # an operator returns no memory that it was given
-
-    def __init__(self, needs: list[bool], saved: tuple[Tensor | None, ...] = ()) -> None:
-        self.needs_input_grad = needs
-        self.saved_tensors = saved
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
 def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -71,7 +56,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
     return tuple(outputs[: 1 + _METRICS] if options.with_metrics else outputs[:1])
 
 
-def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> Prepared:
+def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Operands]:
     hidden, weight, labels, bias, token_weight = operands
     *options, group_name, needs = spec
     group = collectives.group_of(group_name)
@@ -86,39 +71,30 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-def _distinct(tensors: list[Tensor], taken: list[Tensor]) -> list[Tensor]:
-    """Operators return no memory twice: the entropy is a result and saved, too."""
-    results = {id(x) for x in taken}
-    return [x.clone() if id(x) in results and x.numel() else x for x in tensors]
-
-
 @torch.library.custom_op(
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
 def _forward(hidden, weight, labels, bias, token_weight, *spec):
     """Return loss, lse, logprob, entropy, correct (empty if not asked for), then what is saved."""
-    prepared = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    call = prepared.call
-    checks.check_labels(prepared.labels, call.shard.vocab_size, call.options.ignore_index)
-    ctx = _Context(spec[-1])
-    with torch.no_grad():
-        loss, *metrics = function_of(call).forward(ctx, *prepared[1:], call)
-    shape = labels.shape
+    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
+    needs, shape = spec[-1], labels.shape
+    saved: SavedGradients | Saved
+    with torch.no_grad(), computing_on(hidden):
+        if call.plan.schedule == "in_forward":
+            loss, metrics, saved = in_forward(call, operands, needs)
+        else:
+            loss, metrics, saved = forward(call, operands)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
-    outputs += [x if x is None else x.reshape(shape) for x in metrics]
-    saved = ctx.saved_tensors if call.plan.schedule == "in_forward" else ctx.saved_tensors[5:]
-    if not any(spec[-1]):
-        saved = ()
-    kept = _present(saved, loss)
-    if call.options.with_metrics and kept:
-        kept = _distinct(kept, [x for x in metrics if x is not None])
-    return _present(outputs, loss) + kept
+    outputs += _present([x if x is None else x.reshape(shape) for x in metrics], loss)
+    return outputs + (_present(saved, loss) if any(needs) else [])
 
 
 @_forward.register_fake
 def _(hidden, weight, labels, bias, token_weight, *spec):
-    call, flat, _, _, flat_labels, _ = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    logits = call.logits(flat, weight, bias, flat_labels)
+    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    flat = operands.hidden
+    logits = shard_logits(call, flat, weight, bias, operands.labels)
     T, V = labels.numel(), weight.shape[0]
 
     def new(*shape):
@@ -137,10 +113,10 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
         late_norm = call.options.reduction == "mean" and hidden.dtype == torch.float16
         outputs += [new() if late_norm else new(0), dhidden if need_hidden else new(0)]
-        dtype = in_forward_dtype(weight.dtype)
+        dtype = saved_dtype(weight.dtype)
         outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
-    columns = call.plan.cached_columns(call.shard.V)
+    columns = call.plan.cached_columns(call.V)
     cache = new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
     norm = new() if call.options.reduction == "mean" else new(0)
@@ -159,26 +135,23 @@ def _backward(
     dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weight, saved, *spec
 ):
     """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
-    prepared = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    call = prepared.call
-    kept = tuple(x if x.numel() else None for x in saved)
-    if call.plan.schedule != "in_forward":
-        kept = (*prepared[1:], *kept)
-    ctx: Any = _Context(spec[-1], kept)
-    ctx.call, ctx.dtype = call, weight.dtype
+    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    needs = spec[-1]
+    kept: list[Any] = [x if x.numel() else None for x in saved]
     upstream = [
-        g if g is None or g.dim() == 0 else g.reshape(-1) for g in (dlse, dlogprob, dentropy)
+        g if g is None or g.dim() == 0 else g.reshape(-1) for g in (dloss, dlse, dlogprob, dentropy)
     ]
-    if dloss is not None and call.options.reduction == "none":
-        dloss = dloss.reshape(-1)
-    gradients: tuple[Tensor | None, ...] = (None,) * 3
+    gradients: Results = (None, None, None)
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
-        with torch.no_grad():
-            gradients = function_of(call).backward(ctx, dloss, *upstream, None)[:3]
+        with torch.no_grad(), computing_on(hidden):
+            if call.plan.schedule == "in_forward":  # an operator must not return its inputs
+                gradients = scaled(call, SavedGradients(*kept), upstream, reuses_saved=False)
+            else:
+                gradients = backward(call, operands, Saved(*kept), upstream, needs)
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
-        for g, x, need in zip(gradients, (hidden, weight, bias), spec[-1], strict=True)
+        for g, x, need in zip(gradients, (hidden, weight, bias), needs, strict=True)
     ]
 
 

@@ -1,55 +1,79 @@
-"""The steps of forward that all schedules share; ``autograd.py`` puts them in order.
+"""Forward: the statistics of this shard's logits, merged over ranks, and the loss.
 
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
-from flce_dist.op.call import Call
-from flce_dist.parallel import collectives
+from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats, token_entropy
+from flce_dist.op.prepare import Call, Operands
+from flce_dist.parallel import collectives, transport
+from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
-def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: bool) -> ColumnCache:
-    """Return windows for the exponentials of a chunk of tokens.
+class Metrics(NamedTuple):
+    """What one pass over the logits yields beside the loss, each [T]; None if not asked for."""
 
-    Of the first chunk the leading ones lie in dweight's own memory, as ``plan.Lending`` says.
-    """
-    T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
-    windows = []
-    if first and dweight is not None and call.plan.lending is not None:
-        flat = dweight.view(-1)
-        for columns, row in call.plan.lending.windows:
-            start, cells = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
-            if start + cells <= V * chunk.H:  # not so in a shard smaller than the plan's
-                window = flat[start : start + cells].view(dtype)
-                windows.append(window.view(T, columns))
-    columns = call.plan.cached_columns(V) if first else V
-    rest = columns - sum(window.shape[1] for window in windows)
-    if rest > 0:
-        windows.append(new_window(T, rest, dtype, chunk.hidden.device))
-    return ColumnCache(tuple(windows))
+    lse: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
 
 
-def token_loss(
+class Saved(NamedTuple):
+    """What backward needs of forward beside the operands."""
+
+    norm: Tensor | None  # of a mean, a scalar
+    cache: Tensor | None  # D of the leading columns, [T, cached_v]
+    entropy: Tensor | None  # [T], with metrics
+    label_logit: Tensor  # [T]
+    reference: Tensor  # [T]
+    others: Tensor  # [T]
+
+    @property
+    def stats(self) -> TokenStats:
+        return TokenStats(self.label_logit, self.reference, self.others)
+
+
+def forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+    """Return the loss, the metrics and what backward needs: schedules recompute and cached."""
+    hidden, weight, bias, labels, token_weight = operands
+    gather = transport.gather(hidden, call.order, call.sequence_group)
+    logits = shard_logits(call, gather.tokens, weight, bias, labels)
+    cache, columns = None, call.plan.cached_columns(logits.V)
+    if columns:
+        cache = new_window(logits.T, columns, logits.cache_dtype, hidden.device)
+    windows = ColumnCache(() if cache is None else (cache,))
+    stats, loss = chunk_loss(call, logits, gather, (0, logits.T), token_weight, windows)
+    norm = loss_norm(call, labels, token_weight, logits.stats_dtype)
+    metrics = chunk_metrics(call, stats, logits)
+    saved = Saved(norm, cache, metrics.entropy, *stats[:3])
+    return reduced_loss(call, loss, norm), restored_metrics(call, [metrics]), saved
+
+
+def chunk_loss(
     call: Call,
     logits: ShardLogits,
-    gather: collectives.TokenGather,
+    gather: TokenGather,
     tokens: tuple[int, int],
     token_weight: Tensor | None,
     cache: ColumnCache,
 ) -> tuple[TokenStats, Tensor]:
     """Return the statistics of the whole vocabulary and the weighted loss of some tokens, each [T].
 
-    They are whole pieces of the gather, each waited for where it is needed. All-reduces: the SUM of
-    the label's logit [T] piece by piece, MAX of the others [T], SUM of the sums: 2 to 6 rows of [T]
-    fp64, for ``impl="eager"`` 1 to 3 in the dtype of statistics. They are issued whether or not any
-    row needs the rescue, so that ranks never disagree. ``cache`` receives D of its columns (see
-    ``row_gradient``); its labels' columns now, not in backward: a saved tensor must not change
-    between two backward passes.
+    ``tokens`` are whole pieces of the gather, each waited for where it is needed. All-reduces: SUM
+    of label logits [T] piece by piece, MAX of the other logits [T], SUM of the sums: 2 to 6 rows of
+    [T] fp64, for ``impl="eager"`` 1 to 3 in the dtype of statistics. They are issued whether or not
+    any row needs the rescue, so that ranks never disagree.
+
+    ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is written
+    now, not in backward: a saved tensor must not change between two backward passes.
     """
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
@@ -63,9 +87,9 @@ def token_loss(
         gather.wait(piece)
         here = slice(start - first, end - first)
         part = logits.tokens(here.start, here.stop)
-        kernels.label_logit(part, vocab_size=call.shard.vocab_size, out=label_logit[here])
+        kernels.label_logit(part, vocab_size=call.vocab_size, out=label_logit[here])
         pending = collectives.start_all_reduce(label_logit[here], group)
-        # Behind this sum, which the statistics wait for, and beside them.
+        # After this all-reduce, which the statistics wait for: a group's collectives run in order.
         gather.start(piece + 1)
         kernels.linear_stats(
             part,
@@ -88,11 +112,11 @@ def token_loss(
         label_logit,
         others_max,
         sums,
-        call.loss_terms,
+        loss_terms(call),
         with_entropy=with_entropy,
     )
-    if not call.rewrites(logits.hidden.dtype):  # else it is written where columns are
-        for start, window in cache.pieces():
+    if not call.rescales_cache:  # else backward writes D at the labels
+        for start, window in cache.with_starts():
             kernels.write_label_value(
                 window,
                 logits.labels,
@@ -103,14 +127,64 @@ def token_loss(
     return stats, loss
 
 
+def chunk_metrics(call: Call, stats: TokenStats, logits: ShardLogits) -> Metrics:
+    """Return the metrics of these tokens, in their order, if they are asked for."""
+    if not call.options.with_metrics:
+        return Metrics()
+    assert stats.others_max is not None
+    correct = (stats.others_max <= stats.label_logit) & logits.counted
+    return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
+
+
+def restored_metrics(call: Call, chunks: list[Metrics]) -> Metrics:
+    """Return the metrics of all tokens in the caller's order."""
+    if not call.options.with_metrics:
+        return Metrics()
+    return Metrics(*(call.order.restored(torch.cat(parts)) for parts in zip(*chunks, strict=True)))
+
+
 def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:
-    """Return the loss that was asked for of each token's [T]: in a caller's order, or reduced."""
-    loss = call.order.restored(loss)  # before it is summed, so that this order decides the bits
+    """Return what ``reduction`` asks for of each token's loss [T]."""
+    loss = call.order.restored(loss)  # before the sum, so that the caller's order decides its bits
     return loss if call.options.reduction == "none" else call.kernels.reduce_loss(loss, norm)
 
 
-def metrics(stats: TokenStats, logits: ShardLogits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(lse, logprob, entropy, correct)``, each [T]."""
-    assert stats.others_max is not None
-    correct = (stats.others_max <= stats.label_logit) & logits.counted
-    return stats.lse, stats.logprob, token_entropy(stats), correct
+def loss_norm(
+    call: Call, labels: Tensor, token_weight: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
+    if call.options.reduction != "mean":
+        return None
+    if token_weight is not None:  # the caller's order decides the bits
+        labels, token_weight = map(call.order.restored, (labels, token_weight))
+    return call.kernels.loss_norm(labels, token_weight, call.options.ignore_index, dtype)
+
+
+def loss_terms(call: Call) -> LossTerms:
+    options = call.options
+    return LossTerms(
+        label_smoothing=options.label_smoothing,
+        z_loss_weight=options.z_loss_weight,
+        vocab_size=call.vocab_size,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        ignore_index=options.ignore_index,
+    )
+
+
+def shard_logits(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> ShardLogits:
+    """Describe this shard's logits over its real rows; hidden and labels are of all T tokens."""
+    options = call.options
+    return ShardLogits(
+        hidden=hidden,
+        weight=weight[: call.V],
+        bias=None if bias is None else bias[: call.V].contiguous(),
+        labels=labels,
+        vocab_start_index=call.vocab_start_index,
+        ignore_index=options.ignore_index,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        group_v=INVARIANT_ROWS if options.tp_invariant else None,
+    )

@@ -1,5 +1,7 @@
 """From a caller's arguments to a planned call on flat tensors."""
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -7,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.op import checks
-from flce_dist.op.call import Call, kernels_of
 from flce_dist.op.plan import Plan, plan
 from flce_dist.options import LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
-from flce_dist.parallel.vocab import VocabShard
+from flce_dist.parallel.vocab import real_rows
+
+_FEW_TOKENS = 32  # to rescale their cached columns takes about T / H of the time of a call
 
 
 class Arguments(NamedTuple):
@@ -27,14 +30,54 @@ class Arguments(NamedTuple):
     tp_group: dist.ProcessGroup | None
 
 
-class Prepared(NamedTuple):
-    """What the schedules take: T tokens on the group, [T / P, H] under sequence parallelism."""
+@dataclass(frozen=True)
+class Call:
+    """What the schedules know of a call beside its tensors; no methods that act."""
 
-    call: Call
+    options: LossOptions
+    dtype: torch.dtype  # of hidden, weight and bias
+    vocab_start_index: int  # of this rank's rows
+    V: int  # this rank's rows below vocab_size
+    vocab_size: int  # of all ranks, without padding
+    plan: Plan
+    order: TokenOrder
+    kernels: ModuleType  # flce_dist.kernels.gpu or flce_dist.kernels.eager
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hidden is split over, if it is."""
+        return self.tp_group if self.options.sequence_parallel else None
+
+    @property
+    def reduces_dhidden(self) -> bool:
+        """Whether dhidden is summed over ranks here."""
+        return self.tp_group is not None and self.options.reduce_dhidden
+
+    @property
+    def is_from_lse(self) -> bool:
+        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
+        return self.dtype == torch.float16
+
+    @property
+    def rescales_cache(self) -> bool:
+        """Whether cached columns are written once more before the GEMMs.
+
+        In fp16 since the cache is in bf16. Of few tokens in bf16 since D at the label and hidden
+        times its scale, each rounded, would give dweight three times the error of eager PyTorch;
+        there D times the scale is rounded once. For few tokens that pass costs little.
+        """
+        few = self.plan.T <= _FEW_TOKENS
+        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, flat: T tokens on the group, T / P here if split by token."""
+
     hidden: Tensor  # [T or T / P, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    labels: Tensor  # [T] int64, in the order of the walk
+    weight: Tensor  # [V and padding, H]
+    bias: Tensor | None  # [V and padding]
+    labels: Tensor  # [T] int64, in the order of the pieces
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
 
 
@@ -62,7 +105,9 @@ def gradients_needed(arguments: Arguments) -> list[bool]:
     return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
 
 
-def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True) -> Prepared:
+def prepare(
+    arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True
+) -> tuple[Call, Operands]:
     """Check all that metadata tell, flatten tokens to one dimension, and plan.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
@@ -97,20 +142,33 @@ def prepare(arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = 
         checks.check_invariant(impl, [(start, end)] if options.vocab_range else alike)
     call = Call(
         options=options,
-        shard=VocabShard(start, end, vocab_size),
+        dtype=hidden.dtype,
+        vocab_start_index=start,
+        V=real_rows((start, end), vocab_size),
+        vocab_size=vocab_size,
         plan=chosen,
         order=order,
         kernels=kernels_of(impl),
         tp_group=tp_group,
     )
-    return Prepared(
-        call,
+    return call, Operands(
         hidden.reshape(-1, H),
         weight,
         bias,
-        order.walked(labels.reshape(-1).long().contiguous()),
-        None if token_weight is None else order.walked(_flat_weights(token_weight, hidden)),
+        order.permuted(labels.reshape(-1).long().contiguous()),
+        None if token_weight is None else order.permuted(_flat_weights(token_weight, hidden)),
     )
+
+
+def kernels_of(impl: str) -> ModuleType:
+    """Import on demand: a machine that only runs eager needs no working triton."""
+    if impl == "triton":
+        from flce_dist.kernels import gpu
+
+        return gpu
+    from flce_dist.kernels import eager
+
+    return eager
 
 
 def _flat_weights(token_weight: Tensor, hidden: Tensor) -> Tensor:
@@ -122,7 +180,7 @@ def _flat_weights(token_weight: Tensor, hidden: Tensor) -> Tensor:
 def _plan(
     arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
 ) -> tuple[Plan, TokenOrder]:
-    """Return the plan, and the order in which tokens are walked along it."""
+    """Return the plan, and the order of tokens that follows from its pieces."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
     if options.vocab_range is not None:

@@ -4,7 +4,7 @@
 ranks must call the same functions in the same order with the same shapes.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -76,6 +76,16 @@ def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
     return Pending(x, (dist.all_reduce(x, group=tp_group, async_op=True),))
 
 
+def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """Gather [N / P, ...] of every rank into [N, ...], in rank order."""
+    if tp_group is None:
+        return x
+    out = x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:])
+    if out.numel():
+        all_gather(out, x.contiguous(), group=tp_group)
+    return out
+
+
 class TokenGather:
     """[T / P, H] of every rank on its way into ``tokens`` [T, H], piece by piece.
 
@@ -84,18 +94,37 @@ class TokenGather:
 
     owns_tokens = False
 
-    def __init__(self, x: Tensor, order: TokenOrder):
-        self.tokens, self._order = x, order
+    def __init__(self, tokens: Tensor, order: TokenOrder):
+        self.tokens, self._order = tokens, order
+        self._arrived: set[int] = set()
 
     def start(self, piece: int) -> None:
-        """Begin with the next piece, if there is one and this is it."""
+        """Begin with this piece if it is the next one."""
 
     def wait(self, piece: int) -> None:
-        """Make the current stream wait until this piece is there."""
+        """Make the current stream wait until this piece has arrived."""
+        self._arrived.add(piece)
 
     def start_all(self) -> None:
         for piece in range(len(self._order.pieces)):
             self.start(piece)
+
+    def arrivals(self, first: int, last: int) -> Iterator[slice]:
+        """Wait for tokens ``first <= t < last``; yield them, counted from ``first``.
+
+        Piece by piece the first time, all at once when all have arrived.
+        """
+        pieces = list(self._order.between(first, last))
+        if all(piece in self._arrived for piece, _ in pieces):
+            yield slice(0, last - first)
+            return
+        for piece, (start, end) in pieces:
+            self.wait(piece)
+            yield slice(start - first, end - first)
+
+    def wait_tokens(self, first: int, last: int) -> None:
+        for _ in self.arrivals(first, last):
+            pass
 
     def wait_all(self) -> Tensor:
         for piece in range(len(self._order.pieces)):
@@ -103,37 +132,24 @@ class TokenGather:
         return self.tokens
 
 
-Write = Callable[[Tensor], None]
-"""Writes into memory of a rank's own [T / P, H] what the others are to receive instead of it."""
-
-
 class CollectiveGather(TokenGather):
     """By all-gathers. Each rank receives (P - 1) / P of ``tokens``.
 
-    The collectives of a group run one after the other, so a piece is started when its turn has
-    come: what is started later waits for it.
+    A group's collectives run one after the other, so a piece is started only when nothing that is
+    needed earlier would wait for it.
     """
 
     owns_tokens = True
 
-    def __init__(
-        self, x: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup, write: Write | None = None
-    ):
-        super().__init__(x.new_empty(group_size(tp_group) * x.shape[0], *x.shape[1:]), order)
-        self._group = tp_group
-        if write is None:
-            self._x = x.contiguous()
-        else:
-            self._x = x.new_empty(x.shape)
-            write(self._x)
+    def __init__(self, x: Tensor, order: TokenOrder, group: dist.ProcessGroup):
+        super().__init__(x.new_empty(group_size(group) * x.shape[0], *x.shape[1:]), order)
+        self._x, self._group = x.contiguous(), group
         self._works: list[dist.Work | None] = []
 
     def start(self, piece: int) -> None:
         if piece != len(self._works) or piece >= len(self._order.pieces):
             return
-        start, end = self._order.pieces[piece]
-        out = self.tokens[start:end]
-        work = None
+        out, work = self.tokens[slice(*self._order.pieces[piece])], None
         if out.numel():
             mine = self._x[self._order.local(piece)]
             work = all_gather(out, mine, group=self._group, async_op=True)
@@ -144,15 +160,7 @@ class CollectiveGather(TokenGather):
         work, self._works[piece] = self._works[piece], None
         if work is not None:
             work.wait()
-
-
-def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Gather [N / P, ...] of every rank into [N, ...], in rank order."""
-    if tp_group is None:
-        return x
-    P = group_size(tp_group)
-    order = TokenOrder(P, ((0, P * x.shape[0]),))
-    return CollectiveGather(x, order, tp_group).wait_all()
+        super().wait(piece)
 
 
 class TokenSum:
@@ -161,29 +169,14 @@ class TokenSum:
     This one is of one process, which has the sum already.
     """
 
-    scales = False
-    """Whether the sum can be multiplied by a number for each token."""
-
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
-
-    def accumulator(self, tokens: int, dtype: torch.dtype) -> Tensor:
-        """Return memory in which to sum up a chunk of so many tokens, [N, H]."""
-        return self.tokens.new_empty(tokens, self.tokens.shape[1], dtype=dtype)
-
-    def blocks(self, tokens: int) -> list[slice]:
-        """Return in which blocks a chunk's accumulator must be turned into ``tokens``, in order."""
-        return [slice(0, tokens)]
 
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""
 
-    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
-        """Begin with tokens ``first <= t < last``, whole pieces, which are written.
-
-        Their sum is multiplied by ``scale`` [last - first], None is 1.
-        """
-        assert scale is None
+    def start(self, first: int, last: int) -> None:
+        """Begin with tokens ``first <= t < last``, whole pieces, which are written."""
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum of this rank's tokens, and return it."""
@@ -193,13 +186,12 @@ class TokenSum:
 class CollectiveSum(TokenSum):
     """By all-reduces, in place and in the dtype of ``tokens``: every rank has all tokens' sums."""
 
-    def __init__(self, tokens: Tensor, tp_group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
         super().__init__(tokens)
-        self._group = tp_group
+        self._group = group
         self._works: list[dist.Work] = []
 
-    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
-        assert scale is None
+    def start(self, first: int, last: int) -> None:
         self._works += start_all_reduce(self.tokens[first:last], self._group).works
 
     def wait(self) -> Tensor:
@@ -212,14 +204,13 @@ class CollectiveScatter(TokenSum):
     Each rank sends (P - 1) / P of ``tokens``.
     """
 
-    def __init__(self, tokens: Tensor, order: TokenOrder, tp_group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
         super().__init__(tokens)
-        self._order, self._group = order, tp_group
+        self._order, self._group = order, group
         self._out = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
         self._works: list[dist.Work] = []
 
-    def start(self, first: int, last: int, scale: Tensor | None = None) -> None:
-        assert scale is None
+    def start(self, first: int, last: int) -> None:
         for piece, (start, end) in self._order.between(first, last):
             mine = self.tokens[start:end]
             if mine.numel():

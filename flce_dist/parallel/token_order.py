@@ -36,7 +36,7 @@ class TokenOrder:
             if first <= start and end <= last:
                 yield k, (start, end)
 
-    def walked(self, x: Tensor) -> Tensor:
+    def permuted(self, x: Tensor) -> Tensor:
         """Bring ``x`` [T], a number for each token in a caller's order, into that of the walk."""
         if self._is_callers:
             return x

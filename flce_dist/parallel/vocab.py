@@ -1,7 +1,5 @@
 """Who holds which rows of the vocabulary.  V = rows here, V_all = true vocabulary, P = TP size."""
 
-from dataclasses import dataclass
-
 
 def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the half-open rows ``(vocab_start_index, vocab_end_index)`` of ``rank``.
@@ -17,19 +15,10 @@ INVARIANT_ROWS = 32
 """Under tp_invariant, shards begin at multiples of it. 128,256 rows over 8 ranks do."""
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """The rows of one rank: ``weight[i]`` is the output embedding of token ``start + i``.
+def real_rows(rows: tuple[int, int], vocab_size: int) -> int:
+    """Return V, how many of a shard's rows ``(start, end)`` are below ``vocab_size``.
 
-    ``vocab_size`` is the true global size. Rows at or beyond it are padding: the first ``V`` rows
-    of the shard are real, the rest take no part in anything and get a zero gradient.
+    The rest is padding: it takes no part in anything and gets a zero gradient.
     """
-
-    start: int
-    end: int
-    vocab_size: int
-
-    @property
-    def V(self) -> int:
-        """Number of real (unpadded) rows of this shard; 0 where it holds padding only."""
-        return max(0, min(self.end, self.vocab_size) - self.start)
+    start, end = rows
+    return max(0, min(end, vocab_size) - start)

@@ -1,15 +1,64 @@
-"""Which groups copy by their GPUs' copy engines, and the memories that they share."""
+"""How tokens travel between ranks: by copies within a host that allows it, else by collectives.
+
+P ranks, T tokens, H hidden size. This module alone decides which, the same
+on all ranks of a group.
+"""
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from flce_dist.parallel.collectives import (
+    CollectiveGather,
+    CollectiveScatter,
+    CollectiveSum,
+    TokenGather,
+    TokenSum,
+)
+from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.token_order import TokenOrder
+
+
+def gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None) -> TokenGather:
+    """Return what gathers [T / P, H] of every rank into [T, H]; without a group ``x`` is whole."""
+    if group is None:
+        return TokenGather(x, order)
+    memories = memories_of(group, x.device)
+    if memories is not None:
+        return PeerGather(x, order, memories.hidden)
+    return CollectiveGather(x, order, group)
+
+
+def token_sum(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    order: TokenOrder,
+    group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+    sum_shares: Callable[..., None],
+) -> TokenSum:
+    """Return what sums [T, H] over ranks, with a buffer for what this rank adds.
+
+    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
+    ``sum_shares`` is the kernel that adds up shares that were copied.
+    """
+    if group is None or not sequence_parallel:
+        share = torch.empty(shape, dtype=dtype, device=device)
+        return TokenSum(share) if group is None else CollectiveSum(share, group)
+    memories = memories_of(group, device)
+    if memories is not None:
+        return PeerScatter(shape, dtype, order, memories.dhidden, sum_shares)
+    return CollectiveScatter(torch.empty(shape, dtype=dtype, device=device), order, group)
 
 
 class PeerMemories(NamedTuple):
@@ -22,7 +71,7 @@ class PeerMemories(NamedTuple):
 _memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories | None]] = {}
 
 
-def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
+def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
     """Return the memories that a group's ranks share, or None if not all can read each other's.
 
     They can if they are processes of one host over NCCL, each with a GPU of its own that reaches
