@@ -211,6 +211,14 @@ class Rank:
         if self.faults_in == 0:
             raise Fault
 
+    @contextmanager
+    def outside_the_call(self) -> Iterator[None]:
+        """What the caller issues here is no step that may fail."""
+        steps = self.calls, self.faults_in
+        self.faults_in = 0
+        yield
+        self.calls, self.faults_in = steps
+
     # --- what PeerDriver has
 
     def current_stream(self) -> Stream:

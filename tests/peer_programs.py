@@ -26,7 +26,8 @@ def order_of(P: int) -> TokenOrder:
 def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
     """Tokens of ``wide`` elements, looked at piece by piece as they arrive."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
-    rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
+    with rank.outside_the_call():
+        rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
     return gather_of(rank, memory, x, turn)
 
 

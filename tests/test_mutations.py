@@ -78,7 +78,7 @@ def break_shard(original: Any, *args: Any, **kwargs: Any) -> ShardLogits:
 @each_schedule
 def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
     check(inputs(), schedule=schedule)
-    mutate(Call, "logits", break_shard)
+    mutate(forward, "shard_logits", break_shard)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), schedule=schedule)
 
