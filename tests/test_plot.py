@@ -21,7 +21,9 @@ from flce_dist.launch.bench.files import write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.bench.report import Record
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.figures import dial, forward_grid, latency, memory
+from flce_dist.launch.plot.bars import latency, memory
+from flce_dist.launch.plot.dial import dial
+from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError

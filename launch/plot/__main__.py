@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.figures import dial, forward_grid, latency, memory
+from flce_dist.launch.plot.bars import latency, memory
+from flce_dist.launch.plot.dial import dial
+from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.program import run_program

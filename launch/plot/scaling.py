@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.bench.config import OURS
 from flce_dist.launch.bench.report import Record
-from flce_dist.launch.plot.figures import (
+from flce_dist.launch.plot.drawing import (
     BLUE,
     ON_LINES,
     OUR_COLOR,

@@ -1,0 +1,55 @@
+"""What the figures of the benchmark share: colours, labels, and how records are grouped."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from flce_dist.launch.bench.report import Record
+
+OUR_COLOR = "#2c7fb8"
+BLUE = "blue: linear_cross_entropy"
+PRODUCTS = "3 matrix products; dotted: 4 products, logits computed twice"
+WORKSPACE = "MiB at the peak, beyond inputs and gradients"
+ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Behind a text that reference lines may cross."""
+
+Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
+
+
+def mark_products(line: Callable[..., Any]) -> None:
+    """Draw a reference line for three and for four products over three, by axvline or axhline."""
+    line(1.0, color="black", linewidth=1)
+    line(4 / 3, color="black", linewidth=0.8, linestyle=":")
+
+
+def with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
+    """Group what was installed by shape, floors too; a shape with floors alone drops out."""
+    shapes: dict[Shape, list[Record]] = {}
+    for r in records:
+        if r.mode == "forward_backward" and not r.not_installed:
+            shapes.setdefault((*r.shape, r.P), []).append(r)
+    return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
+
+
+def over_products(found: list[Record]) -> list[tuple[Record, float]]:
+    """Return each run with the time of three products at its shape; [] if that is not known."""
+    products = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+    if products is None:
+        return []
+    return [(r, products) for r in found if r.op != "floor"]
+
+
+def over(ms: float | None, other_ms: float | None) -> float | None:
+    return None if ms is None or other_ms is None else ms / other_ms
+
+
+def shape_title(shape: Shape) -> str:
+    T, H, V, dtype, P = shape
+    return f"T={T}, H={H}, V={V}, {dtype}" + (f", {P} ranks" if P > 1 else "")
+
+
+def titled(figure: Figure | None, title: str) -> Figure | None:
+    if figure is not None:
+        figure.suptitle(title, fontsize=10)
+    return figure
