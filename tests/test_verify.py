@@ -253,6 +253,15 @@ def test_the_worst_rank_counts(worst, monkeypatch):
         assert merged.failure == "rank 1: boom"
 
 
+def test_an_error_that_is_not_finite_is_null_in_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "_run", lambda *args: [record(float("nan"))])
+    assert run("--output", str(tmp_path / "verify.json")) == 1
+    text = (tmp_path / "verify.json").read_text()
+    assert "NaN" not in text
+    (found,) = json.loads(text)["records"]
+    assert found["checks"]["loss"] == {"error": None, "budget": 1.0} and not found["met"]
+
+
 def test_summary_names_each_miss():
     facts = dict.fromkeys(
         (

@@ -1,7 +1,8 @@
 """Result files of the benchmark: written whole or not at all, and read again to go on.
 
 ``out.json`` holds ``{"about": {...}, "records": [...]}``, ``out.csv`` the same records. ``about``
-says what the numbers hold for: hardware, versions, commit, command and configuration.
+says what the numbers hold for: hardware, versions, commit, command and configuration. A number that
+is not finite, as a broken run returns, is null in JSON.
 """
 
 import csv
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
+from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.yaml_config import ConfigError
 
 Item = TypeVar("Item")
@@ -44,8 +46,7 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
     writer.writeheader()
     writer.writerows(rows)
     _replace(with_suffix(out, ".csv"), text.getvalue())
-    # NaN is an answer of a broken run, and Python's json reads what it writes.
-    _replace(with_suffix(out, ".json"), json.dumps({"about": about, "records": rows}, indent=1))
+    _replace(with_suffix(out, ".json"), strict_json({"about": about, "records": rows}))
 
 
 def write_profiles(
@@ -56,7 +57,7 @@ def write_profiles(
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """
     path = with_suffix(out, ".profile.json")
-    about = json.loads(json.dumps({key: about[key] for key in about if key != "command"}))
+    about = json.loads(strict_json({key: about[key] for key in about if key != "command"}))
     found: list[dict[str, Any]] = []
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +67,7 @@ def write_profiles(
         {"shape": shape, "run": name, **dataclasses.asdict(profile)}
         for name, profile in profiles.items()
     ]
-    _replace(path, json.dumps({"about": about, "profiles": found}, indent=1))
+    _replace(path, strict_json({"about": about, "profiles": found}))
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -121,7 +122,7 @@ def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
     if not path.exists():
         return []
     before, records = read_results(path)
-    now = json.loads(json.dumps(about))  # as it would be read back: tuples are lists
+    now = json.loads(strict_json(about))  # as it would be read back: tuples are lists
     old, new = _flat(before), _flat(now)
     differences = [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"

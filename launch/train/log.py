@@ -4,7 +4,6 @@ For the one rank that reports.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.ranks import writing
 
 METRICS = "metrics.jsonl"
@@ -75,8 +75,7 @@ class RunLog:
             self._file.close()
 
     def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-        line = json.dumps({"kind": kind, "step": step, **finite}, allow_nan=False) + "\n"
+        line = strict_json({"kind": kind, "step": step, **values}, indent=None) + "\n"
         try:
             with writing(self.path, len(line)):
                 self._file.write(line)

@@ -9,7 +9,6 @@ the exit status is 1 if one is missed on any rank. NCCL on GPUs, gloo elsewhere.
 """
 
 import functools
-import json
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from rich.progress import Progress
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
+from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.verify.cases import (
     Shape,
     cases,
@@ -90,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if settings.output is not None and rank == 0:
         settings.output.parent.mkdir(parents=True, exist_ok=True)
         found = {**facts, "passed": passed, "records": [record.as_json() for record in records]}
-        settings.output.write_text(json.dumps(found, indent=1) + "\n")
+        settings.output.write_text(strict_json(found) + "\n")
     return 0 if passed else 1
 
 
