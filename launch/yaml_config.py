@@ -57,7 +57,7 @@ def read_yaml(schema: type[Schema], path: Path) -> Schema:
     Raises:
         ConfigError: names the file, the key and what was expected.
     """
-    text = _read_utf8(path)
+    text = read_utf8(path, "--config")
     try:
         values = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -97,13 +97,18 @@ class _Loader(yaml.SafeLoader):
             ) from error
 
 
-def _read_utf8(path: Path) -> str:
+def read_utf8(path: Path, option: str) -> str:
+    """Return the text of the file that ``option`` names.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it is not UTF-8.
+    """
     try:
         data = path.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--config must name a file that can be read, got {path}: {error.strerror}"
+            f"{option} must name a file that can be read, got {path}: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1

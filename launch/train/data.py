@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import ConfigError, read_utf8
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,7 @@ def load_corpus(config: RunConfig) -> Corpus:
 def read_text(path: Path | None) -> str:
     """Return the file's text, or the reference manual inside CPython (prose, PSF licence)."""
     if path is not None:
-        try:
-            content = path.read_bytes()
-            return content.decode()
-        except OSError as error:
-            raise ConfigError(f"data.text cannot be read: {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"data.text must be UTF-8, got byte {content[error.start]:#x} at {error.start} of "
-                f"{path}"
-            ) from error
+        return read_utf8(path, "data.text")
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
