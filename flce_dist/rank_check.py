@@ -1,9 +1,9 @@
-"""Whether the ranks of a tensor-parallel group call alike, checked once, on request.
+"""Check on request that the ranks of a tensor-parallel group make the same call.
 
-``linear_cross_entropy`` trusts that they do and does not check. Ranks that disagree wait for each
-other until a timeout, or go on and compute a meaningless loss. Here each rank summarises what it
-would call with, all ranks read all summaries, and so all reach the same verdict. A rank that could
-not call at all sends its error instead, so that no rank waits for it.
+``linear_cross_entropy`` does not check this. If ranks disagree, they wait for each other until a
+timeout or compute a meaningless loss. Here each rank sends a summary of its arguments to all ranks,
+and every rank draws the same conclusion from all summaries. A rank whose own arguments are wrong
+sends its error, so no rank waits for it.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype,
 from flce_dist.options import LossOptions, options_of
 from flce_dist.parallel import collectives
 
-_BYTES = 4096  # of each rank's summary: about 1 KiB of facts, and what the next line allows
-_LONGEST = 1000  # characters of a plan or a complaint
+_BYTES = 4096  # per rank's summary: about 1 KiB of facts, plus a plan or an error
+_LONGEST = 1000  # characters of a plan or an error
 
 
 def check_ranks(
@@ -36,28 +36,29 @@ def check_ranks(
     tp_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
-    """Check that all ranks of ``tp_group`` are about to call ``linear_cross_entropy`` alike.
+    """Check that all ranks of ``tp_group`` will make the same ``linear_cross_entropy`` call.
 
-    For the first step, with the arguments of the call to come, on every rank of the group; not for
-    each step. It costs one all-gather of 4 KiB per rank, and the host waits for the device: labels,
-    token_weight and a few rows of weight are read. Each label must be in range, on GPUs as well.
+    Call it on every rank of the group before the first step. It takes one all-gather of 4 KiB per
+    rank, and the host waits for the device to read labels, token_weight and a few rows of weight.
+    Labels must be in range, on GPUs too.
 
-    Compared are the shape and dtype of hidden, the shape of labels, presence and dtype of bias and
-    token_weight, the values of labels and token_weight, which operands need a gradient, every
-    option, vocab_size, impl, and the plan. The ranks' rows of the vocabulary must follow one
-    another without gap or overlap, and not be the same rows on all ranks: a whole weight on each
-    would give a loss that is too high by log P. Not compared are the values of hidden.
+    It compares the shape and dtype of hidden, the shape of labels, presence and dtype of bias and
+    token_weight, the values of labels and token_weight, which operands need a gradient, all options
+    and the plan. The ranks' rows of the vocabulary must follow one another without gap or overlap.
+    They must not be the same on all ranks: with the whole weight on each the loss is too high by
+    log P. The values of hidden are not compared.
 
     Args:
-        hidden, weight, labels and all keywords: as for ``linear_cross_entropy``. Without a
-            ``tp_group`` they are checked by themselves and nothing is sent.
+        hidden, weight, labels, bias, token_weight, tp_group, **options: all that is passed to
+            ``linear_cross_entropy``. Without a ``tp_group`` nothing is communicated, and only these
+            arguments are checked.
 
     Raises:
-        ValueError: the same one on every rank of the group. It names each argument that differs
-            with its values and their ranks; or the neighbours whose rows do not meet; or the
-            complaints of the ranks whose own arguments are wrong, whatever they raise; or that all
-            ranks hold one weight. Labels, token_weight, rows, plan and weight are compared only if
-            the arguments before them agree.
+        ValueError: the same on every rank of the group. It names each argument that differs, with
+            its values and their ranks; or neighbours whose rows do not meet; or the errors of ranks
+            whose own arguments are wrong; or says that all ranks hold the same weight. Rows, values
+            of labels and token_weight, plan and weight are compared in this order, and only if what
+            comes before agrees.
             Without a group, what ``linear_cross_entropy`` raises.
     """
     chosen = options_of(check_ranks, options)
@@ -68,7 +69,7 @@ def check_ranks(
     failure: Exception | None = None
     try:
         summary = _summary(arguments)
-    except Exception as error:  # also those of Python for arguments of a wrong type
+    except Exception as error:  # of any type, for example TypeError for a wrong argument
         failure, summary = error, {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
     complaint = _complaint(_gather(summary, hidden, tp_group))
     if complaint is not None:
@@ -76,7 +77,7 @@ def check_ranks(
 
 
 def _summary(arguments: Arguments) -> dict[str, Any]:
-    """Return what the other ranks must know of this one's call; raise if it would."""
+    """Return this rank's facts about the call; raise if the call would."""
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
@@ -101,7 +102,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
 
 
 def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dict[str, Any]:
-    """Return what must be equal on all ranks. Each rank compares the rest with hidden itself."""
+    """Return what must be equal on all ranks. Each rank has checked its tensors against hidden."""
     hidden, bias, token_weight = arguments.hidden, arguments.bias, arguments.token_weight
     return {
         "hidden.shape": tuple(hidden.shape),
@@ -124,9 +125,9 @@ def _hash(x: Tensor) -> str:
 
 
 def _hash_of_rows(weight: Tensor) -> str | None:
-    """Return the hash of 16 rows spread over ``weight``, None where it proves nothing.
+    """Return the hash of 16 rows spread over ``weight``; None if all elements are equal.
 
-    Weights that are constant, such as zeros before a checkpoint is loaded, may be equal by right.
+    Constant shards, such as zeros before a checkpoint is loaded, are legitimately the same.
     """
     V = len(weight)
     if V == 0:
@@ -138,10 +139,10 @@ def _hash_of_rows(weight: Tensor) -> str | None:
 def _gather(
     summary: dict[str, Any], hidden: Tensor, tp_group: dist.ProcessGroup
 ) -> list[dict[str, Any]]:
-    """Return every rank's summary, in rank order and as JSON leaves it; collective.
+    """Return every rank's summary, decoded from JSON, in rank order; collective.
 
-    It travels on the CPU if the group has a backend for that: a rank whose hidden is on another
-    device than the others' must meet them all the same.
+    It is sent from the CPU if the group has a backend for that, so that ranks whose hidden is on
+    different devices still communicate.
     """
     device = collectives.message_device(hidden, tp_group)
     text = json.dumps(summary, default=repr).encode()
@@ -154,7 +155,7 @@ def _gather(
 
 
 def _complaint(summaries: list[dict[str, Any]]) -> str | None:
-    """Return what is wrong with the ranks' calls taken together; None if nothing is."""
+    """Return the error text for the ranks' calls, or None."""
     errors = [summary.get("error") for summary in summaries]
     if any(error is not None for error in errors):
         wrong = [f"{_ranks(r)}: {e}" for e, r in _groups(errors) if e is not None]
@@ -165,7 +166,7 @@ def _complaint(summaries: list[dict[str, Any]]) -> str | None:
         lambda every: _differences([one["values"] for one in every]),
         lambda every: _differences([one["plan"] for one in every]),
     )
-    # What comes later may differ only because of what came before.
+    # A later difference may be a consequence of an earlier one.
     for found in (differences(summaries) for differences in compare):
         if found:
             return "ranks must call alike: " + "; ".join(found)
@@ -173,9 +174,9 @@ def _complaint(summaries: list[dict[str, Any]]) -> str | None:
 
 
 def _one_weight(weights: list[dict[str, Any]]) -> str | None:
-    """Return a complaint if every rank holds the same rows, and labels speak for no others.
+    """Return an error text if every rank holds the same rows and no label lies beyond them.
 
-    Equal rows are not enough: a test may draw all shards from one seed.
+    Equal rows alone are no error: a test may initialise all shards from one seed.
     """
     first, P = weights[0], len(weights)
     V, label = first["rows"], first["largest label"]
@@ -185,13 +186,13 @@ def _one_weight(weights: list[dict[str, Any]]) -> str | None:
         return None
     return (
         f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all {P} "
-        f"ranks, and no label above {label}: pass to each rank its part of a whole weight, or "
-        "tp_group=None; draw shards that are meant to differ from different seeds"
+        f"ranks, and no label above {label}: pass each rank its part of the whole weight, or "
+        "tp_group=None; initialise different shards from different seeds"
     )
 
 
 def _differences(facts: list[dict[str, Any]]) -> list[str]:
-    """Name each fact that is not the same on all ranks, with its values."""
+    """Return each fact that differs between ranks, with its values."""
     found = []
     for name in facts[0]:
         groups = _groups([one[name] for one in facts])
@@ -202,10 +203,10 @@ def _differences(facts: list[dict[str, Any]]) -> list[str]:
 
 
 def _seams(summaries: list[dict[str, Any]]) -> list[str]:
-    """Name each rank whose rows do not begin where those of the rank before it end.
+    """Return each rank whose rows do not begin where those of the previous rank end.
 
-    Each rank has made sure by itself that the first one's begin at 0 and the last one's reach
-    vocab_size. Rows beyond that are padding and not among these: they may lie anywhere.
+    The first rank has checked that its rows begin at 0, the last that its rows reach vocab_size.
+    Padding beyond vocab_size is not included and may lie anywhere.
     """
     rows = [one["rows"] for one in summaries]
     return [
@@ -217,7 +218,7 @@ def _seams(summaries: list[dict[str, Any]]) -> list[str]:
 
 
 def _groups(values: list[Any]) -> list[tuple[Any, list[int]]]:
-    """Return the distinct values, each with the ranks that have it."""
+    """Return each distinct value with its ranks."""
     groups: list[tuple[Any, list[int]]] = []
     for rank, value in enumerate(values):
         for other, ranks in groups:

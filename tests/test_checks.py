@@ -62,27 +62,27 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"sequence_parallel": True, "reduce_dhidden": False},
-        "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
-        "sequence_parallel=True it is part of the reduce-scatter; drop one of the two",
+        "reduce_dhidden=False leaves the sum over ranks to the caller, but "
+        "sequence_parallel=True makes it part of the reduce-scatter; drop one of the two",
     ),
     (
         {"reduce_in_fp32": True, "reduce_dhidden": False},
-        "reduce_in_fp32=True is how dhidden is summed over ranks, but reduce_dhidden=False "
-        "leaves that to the caller; drop one of the two",
+        "reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False leaves "
+        "the sum over ranks to the caller; drop one of the two",
     ),
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "in_forward", "reduction": "none"},
-        "schedule='in_forward' knows one scalar upstream gradient, so reduction='none' needs "
+        "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
         "schedule='recompute' or 'cached'",
     ),
     *(
         (
             {"schedule": schedule, "softcap": 5.0, "label_smoothing": 0.1},
-            f"schedule='{schedule}' keeps exponentials, which do not express label_smoothing with "
-            "softcap; use schedule='recompute'",
+            f"schedule='{schedule}' keeps exponentials, but label_smoothing with softcap needs the "
+            "logits; use schedule='recompute'",
         )
         for schedule in ("cached", "in_forward")
     ),
@@ -130,7 +130,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
         {"weight": torch.zeros(V, H).bfloat16()},
         "weight must have hidden's dtype torch.float32, got torch.bfloat16: pass "
         "weight.to(torch.float32) or hidden.to(torch.bfloat16), or call under torch.autocast; "
-        "gradients reach each of them in its own dtype",
+        "the gradient of each has the dtype that was passed",
     ),
     (
         {"labels": torch.zeros(T)},
@@ -141,7 +141,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
         {"bias": torch.zeros(V).half()},
         "bias must have hidden's dtype torch.float32, got torch.float16: pass "
         "bias.to(torch.float32) or hidden.to(torch.float16), or call under torch.autocast; "
-        "gradients reach each of them in its own dtype",
+        "the gradient of each has the dtype that was passed",
     ),
     (
         {"token_weight": torch.ones(T, 1)},
@@ -153,7 +153,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"token_weight": torch.ones(T, requires_grad=True)},
-        "token_weight has no gradient: it must have requires_grad=False, got True",
+        "token_weight must have requires_grad=False, since it gets no gradient, got True",
     ),
 ]
 
@@ -193,7 +193,7 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"vocab_range": (0, 11)},
-        "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
+        "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
         "got None",
     ),
     (
@@ -315,7 +315,7 @@ def test_what_is_refused_names_a_schedule_that_works(reduction: str) -> None:
     [
         (
             (3, H), (3,),
-            "labels must be (6,) from hidden (3, 4), the whole of 2 ranks' tokens, got (3,)",
+            "labels must be (6,) from hidden (3, 4) for the tokens of all 2 ranks, got (3,)",
         ),
         ((H,), (), "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
     ],

@@ -151,10 +151,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "weight by H": ({"weight": Shard(1)}, {}, r"weight must be .* got .*Shard\(dim=1\)"),
     "whole weight over tp_group": ({"weight": WHOLE}, {}, "weight must be .* tp_group's ranks"),
     "rows split over no group": (
-        {"weight": SPLIT, "bias": SPLIT}, {"tp_group": None}, "weight must .*; ranks that share"
+        {"weight": SPLIT, "bias": SPLIT}, {"tp_group": None}, "weight must .*; pass .* as tp_group"
     ),
     "bias over no group": (
-        {"weight": WHOLE, "bias": SPLIT}, {"tp_group": None}, "bias must .*; ranks that share"
+        {"weight": WHOLE, "bias": SPLIT}, {"tp_group": None}, "bias must .*; pass .* as tp_group"
     ),
     "split labels": ({"labels": SPLIT}, {}, "labels must be a plain tensor or a DTensor with R"),
     "split token_weight": ({"token_weight": SPLIT}, {}, "token_weight must be a plain tensor or"),

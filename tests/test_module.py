@@ -451,7 +451,7 @@ def test_mutation_a_shard_of_the_wrong_rows_is_noticed(gloo_ranks):
         ({"ignore_index": 2**70}, ValueError, r"ignore_index must .*, got 1180591620717411303424"),
         ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
         ({"sequence_parallel": True}, ValueError, r"sequence_parallel=True needs a tp_group"),
-        ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "one scalar"),
+        ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "a scalar upstream"),
         ({"tp_invariant": True, "impl": "eager"}, NotImplementedError, "needs impl='triton'"),
     ],
 )

@@ -170,8 +170,8 @@ def test_a_whole_weight_on_every_rank_is_noticed(vocab_size: int | None) -> None
     (said,) = says_of_weight(WHOLE.clone().requires_grad_(), vocab_size=vocab_size)
     assert said == (
         "weight must be each rank's own rows of the vocabulary, got the same 20 rows on all 3 "
-        "ranks, and no label above 11: pass to each rank its part of a whole weight, or "
-        "tp_group=None; draw shards that are meant to differ from different seeds"
+        "ranks, and no label above 11: pass each rank its part of the whole weight, or "
+        "tp_group=None; initialise different shards from different seeds"
     )
 
 
@@ -293,7 +293,7 @@ def test_one_collective_of_4_kib() -> None:
 def test_alone_only_its_own_arguments_are_checked() -> None:
     mine = call(0, 1)
     check_ranks(**mine)
-    with pytest.raises(NotImplementedError, match="schedule='in_forward' knows one scalar"):
+    with pytest.raises(NotImplementedError, match="schedule='in_forward' needs a scalar"):
         check_ranks(**mine, schedule="in_forward", reduction="none")
     with pytest.raises(ValueError, match="sequence_parallel=True needs a tp_group"):
         check_ranks(**mine, sequence_parallel=True)

@@ -1,6 +1,6 @@
-"""Every complaint about a caller's arguments: the argument, what was expected, what came.
+"""All checks of arguments; errors name the argument, what is expected and what was given.
 
-All read host metadata only, but for ``check_labels``.
+They read host metadata only, except for ``check_labels``.
 """
 
 import functools
@@ -19,29 +19,29 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_options(options: LossOptions) -> LossOptions:
-    """Check what does not depend on the tensors; return the options in Python's own types."""
+    """Check what does not depend on tensors; return the options with values of Python's types."""
     given = vars(options)
     plain = {name: _value(name, given[name], declared) for name, declared in DECLARED.items()}
     options = LossOptions(**plain)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
-            "reduce_dhidden=False leaves the sum over ranks to the caller, but under "
-            "sequence_parallel=True it is part of the reduce-scatter; drop one of the two"
+            "reduce_dhidden=False leaves the sum over ranks to the caller, but "
+            "sequence_parallel=True makes it part of the reduce-scatter; drop one of the two"
         )
     if options.reduce_in_fp32 and not options.reduce_dhidden:
         raise ValueError(
-            "reduce_in_fp32=True is how dhidden is summed over ranks, but reduce_dhidden=False "
-            "leaves that to the caller; drop one of the two"
+            "reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False leaves "
+            "the sum over ranks to the caller; drop one of the two"
         )
     if options.schedule == "in_forward" and options.reduction == "none":
         raise NotImplementedError(
-            "schedule='in_forward' knows one scalar upstream gradient, so reduction='none' needs "
+            "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
             "schedule='recompute' or 'cached'"
         )
     if options.schedule in ("cached", "in_forward") and options.smoothing_needs_logits:
         raise NotImplementedError(
-            f"schedule='{options.schedule}' keeps exponentials, which do not express "
-            "label_smoothing with softcap; use schedule='recompute'"
+            f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
+            "needs the logits; use schedule='recompute'"
         )
     return options
 
@@ -49,7 +49,7 @@ def check_options(options: LossOptions) -> LossOptions:
 def check_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None
 ) -> None:
-    """Check types, devices and the shapes that one rank can judge."""
+    """Check types, devices and the shapes that do not depend on the group."""
     _tensor("hidden", hidden, _FLOATS)
     _tensor("weight", weight, _FLOATS)
     _tensor("labels", labels, (torch.int64, torch.int32))
@@ -81,7 +81,7 @@ def check_tensors(
         _same_device("token_weight", token_weight, hidden)
         if token_weight.requires_grad:
             raise ValueError(
-                "token_weight has no gradient: it must have requires_grad=False, got True"
+                "token_weight must have requires_grad=False, since it gets no gradient, got True"
             )
 
 
@@ -109,7 +109,7 @@ def check_parallel_shapes(
     vocab_size: int | None,
     vocab_range: tuple[int, int] | None,
 ) -> None:
-    """Check the shapes against the group: labels are whole on every rank, weight is a shard."""
+    """Check the shapes against the group: labels of all tokens, weight of this rank's rows."""
     expected = tuple(hidden.shape[:-1])
     if sequence_parallel:
         if hidden.dim() < 2:
@@ -119,7 +119,7 @@ def check_parallel_shapes(
             )
         expected = (expected[0] * P, *expected[1:])
     if tuple(labels.shape) != expected:
-        whole = f", the whole of {P} ranks' tokens" if sequence_parallel else ""
+        whole = f" for the tokens of all {P} ranks" if sequence_parallel else ""
         raise ValueError(
             f"labels must be {expected} from hidden {tuple(hidden.shape)}{whole}, "
             f"got {tuple(labels.shape)}"
@@ -136,7 +136,7 @@ def check_parallel_shapes(
     start, end = vocab_range
     if vocab_size is None:
         raise ValueError(
-            "vocab_size must be given with vocab_range: one rank's rows do not tell the whole, "
+            "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
             "got None"
         )
     if start < 0 or end - start != V:
@@ -152,13 +152,13 @@ def check_parallel_shapes(
 
 
 def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
-    """Check what tp_invariant=True asks of the kernels and of all rows that this rank knows of.
+    """Check what tp_invariant=True requires of the kernels and of every shard known to this rank.
 
-    Each rank judges the others' rows too, so that all raise.
+    A rank checks the others' shards too, so that all ranks raise.
     """
     if impl != "triton":
         raise NotImplementedError(
-            f"tp_invariant=True needs impl='triton', whose products have one order, got {impl!r}"
+            f"tp_invariant=True needs impl='triton', which sums in a fixed order, got {impl!r}"
         )
     for start, end in shards:
         if start < end and start % INVARIANT_ROWS:
@@ -194,16 +194,16 @@ def check_impl(impl: str, hidden: Tensor) -> None:
         )
 
 
-@functools.cache  # asked once: calls are many, and the host is to be ahead of the device
+@functools.cache  # queried once, to save host time in each call
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Check that each of the [T] labels is a token of the vocabulary or ignored.
+    """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
 
-    Of labels on a GPU nothing is read, since the host must not wait: there the kernels assert it,
-    see ``kernels.label_logit``.
+    Labels on a GPU are not read here, because the host must not wait for the device. There the
+    kernels assert it, see ``kernels.label_logit``.
     """
     if labels.is_cuda:
         return
@@ -217,7 +217,7 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 def integer(name: str, value: object, limits: Range = COUNT) -> int:
-    """Return an argument that is an int within ``limits``, also where numpy made it."""
+    """Return the argument as an int within ``limits``; integers of numpy are converted."""
     return _value(name, value, Declared(int, False, (), limits))
 
 
@@ -235,9 +235,9 @@ def _value(name: str, value: object, declared: Declared) -> Any:
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return ``value`` as a ``kind`` of Python's own, or None where it is not of that kind.
+    """Return ``value`` as Python's ``kind``, or None if it is not of that kind.
 
-    A bool is no number. Neither is a tensor: to read it would make the host wait.
+    A bool does not count as a number. Nor does a tensor: reading it would make the host wait.
     """
     if kind is tuple:
         ends = tuple(_plain(x, int) for x in value) if isinstance(value, Sequence) else ()
@@ -273,7 +273,7 @@ def _same_dtype(name: str, x: Tensor, hidden: Tensor) -> None:
         raise ValueError(
             f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
             f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
-            "gradients reach each of them in its own dtype"
+            "the gradient of each has the dtype that was passed"
         )
 
 

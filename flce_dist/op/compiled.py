@@ -41,7 +41,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
 
     ``needs`` says whether hidden, weight and bias need a gradient.
     """
-    options, tp_group = checks.check_options(arguments.options), arguments.tp_group
+    options, tp_group = arguments.options, arguments.tp_group
     if options.with_metrics and options.schedule == "in_forward":
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes no "

@@ -1,8 +1,8 @@
-"""DTensors: those that a caller passes, and those that a state dict is made of.
+"""DTensors as arguments and in state dicts.
 
-The op and its collectives know plain tensors alone: a DTensor is replaced by what this rank holds
-of it, where that is what the op takes from this rank, and refused by name elsewhere. DTensor's own
-``to_local`` gives gradients the mesh and the placements of their operand.
+The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
+local tensor if its placements are those that the op expects; otherwise it is refused. Through
+``DTensor.to_local`` gradients get the mesh and placements of their operand.
 """
 
 from dataclasses import replace
@@ -22,24 +22,25 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
 _OF_ROWS = (
-    "ranks that share its rows, such as those of weight.device_mesh.get_group(), are passed as "
-    "tp_group; FSDP2 gathers a parameter for its module's forward alone"
+    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group(); "
+    "FSDP2 gathers a parameter only during its module's forward"
 )
 
 
 def localized(arguments: Arguments) -> Arguments:
-    """Return a caller's arguments with what this rank holds of each DTensor, if it will do.
+    """Return the arguments with options checked and each DTensor replaced by its local tensor.
 
-    Every rank of ``tp_group`` comes to the same verdict: it reads global shapes and placements.
+    Options are checked here, once per call. Of DTensors only global shapes and placements are
+    checked, so either all ranks of ``tp_group`` raise or none does.
     """
-    if not any(isinstance(x, DTensor | AsyncCollectiveTensor) for x in arguments[:5]):
-        return arguments
     options, tp_group = checks.check_options(arguments.options), arguments.tp_group
-    checks.check_group(tp_group, options.sequence_parallel)
     hidden, weight, labels, bias, token_weight = arguments[:5]
+    if not any(isinstance(x, DTensor | AsyncCollectiveTensor) for x in arguments[:5]):
+        return arguments._replace(options=options)
+    checks.check_group(tp_group, options.sequence_parallel)
     tokens = Shard(0) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)
-    # A sum over ranks that the caller does himself is, of a DTensor, one that DTensor does.
+    # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
     of_tokens = (
         f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
@@ -62,9 +63,10 @@ def _checked_wholes(
     bias: Tensor | None,
     tp_group: dist.ProcessGroup,
 ) -> LossOptions:
-    """Check global sizes, which only some ranks' parts would show to be wrong.
+    """Check global sizes: a wrong one might show in the local tensors of some ranks only.
 
-    Return options that say which rows of a DTensor's weight are here: shards may be uneven.
+    Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight, whose shards
+    may be uneven.
     """
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[0] % P:
@@ -79,7 +81,7 @@ def _checked_wholes(
         raise ValueError(f"bias must be [V] with V = {V} from weight, got {tuple(bias.shape)}")
     if options.vocab_range is not None:
         raise ValueError(
-            "vocab_range must be None for a weight that is a DTensor, whose placement says it, "
+            "vocab_range must be None for a DTensor weight, whose placement determines the rows, "
             f"got {options.vocab_range}"
         )
     if vocab_size is not None and vocab_size > V:
@@ -95,23 +97,23 @@ def _local(
     hint: str = "",
     gradient: Placement | None = None,
 ) -> Any:
-    """Return what this rank holds of ``x``; raise unless it lies as ``expected`` over the group.
+    """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
 
-    Over other dimensions of its mesh it must be the same on all ranks. ``gradient`` is how its
-    gradient lies over the group, None for the same way.
+    Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient
+    over the group; None for the placement of ``x``.
     """
     if isinstance(x, DTensor):
         mesh, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
-        lies = dim is not None or anywhere or collectives.group_size(tp_group) == 1
+        fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         for d, has in enumerate(x.placements):
             want = expected if d == dim else Replicate()
-            lies &= mesh.size(d) == 1 or (type(has) is type(want) and has == want)
-        if not lies or mesh.get_coordinate() is None:
+            fits &= mesh.size(d) == 1 or (type(has) is type(want) and has == want)
+        if not fits or mesh.get_coordinate() is None:
             where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
-                f"replicated over all else, got {x.placements} on {mesh}"
+                f"replicated over other ranks, got {x.placements} on {mesh}"
                 + (f"; {hint}" if hint else "")
             )
         gradients = [Replicate() if has.is_partial() else has for has in x.placements]
@@ -122,12 +124,13 @@ def _local(
 
 
 def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
-    """Return which dimension of ``mesh`` has the ranks of ``tp_group``, in their order."""
-    place = mesh.get_coordinate()
-    if tp_group is None or place is None:
+    """Return the dimension of ``mesh`` whose ranks are those of ``tp_group``, in the same order."""
+    coordinate = mesh.get_coordinate()
+    if tp_group is None or coordinate is None:
         return None
     for d in range(mesh.ndim):
-        if _ranks(mesh.get_group(d)) == _ranks(tp_group) and place[d] == dist.get_rank(tp_group):
+        same_ranks = _ranks(mesh.get_group(d)) == _ranks(tp_group)
+        if same_ranks and coordinate[d] == dist.get_rank(tp_group):
             return d
     return None
 
@@ -137,9 +140,9 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
 
 
 class _Waited(torch.autograd.Function):
-    """The result of a collective in flight, which has no memory of its own to launch a kernel on.
+    """Make the current stream wait for the collective that produces ``x``.
 
-    The current stream waits for it.
+    Until then ``x`` has no data pointer that a kernel could be launched with.
     """
 
     @staticmethod
@@ -156,7 +159,7 @@ class _Waited(torch.autograd.Function):
 
 
 def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return what this rank holds of ``x``, and where that lies in ``x``: all of a plain tensor."""
+    """Return the local tensor of ``x`` and its slices of ``x``; all of a plain tensor."""
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, n) for n in x.shape)
     (chunk,) = x.__create_chunk_list__()
@@ -165,19 +168,18 @@ def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def groups_of(x: Tensor) -> list[dist.ProcessGroup]:
-    """Return the groups over which ``x`` is distributed, one for each dimension of its mesh."""
+    """Return the group of each dimension of the mesh of ``x``; none for a plain tensor."""
     return x.device_mesh.get_all_groups() if isinstance(x, DTensor) else []
 
 
 def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
-    """Return the tensor of ``rows`` rows of which ``x`` holds this rank's ``vocab_range``.
+    """Return the DTensor of ``rows`` rows whose ``vocab_range`` on this rank is ``x``.
 
-    If FSDP2 has cut ``x`` again, the dimensions of its mesh come after the group's. Its mesh is
-    taken to be as regular as one of ``init_device_mesh``: the same on each rank of the group, but
-    for an offset.
+    If FSDP2 has sharded ``x`` again, the dimensions of its mesh follow the group's. The meshes of
+    the group's ranks must differ only by an offset, as those of ``init_device_mesh`` do.
     """
     ranks = torch.tensor(_ranks(tp_group), device="cpu")
-    placements: list[Placement] = [Shard(0)]  # runs of ceil(rows / P), the last short or empty
+    placements: list[Placement] = [Shard(0)]  # ceil(rows / P) rows each; the last shorter or empty
     local, _ = local_part(x)
     if isinstance(x, DTensor):
         inner = x.device_mesh.mesh - dist.get_rank()
@@ -196,7 +198,10 @@ def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
 
 
 def in_kind(local: Tensor, like: Tensor) -> Tensor:
-    """Return ``local`` as this rank's part of a tensor distributed as ``like`` is."""
+    """Return the DTensor with the mesh and placements of ``like`` and the local tensor ``local``.
+
+    If ``like`` is a plain tensor, so is the result.
+    """
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(

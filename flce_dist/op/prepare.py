@@ -114,9 +114,7 @@ def prepare(
     ``auto`` may take them in forward. Whether labels are in range is not checked here: that reads
     data.
     """
-    options = checks.check_options(arguments.options)
-    arguments = arguments._replace(options=options)
-    hidden, weight, labels, bias, token_weight, _, tp_group = arguments
+    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
