@@ -1,29 +1,31 @@
-"""LinearCrossEntropy: one weight whatever P is, in memory and on disk."""
+"""LinearCrossEntropy: the same initial weight, loss and gradients on any number of ranks."""
 
 import copy
-import functools
-import itertools
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from flce_dist import linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
-from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
+from tests.module_layouts import (
+    VOCAB,
+    H,
+    Layout,
+    assert_same_state,
+    check_attributes,
+    each_layout,
+    make,
+    whole,
+)
 from tests.parallel_problem import Outcome, Problem, misses
 
-H, VOCAB = 24, 507  # 507 over 4: 127, 127, 127, 126
 T = 16
 
 
@@ -31,85 +33,9 @@ def group_or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def make(group: dist.ProcessGroup | None, seed: int = 0, **kwargs: Any) -> LinearCrossEntropy:
-    torch.manual_seed(seed)
-    sizes = kwargs.pop("hidden_size", H), kwargs.pop("vocab_size", VOCAB)
-    return LinearCrossEntropy(*sizes, tp_group=group, **kwargs)
-
-
-class Layout(NamedTuple):
-    """Ranks that share the vocabulary, and ranks over which FSDP2 cuts the rows of each again."""
-
-    tp: int = 1
-    fsdp: int = 1
-    replicas: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.tp * self.fsdp * self.replicas
-
-    @functools.cache  # noqa: B019
-    def meshes(self) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
-        """The tensor-parallel group of this rank and the mesh for ``fully_shard``, made once."""
-        if self.size == 1:
-            return None, None
-        sizes = {"replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp}
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        data = mesh["replicas", "fsdp"] if self.replicas > 1 else mesh["fsdp"]
-        return mesh.get_group("tp") if self.tp > 1 else None, data if self.fsdp > 1 else None
-
-    def make(self, *, on_meta: bool = False, **kwargs: Any) -> LinearCrossEntropy:
-        """``make`` with these ranks; on_meta: through the meta device."""
-        group, mesh = self.meshes()
-        with torch.device("meta" if on_meta else "cpu"):
-            layer = make(group, **kwargs)
-        if mesh is not None:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        if on_meta:
-            layer.to_empty(device="cpu")
-            torch.manual_seed(kwargs.get("seed", 0))
-            layer.reset_parameters()
-        return layer
-
-
-def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
-
-
-LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(fsdp=2), Layout(tp=2, fsdp=2)]
-each_layout = pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS, Layout(fsdp=2, replicas=2)],
-    ids=lambda x: f"tp{x.tp} fsdp{x.fsdp} x {x.replicas}",
-)
-
-
 def init_rank(group: dist.ProcessGroup, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     layer = make(group_or_none(group), **kwargs)
     return layer.weight, torch.rand(4)  # and what the generator gives next
-
-
-def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
-    layer = layout.make(bias=True, padded_vocab_size=512)
-    layer.load_state_dict({**whole(layer.state_dict()), "bias": torch.arange(512.0)})
-    dcp.save({"head": layer.state_dict()}, checkpoint_id=path, no_dist=layout.size == 1)
-
-
-def load_rank(
-    group: dist.ProcessGroup, layout: Layout, path: Path
-) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-    """What is loaded into each kind of module, as lengths of this rank's parameters and whole."""
-    layer = layout.make(seed=1, bias=True, padded_vocab_size=512)
-    state = {"head": layer.state_dict()}
-    dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
-    found = []
-    for assign in (False, True):
-        fresh = layout.make(seed=2, bias=True, padded_vocab_size=512)
-        fresh.load_state_dict(state["head"], assign=assign)
-        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
-        found.append((lengths, whole(fresh.state_dict())))
-        check_attributes(fresh)
-    return found
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,12 +106,6 @@ def test_ranks_with_different_random_states_share_one_weight():
     assert any(torch.equal(weight, make(None, seed=s, vocab_size=128).weight) for s in range(2))
 
 
-def check_attributes(layer: LinearCrossEntropy) -> None:
-    expected = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-    for parameter in layer.parameters():
-        assert expected.items() <= vars(parameter).items()
-
-
 def meta_rank(group: dist.ProcessGroup, layout: Layout) -> dict[str, torch.Tensor]:
     layer = layout.make(on_meta=True, bias=True)
     check_attributes(layer)
@@ -200,11 +120,6 @@ def test_meta_device_is_filled_later(layout, gloo_ranks):
         assert_same_state(state, one.state_dict())
 
 
-def assert_same_state(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
-
-
 def different_seeds_rank(group: dist.ProcessGroup, layout: Layout) -> torch.Tensor:
     layer = layout.make()
     torch.manual_seed(group.rank())
@@ -216,81 +131,6 @@ def test_ranks_of_fsdp_with_different_random_states_share_one_weight(gloo_ranks)
     ranks = gloo_ranks(4).run(different_seeds_rank, Layout(tp=2, fsdp=2))
     assert all(torch.equal(weight, ranks[0]) for weight in ranks)
     assert any(torch.equal(ranks[0], make(None, seed=seed).weight) for seed in range(4))
-
-
-@pytest.fixture(scope="module")
-def checkpoints(gloo_ranks, tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    for i, layout in enumerate(LAYOUTS):
-        gloo_ranks(layout.size).run(save_rank, layout, root / str(i))
-    return root
-
-
-@pytest.mark.parametrize("saved", range(len(LAYOUTS)))
-@each_layout
-def test_checkpoint_reshards(gloo_ranks, checkpoints, saved, layout):
-    expected = {"weight": make(None, padded_vocab_size=512).weight, "bias": torch.arange(512.0)}
-    rows = 512 // (layout.tp * layout.fsdp)
-    for found in gloo_ranks(layout.size).run(load_rank, layout, checkpoints / str(saved)):
-        for lengths, state in found:
-            assert lengths == [rows, rows]
-            assert_same_state(state, expected)
-
-
-def uneven_layers(layout: Layout, seed: int = 0) -> nn.ModuleDict:
-    sizes = {"large": VOCAB, "tiny": 5}
-    return nn.ModuleDict({k: layout.make(seed=seed, vocab_size=n) for k, n in sizes.items()})
-
-
-def uneven_round_trip(group: dist.ProcessGroup, layout: Layout, path: Path) -> list[int]:
-    """Saved here, then loaded by the caller; returns lengths of this rank's parameters."""
-    layers, other = uneven_layers(layout), uneven_layers(layout, seed=1)
-    dcp.save(layers.state_dict(), checkpoint_id=path)
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=path)
-    other.load_state_dict(state)
-    for ours, expected in zip(other.parameters(), layers.parameters(), strict=True):
-        assert torch.equal(dtensor.local_part(ours)[0], dtensor.local_part(expected)[0])
-    return [len(dtensor.local_part(p)[0]) for p in other.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("layout", "rows"),
-    [
-        (Layout(tp=4), [[127, 2], [127, 2], [127, 1], [126, 0]]),
-        (Layout(tp=2, fsdp=2), [[127, 2], [127, 1], [127, 1], [126, 1]]),
-    ],
-)
-def test_uneven_and_empty_shards_reshard(layout, rows, gloo_ranks, tmp_path):
-    assert gloo_ranks(4).run(uneven_round_trip, layout, tmp_path) == rows
-    one = uneven_layers(Layout(), seed=2)
-    state = one.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    one.load_state_dict(state)
-    large, tiny = one.parameters()
-    assert torch.equal(large, make(None).weight)
-    assert torch.equal(tiny, make(None, vocab_size=5).weight)
-
-
-def load_plain(
-    group: dist.ProcessGroup, layout: Layout, state: dict[str, torch.Tensor]
-) -> list[dict[str, torch.Tensor]]:
-    """Load the whole, and this tensor-parallel rank's rows of it."""
-    found = []
-    for rows in (slice(None), slice(*layout.make().vocab_range)):
-        layer = layout.make(seed=1)
-        layer.load_state_dict({name: x[rows] for name, x in state.items()})
-        found.append(whole(layer.state_dict()))
-    assert state["weight"].shape == (VOCAB, H)
-    return found
-
-
-@each_layout
-def test_a_plain_weight_loads_into_shards(layout, gloo_ranks):
-    expected = make(None).state_dict()
-    for found in gloo_ranks(layout.size).run(load_plain, layout, expected):
-        for state in found:
-            assert_same_state(state, expected)
 
 
 def fsdp_step_rank(
@@ -356,21 +196,6 @@ def deep_copy_rank(group: dist.ProcessGroup) -> None:
 
 def test_deep_copies_share_the_group():
     run_ranks(deep_copy_rank, 2)
-
-
-def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
-    layer = layout.make()
-    shapes = (500, H), (600, H), (VOCAB, H + 1), (VOCAB,), (H,)
-    wrong = [{"weight": torch.zeros(shape)} for shape in shapes]
-    wrong.append(layout.make(vocab_size=VOCAB + 1).state_dict())  # some ranks hold as many rows
-    for state, assign in itertools.product(wrong, (False, True)):
-        with pytest.raises(RuntimeError, match="size mismatch for weight"):
-            layer.load_state_dict(state, assign=assign)
-
-
-@each_layout
-def test_a_weight_of_another_size_is_refused(layout, gloo_ranks):
-    gloo_ranks(layout.size).run(wrong_size_rank, layout)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

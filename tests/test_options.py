@@ -63,7 +63,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(options: str, schedule: str, reduction: str) -> bool:
-    """Combinations that checks.py refuses; test_checks.py holds that it does."""
+    """Combinations that checks.py refuses; test_check_options.py holds that it does."""
     name = SCHEDULES[schedule]["schedule"]
     capped_smoothing = {"softcap", "label_smoothing"} <= OPTIONS[options].keys()
     return (name == "in_forward" and reduction == "none") or (

@@ -1,0 +1,136 @@
+"""State dicts of LinearCrossEntropy: saved by some ranks, loaded by others."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from flce_dist.op import dtensor
+from tests.module_layouts import (
+    LAYOUTS,
+    VOCAB,
+    H,
+    Layout,
+    assert_same_state,
+    check_attributes,
+    each_layout,
+    make,
+    whole,
+)
+
+
+def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
+    layer = layout.make(bias=True, padded_vocab_size=512)
+    layer.load_state_dict({**whole(layer.state_dict()), "bias": torch.arange(512.0)})
+    dcp.save({"head": layer.state_dict()}, checkpoint_id=path, no_dist=layout.size == 1)
+
+
+def load_rank(
+    group: dist.ProcessGroup, layout: Layout, path: Path
+) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    """What is loaded into each kind of module, as lengths of this rank's parameters and whole."""
+    layer = layout.make(seed=1, bias=True, padded_vocab_size=512)
+    state = {"head": layer.state_dict()}
+    dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
+    found = []
+    for assign in (False, True):
+        fresh = layout.make(seed=2, bias=True, padded_vocab_size=512)
+        fresh.load_state_dict(state["head"], assign=assign)
+        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
+        found.append((lengths, whole(fresh.state_dict())))
+        check_attributes(fresh)
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(gloo_ranks, tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    for i, layout in enumerate(LAYOUTS):
+        gloo_ranks(layout.size).run(save_rank, layout, root / str(i))
+    return root
+
+
+@pytest.mark.parametrize("saved", range(len(LAYOUTS)))
+@each_layout
+def test_checkpoint_reshards(gloo_ranks, checkpoints, saved, layout):
+    expected = {"weight": make(None, padded_vocab_size=512).weight, "bias": torch.arange(512.0)}
+    rows = 512 // (layout.tp * layout.fsdp)
+    for found in gloo_ranks(layout.size).run(load_rank, layout, checkpoints / str(saved)):
+        for lengths, state in found:
+            assert lengths == [rows, rows]
+            assert_same_state(state, expected)
+
+
+def uneven_layers(layout: Layout, seed: int = 0) -> nn.ModuleDict:
+    sizes = {"large": VOCAB, "tiny": 5}
+    return nn.ModuleDict({k: layout.make(seed=seed, vocab_size=n) for k, n in sizes.items()})
+
+
+def uneven_round_trip(group: dist.ProcessGroup, layout: Layout, path: Path) -> list[int]:
+    """Saved here, then loaded by the caller; returns lengths of this rank's parameters."""
+    layers, other = uneven_layers(layout), uneven_layers(layout, seed=1)
+    dcp.save(layers.state_dict(), checkpoint_id=path)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    other.load_state_dict(state)
+    for ours, expected in zip(other.parameters(), layers.parameters(), strict=True):
+        assert torch.equal(dtensor.local_part(ours)[0], dtensor.local_part(expected)[0])
+    return [len(dtensor.local_part(p)[0]) for p in other.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (Layout(tp=4), [[127, 2], [127, 2], [127, 1], [126, 0]]),
+        (Layout(tp=2, fsdp=2), [[127, 2], [127, 1], [127, 1], [126, 1]]),
+    ],
+)
+def test_uneven_and_empty_shards_reshard(layout, rows, gloo_ranks, tmp_path):
+    assert gloo_ranks(4).run(uneven_round_trip, layout, tmp_path) == rows
+    one = uneven_layers(Layout(), seed=2)
+    state = one.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    one.load_state_dict(state)
+    large, tiny = one.parameters()
+    assert torch.equal(large, make(None).weight)
+    assert torch.equal(tiny, make(None, vocab_size=5).weight)
+
+
+def load_plain(
+    group: dist.ProcessGroup, layout: Layout, state: dict[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Load the whole, and this tensor-parallel rank's rows of it."""
+    found = []
+    for rows in (slice(None), slice(*layout.make().vocab_range)):
+        layer = layout.make(seed=1)
+        layer.load_state_dict({name: x[rows] for name, x in state.items()})
+        found.append(whole(layer.state_dict()))
+    assert state["weight"].shape == (VOCAB, H)
+    return found
+
+
+@each_layout
+def test_a_plain_weight_loads_into_shards(layout, gloo_ranks):
+    expected = make(None).state_dict()
+    for found in gloo_ranks(layout.size).run(load_plain, layout, expected):
+        for state in found:
+            assert_same_state(state, expected)
+
+
+def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
+    layer = layout.make()
+    shapes = (500, H), (600, H), (VOCAB, H + 1), (VOCAB,), (H,)
+    wrong = [{"weight": torch.zeros(shape)} for shape in shapes]
+    wrong.append(layout.make(vocab_size=VOCAB + 1).state_dict())  # some ranks hold as many rows
+    for state, assign in itertools.product(wrong, (False, True)):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            layer.load_state_dict(state, assign=assign)
+
+
+@each_layout
+def test_a_weight_of_another_size_is_refused(layout, gloo_ranks):
+    gloo_ranks(layout.size).run(wrong_size_rank, layout)
