@@ -18,6 +18,7 @@ FLOATS: list[Any] = [True, NAN, INF, -INF, 1e300, 10**400, 1j, np.float64("nan")
 FLAGS: list[Any] = [None, 0, 1, 1.0, np.True_]
 NAMES: list[Any] = ["", "fast", "Mean", ("mean",), 0, True]
 ANYTHING: list[Any] = ["1", b"1", [1], torch.ones(()), torch.ones(3), object]
+
 # What each option must be, and values that are not.
 WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduction": ("one of ('none', 'sum', 'mean')", [*NAMES, None]),
@@ -40,6 +41,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
 }  # fmt: skip
+
 # (changed arguments, whole message), by the function of checks.py that complains.
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
@@ -53,6 +55,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "the sum over ranks to the caller; drop one of the two",
     ),
 ]
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "in_forward", "reduction": "none"},

@@ -74,6 +74,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
         "token_weight must have requires_grad=False, since it gets no gradient, got True",
     ),
 ]
+
 GROUP: list[tuple[dict[str, Any], str]] = [
     (
         {"sequence_parallel": True},
@@ -90,6 +91,7 @@ GROUP: list[tuple[dict[str, Any], str]] = [
         "got -100",
     ),
 ]
+
 SHAPES: list[tuple[dict[str, Any], str]] = [
     (
         {"labels": torch.zeros(T + 1, dtype=torch.int64)},
@@ -130,6 +132,7 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
         "vocab_range of the 1 ranks must cover [0, 12), got (0, 11) on rank 0",
     ),
 ]
+
 LABELS: list[tuple[dict[str, Any], str]] = [
     (
         {"labels": torch.tensor([0, 1, 11, 2, 12, -100])},
