@@ -8,7 +8,6 @@ import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,8 +19,6 @@ from tests.oracle import Inputs
 from tests.problems import with_logits
 
 T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows of padding
-
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="patches interpreted kernels")
 
 
 class Statistics(NamedTuple):

@@ -1,12 +1,13 @@
-"""Small problems and grids that several test files share."""
+"""Small problems, grids and decorators that test files share.  T tokens, V vocabulary rows."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.op import plan
@@ -20,6 +21,14 @@ Case = TypeVar("Case", bound=tuple[Any, ...])
 both = pytest.mark.parametrize("impl", ["eager", "triton"])
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counts tiles of the interpreter, or patches its kernels"
+)
+
+T, V, H = 40, 600, 24  # of ``inputs``; 10 tiles of 64 columns in the interpreter, the last of 24
+
+Patch = Callable[[Any, str, Callable[..., Any]], None]
+"""Of the fixture ``mutate`` in conftest.py."""
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
@@ -46,8 +55,13 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def small(impl: str, **kwargs: Any) -> Inputs:
-    """A problem of several ragged tiles that the interpreter walks quickly."""
+    """A problem of several ragged tiles that the interpreter computes quickly."""
     return make_inputs(37, 150, 32, bias=True, **kwargs).to(device_of(impl))
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
+    """A problem in which planted mistakes must show."""
+    return make_inputs(T, V, H, dtype, bias=True, token_weight=True)
 
 
 def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -56,6 +70,14 @@ def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -
     dweight is then dlogits, transposed.
     """
     return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
+
+
+def label_below(nats: float) -> Inputs:
+    """Tokens whose label lies ``nats`` below another column; the rescue begins at 50."""
+    z = torch.randn(8, 70, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(8)
+    z[F.one_hot((labels + 1) % 70, 70).bool()] = nats
+    return with_logits(z, labels)
 
 
 def every_other(x: Tensor, dim: int) -> Tensor:

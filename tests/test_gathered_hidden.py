@@ -18,9 +18,8 @@ from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.mutations import Patch
 from tests.parallel_problem import Outcome, Problem, joined, misses, on_threads, rank_step
-from tests.problems import both
+from tests.problems import Patch, both
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -23,13 +23,12 @@ from tests.invariant_problem import (
     T,
     check_small_terms,
     differing,
-    interpreted,
     leading,
     problem,
     shards,
     statistics,
 )
-from tests.problems import each_dtype
+from tests.problems import each_dtype, interpreted
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 

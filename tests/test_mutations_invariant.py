@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import exact_sums, merge_stats, rescue
-from tests.invariant_problem import check_small_terms, differing, interpreted, problem, statistics
+from tests.invariant_problem import check_small_terms, differing, problem, statistics
+from tests.problems import interpreted
 
 pytestmark = [interpreted, pytest.mark.usefixtures("one_launch_at_a_time")]
 
@@ -26,7 +27,7 @@ def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flce_dist.op.call.INVARIANT_ROWS", 64)
+    monkeypatch.setattr("flce_dist.op.forward.INVARIANT_ROWS", 64)
     inputs = problem()
     one = statistics(inputs)
     assert differing(statistics(inputs, 8), one)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import RankPool, run_ranks
-from tests.mutations import Patch
+from tests.problems import Patch
 
 T, H, V_ALL = 12, 8, 20
 BEGINS = "ranks must call alike: "

@@ -1,4 +1,4 @@
-"""Logits at the edge of the number range, and columns that must not be counted."""
+"""Logits at the edge of the number range, and labels whose columns are banned."""
 
 from dataclasses import replace
 from itertools import product
@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.kernels import token_loss_formulas as merge
+from flce_dist.kernels import eager, eager_rows, token_loss_formulas
+from flce_dist.kernels import rescue as rescue_file
+from flce_dist.kernels import token_loss as token_loss_file
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.op.prepare import kernels_of
 from tests.oracle import (
     IGNORE,
     METRICS,
@@ -25,50 +29,14 @@ from tests.oracle import (
 from tests.problems import (
     DTYPES,
     SCHEDULES,
-    assert_same,
+    Patch,
     both,
     each_dtype,
     each_schedule,
+    label_below,
     pairwise,
-    poisoned_memory,
-    small,
     with_logits,
 )
-
-# --- the last tile's columns that do not exist
-
-
-@both
-@each_schedule
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_columns_that_do_not_exist_are_not_counted(impl, schedule, softcap):
-    """Every logit is near -30 or -18, so that one phantom exp(0) would be the whole sum."""
-    inputs = small(impl)
-    assert inputs.bias is not None
-    inputs = replace(inputs, bias=inputs.bias - 30.0)
-    check(inputs, Upstream(), impl=impl, schedule=schedule, softcap=softcap, with_metrics=True)
-
-
-@both
-@each_schedule
-@poisoned_memory()
-def test_padding_rows_of_weight_are_not_counted_and_get_zeros(impl, schedule):
-    """They may hold anything: an uninitialised embedding does."""
-    inputs = small(impl)
-    inputs.labels[inputs.labels >= 130] = 7
-    clean = run_op(inputs, Upstream(), impl=impl, schedule=schedule, vocab_size=130)
-    weight, bias = inputs.weight.clone(), inputs.bias.clone()  # type: ignore[union-attr]
-    weight[130:], bias[130:] = torch.nan, torch.inf
-    dirty = run_op(
-        replace(inputs, weight=weight, bias=bias),
-        Upstream(), impl=impl, schedule=schedule, vocab_size=130, label_smoothing=0.0,
-    )  # fmt: skip
-    assert_same(clean, dirty)
-    assert (clean["dweight"][130:] == 0).all() and (clean["dbias"][130:] == 0).all()
-    compare(clean, inputs.to(torch.device("cpu")), Upstream(), vocab_size=130)
-
-
-# --- extreme logits
 
 
 def extreme_logits() -> dict[str, tuple[Tensor, Tensor]]:
@@ -144,32 +112,6 @@ def test_options_at_extreme_logits(name, options, impl):
         check(with_logits(z, labels), Upstream(), impl=impl, schedule=schedule, **options)
 
 
-@both
-@each_dtype
-@each_schedule
-def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
-    """Where ``lse - z_label`` and ``p_label - 1`` cancel, in fp64 too: hence a closed form."""
-    margins = torch.arange(2.0, 62.0, 4.0)
-    T, V = len(margins), 70
-    labels = torch.arange(T) * 4
-    at_label = F.one_hot(labels, V).bool()
-    inputs = with_logits(at_label * margins[:, None], labels, dtype)
-    options: dict[str, Any] = {"impl": impl, "schedule": schedule, "reduction": "sum"}
-    results = run_op(inputs, Upstream(), with_metrics=True, **options)
-
-    others = (V - 1) * (-margins.double()).exp()
-    loss, p_other = others.log1p(), others / (1 + others) / (V - 1)
-    assert ((-results["logprob"] - loss).abs() <= 1e-5 * loss).all()
-    expected = torch.where(at_label, -(V - 1) * p_other[:, None], p_other[:, None])
-    eps = torch.finfo(dtype).eps
-    if dtype == torch.float16:
-        # dlogits are p itself, as accurate as fp16 holds it; what is cached was bf16.
-        expected = expected.where(expected.abs() >= torch.finfo(dtype).tiny, 0.0)
-        eps = eps if schedule == "recompute" else torch.finfo(torch.bfloat16).eps
-    error = (results["dweight"].T - expected).abs() / expected.abs()
-    assert error[expected != 0].max() <= 2 * eps + 1e-5
-
-
 def banned(T: int, dtype: torch.dtype, value: float = -torch.inf) -> Inputs:
     """Three columns of ten banned by their bias, and so the labels of some tokens."""
     inputs = make_inputs(T, 150, 32, dtype, bias=True)
@@ -195,7 +137,7 @@ def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
 def test_a_reference_at_minus_infinity_would_be_noticed(monkeypatch, dtype):
     inputs = banned(37, dtype)
     check(inputs, label_smoothing=0.1)
-    monkeypatch.setattr(merge, "LOWEST", -torch.inf)
+    monkeypatch.setattr(token_loss_formulas, "LOWEST", -torch.inf)
     with pytest.raises(AssertionError, match="loss: not inf"):
         check(inputs, label_smoothing=0.1)
 
@@ -248,3 +190,63 @@ def test_a_token_without_any_column_has_no_loss(impl):
     inputs.bias.fill_(-torch.inf)  # type: ignore[union-attr]
     results = run_op(inputs, Upstream(), impl=impl, with_metrics=True)
     assert all(results[name].isnan().all() for name in ("loss", "lse", "dhidden"))
+
+
+# --- a rescue that is broken
+
+
+@both
+@each_schedule
+def test_rescue_switched_off(
+    mutate: Patch, monkeypatch: pytest.MonkeyPatch, schedule: str, impl: str
+) -> None:
+    problem = label_below(200.0)
+    check(problem, impl=impl, schedule=schedule)
+    for owner in (eager, eager_rows):
+        mutate(owner, "pick_reference", lambda original, label_logit, others_max: label_logit)
+    for owner in (rescue_file, token_loss_file):
+        monkeypatch.setattr(owner, "RESCUE_ABOVE", 1e9)
+    with pytest.raises(AssertionError, match="loss: "):
+        check(problem, impl=impl, schedule=schedule)
+
+
+@both
+@pytest.mark.parametrize("nats", [60.0, 200.0])
+def test_rescue_forgets_the_sums(mutate: Patch, nats: float, impl: str) -> None:
+    def forget(
+        original: Any, logits: Any, label_logit: Tensor, others_max: Tensor, sums: Tensor, **kw: Any
+    ) -> Tensor:
+        before = sums.clone()
+        return before[: len(original(logits, label_logit, others_max, sums, **kw))]
+
+    mutate(kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="loss: "):
+        check(label_below(nats), impl=impl)
+
+
+@both
+def test_rescue_forgets_the_entropy(mutate: Patch, impl: str) -> None:
+    first_row = {"eager": 1, "triton": 2}[impl]
+
+    def forget(original: Any, *args: Any, **kw: Any) -> Tensor:
+        before = args[-1].clone()
+        sums = original(*args, **kw)
+        sums[first_row:] = before[first_row : len(sums)]
+        return sums
+
+    check(label_below(60.0), impl=impl, with_metrics=True)
+    mutate(kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="entropy: "):
+        check(label_below(60.0), impl=impl, with_metrics=True)
+
+
+@both
+def test_rescue_forgets_the_cache(mutate: Patch, impl: str) -> None:
+    """The loss is right then, and only the gradients tell."""
+
+    def forget(original: Any, *args: Any, **kw: Any) -> Tensor:
+        return original(*args, **{**kw, "cache": ColumnCache()})
+
+    mutate(kernels_of(impl), "rescue", forget)
+    with pytest.raises(AssertionError, match="dhidden: "):
+        check(label_below(60.0), impl=impl, schedule="cached")

@@ -1,8 +1,9 @@
-"""Operands that are not contiguous: right, not silently wrong."""
+"""Operands of any layout, labels of any kind, and ignored rows that hold anything."""
 
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +12,31 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
-from tests.invariant_problem import interpreted
 from tests.oracle import (
+    IGNORE,
+    METRICS,
     Upstream,
+    check,
     compare,
     device_of,
     make_inputs,
+    metric_upstream,
+    per_token_upstream,
     run,
+    run_op,
     run_reference,
 )
 from tests.problems import (
+    assert_same,
     both,
     each_schedule,
     every_other,
+    interpreted,
+    poisoned_memory,
+    small,
 )
+
+# --- layouts
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -186,3 +198,66 @@ def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
 
     results = run(call, inputs, upstream, impl="triton", schedule=schedule, **options)
     compare(results, inputs, upstream, **options)
+
+
+# --- ignored rows and labels
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize(
+    ("dtype", "garbage"),
+    [(torch.float32, 1e30), (torch.bfloat16, torch.nan), (torch.float16, -torch.inf)],
+    ids=str,
+)
+@poisoned_memory()
+def test_what_an_ignored_row_holds_does_not_leak(impl, schedule, dtype, garbage):
+    inputs = small(impl, token_weight=True).to(dtype)
+    dirty = replace(inputs, hidden=inputs.hidden.clone(), token_weight=inputs.token_weight.clone())  # type: ignore[union-attr]
+    ignored = inputs.labels == IGNORE
+    dirty.hidden[ignored] = garbage
+    dirty.token_weight[ignored] = garbage  # type: ignore[index]
+    options: dict[str, Any] = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1,
+                               "z_loss_weight": 0.1, "with_metrics": True}  # fmt: skip
+    results = run_op(dirty, Upstream(2.0), **options)
+    assert_same(run_op(inputs, Upstream(2.0), **options), results)
+    for name in ("dhidden", *METRICS):
+        assert (results[name][ignored.cpu()] == 0).all()
+
+
+@both
+def test_ignored_rows_do_not_leak_through_the_gradients_of_metrics(impl):
+    inputs = small(impl)
+    inputs.hidden[inputs.labels == IGNORE] = torch.nan
+    upstream = Upstream(per_token_upstream(37), metric_upstream(37, *METRICS))
+    results = check(inputs.to(torch.device("cpu")), upstream, impl=impl, reduction="none",
+                    softcap=5.0)  # fmt: skip
+    assert all(x.isfinite().all() for x in results.values())
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("ignore_index", [0, 149, -1])
+def test_ignore_index_may_be_a_token_of_the_vocabulary(impl, schedule, ignore_index):
+    """Its column still takes part in the softmax of the others."""
+    inputs = small(impl, ignored=0.0).to(torch.device("cpu"))
+    inputs.labels[::3] = ignore_index
+    check(inputs, Upstream(), impl=impl, schedule=schedule, ignore_index=ignore_index,
+          label_smoothing=0.1)  # fmt: skip
+
+
+@both
+@each_schedule
+def test_int32_labels(impl, schedule):
+    inputs = small(impl)
+    results = run_op(replace(inputs, labels=inputs.labels.int()), Upstream(), impl=impl,
+                     schedule=schedule)  # fmt: skip
+    assert_same(run_op(inputs, Upstream(), impl=impl, schedule=schedule), results)
+
+
+@both
+@each_schedule
+def test_labels_in_the_first_and_last_column(impl, schedule):
+    inputs = small(impl, ignored=0.0).to(torch.device("cpu"))
+    inputs.labels[::2], inputs.labels[1::2] = 0, 149
+    check(inputs, Upstream(), impl=impl, schedule=schedule, with_metrics=True)

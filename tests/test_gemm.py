@@ -1,0 +1,74 @@
+"""GEMMs accumulate in fp32: errors do not grow with the number of windows or token chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist.kernels import gemm
+from flce_dist.op import plan
+from flce_dist.testing import relative_rms
+from tests.oracle import Upstream, check, make_inputs, run_op, run_reference
+from tests.problems import H, Patch, T, V, each_dtype, forget_plans
+
+
+@each_dtype
+def test_dweight_error_does_not_grow_with_the_number_of_chunks(dtype):
+    inputs = make_inputs(4096, 40, 16, dtype)
+    truth = run_reference(inputs.to(torch.float64), Upstream())["dweight"]
+
+    def error(**kwargs: Any) -> float:
+        return relative_rms(run_op(inputs, Upstream(), impl="eager", **kwargs)["dweight"], truth)
+
+    one = error(schedule="in_forward")
+    sixteen = error(schedule="in_forward", max_logits_bytes=1)
+    assert sixteen <= 1.2 * one + 1e-7
+    assert sixteen <= 1.2 * error(schedule="cached") + 1e-7
+
+
+@each_dtype
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_dhidden_error_does_not_grow_with_the_number_of_windows(schedule, dtype, monkeypatch):
+    inputs = make_inputs(16, 4096, 32, dtype)
+    truth = run_reference(inputs.to(torch.float64), Upstream())["dhidden"]
+
+    def error(**kwargs: Any) -> float:
+        return relative_rms(run_op(inputs, Upstream(), impl="eager", **kwargs)["dhidden"], truth)
+
+    one = error(schedule=schedule)
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
+    monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
+    assert error(schedule=schedule, max_logits_bytes=4096 * 16) <= 1.2 * one + 1e-7
+
+
+# --- mistakes that these comparisons notice
+
+
+def test_accumulation_in_half_precision(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of dhidden grows with the windows; the test above allows a factor of 1.2."""
+    problem = make_inputs(16, 4096, H, torch.bfloat16)
+    truth = run_reference(problem.to(torch.float64), Upstream())["dhidden"]
+
+    def round_each(original: Any, acc: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(acc, *args, **kwargs)
+        acc.copy_(acc.bfloat16())
+
+    mutate(gemm, "add_matmul", round_each)
+    errors = []
+    for window in (4096, 256):
+        monkeypatch.setattr(plan, "_MIN_WINDOW", window)
+        monkeypatch.setattr(plan, "_MAX_WINDOW", window)
+        forget_plans()
+        results = run_op(problem, Upstream(), impl="eager", schedule="recompute")
+        errors.append(relative_rms(results["dhidden"], truth))
+    assert errors[1] > 1.2 * errors[0]
+
+
+def test_exponentials_of_rounded_logits(mutate: Patch) -> None:
+    """Caching z in bf16 instead of exp(z): off by up to 6 % where z is near 20."""
+    problem = make_inputs(T, V, H, torch.bfloat16, spread=6.0)
+    check(problem, schedule="cached")
+    mutate(gemm, "project", lambda original, *args: original(*args).bfloat16().float())
+    with pytest.raises(AssertionError, match="loss: "):
+        check(problem, schedule="cached")
