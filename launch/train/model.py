@@ -111,18 +111,7 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
     ).to(device)
-    head = config.head
-    use_linear_cross_entropy(
-        gpt,
-        label_smoothing=head.label_smoothing,
-        z_loss_weight=head.z_loss_weight,
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
-        vocab_size=vocab_size,
-        schedule=head.schedule,
-        max_logits_bytes=head.max_logits_bytes,
-        impl=head.impl,
-    )
+    use_linear_cross_entropy(gpt, vocab_size=vocab_size, **vars(config.head))
     return gpt
 
 
