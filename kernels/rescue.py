@@ -24,7 +24,6 @@ from flce_dist.kernels.exact_sums import (
     top_bin,
 )
 from flce_dist.kernels.launching import MAX_PART_BYTES, tile_launch
-from flce_dist.kernels.linear_stats import other_columns, times_exponent
 from flce_dist.kernels.primitives import (
     cast,
     exp,
@@ -32,14 +31,16 @@ from flce_dist.kernels.primitives import (
     is_rescued,
     label_columns,
     logits_tile,
+    other_columns,
     softcap_slope,
+    times_exponent,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 
 
 @triton.jit
-def _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
+def _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
     """Return ``(flagged, reference)``: whether tokens are rescued, false beyond T; the maximum."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
@@ -65,14 +66,14 @@ def _rescue_kernel(
     any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
     for start in range(0, T, BLOCK_SCAN):
         offs = start + tl.arange(0, BLOCK_SCAN)
-        flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs, T, ABOVE)
+        flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs, T, ABOVE)
         any_flagged |= flagged.to(tl.int32)
     num_t = tl.cdiv(T, BLOCK_T) * tl.max(any_flagged, axis=0)  # 0 if none is flagged
     part_ptr += tl.program_id(0).to(tl.int64) * T
     plane = tl.num_programs(0).to(tl.int64) * T
     for pid_t in range(0, num_t):
         offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        flagged, reference = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+        flagged, reference = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
         if tl.max(flagged.to(tl.int32), axis=0) > 0:
             column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
             bin = tl.zeros((BLOCK_T,), tl.int32)  # as the largest exponential is 1
@@ -146,7 +147,7 @@ def _replace_sums_kernel(
 ):  # fmt: skip
     """A program takes BLOCK_T tokens. N programs of the first kernel worked on each range."""
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    flagged, _ = _flagged_rows(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+    flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
     any_flagged = tl.max(flagged.to(tl.int32), axis=0)
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))

@@ -80,7 +80,7 @@ def compile_all(
         group_v=group_v,
     )
     launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
-    cells = launch.output(torch.empty(256, V, dtype=dtype))
+    out = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
     fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
     labels = logits.labels
@@ -92,7 +92,7 @@ def compile_all(
     group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms()
     if stores:
         cached = stats(
-            *operands, fp32, fp32, cells, T, V, H, V, *strides, V, *scalars,
+            *operands, fp32, fp32, out, T, V, H, V, *strides, V, *scalars,
             HAS_CACHE=True, **plain, **group, **common,
         )  # fmt: skip
         if group_v is not None:
@@ -100,15 +100,15 @@ def compile_all(
         return {
             "linear_stats cached": cached,
             "dlogits": dlogits._dlogits_kernel.warmup(
-                *operands, fp32, None, None, None, cells, T, V, H, *strides, V, *scalars[1:],
+                *operands, fp32, None, None, None, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=False, AFFINE=False, **common,
             ),
             "dlogits scaled": dlogits._dlogits_kernel.warmup(
-                *operands, fp32, fp32, None, None, cells, T, V, H, *strides, V, *scalars[1:],
+                *operands, fp32, fp32, None, None, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=True, AFFINE=False, **common,
             ),
             "dlogits affine": dlogits._dlogits_kernel.warmup(
-                *operands, fp32, fp32, fp32, fp32, cells, T, V, H, *strides, V, *scalars[1:],
+                *operands, fp32, fp32, fp32, fp32, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=False, AFFINE=True, **common,
             ),
         }  # fmt: skip

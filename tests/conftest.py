@@ -76,7 +76,7 @@ def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
-    """No test walks along a plan that another one made from sizes that it had patched."""
+    """No test uses a plan that another test made from sizes that it had patched."""
     from tests.problems import forget_plans  # imports triton
 
     forget_plans()
