@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.files import read_results
+from flce_dist.launch.bench.peers import PEERS, Peer
 
 GRID = """
 check: gradients
@@ -32,3 +35,8 @@ def run(
 def records(tmp_path: Path, impl: str | None = None) -> list[Any]:
     _, found = read_results(tmp_path / "out" / "found.v1.json")
     return [record for record in found if impl in (None, record.impl)]
+
+
+def peer(monkeypatch: pytest.MonkeyPatch, loss_of: Any, parallel: bool = False) -> None:
+    """Put an adapter in the place of canonical."""
+    monkeypatch.setitem(PEERS, "canonical", Peer(lambda group: loss_of, parallel=parallel))

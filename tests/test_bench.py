@@ -1,43 +1,28 @@
-"""``launch.bench`` end to end on CPU: records, judgements, ranks; files in test_bench_files.py."""
+"""``launch.bench`` end to end on CPU: records, judgements, ranks."""
 
-import contextlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
-from flce_dist.launch.bench import measure, problem
-from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import read_results
-from flce_dist.launch.bench.measure import Measured, over_ranks
-from flce_dist.launch.bench.peers import PEERS, Peer, canonical
-from flce_dist.launch.bench.problem import make_problem, make_truth
+from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.report import FIELDS
-from flce_dist.memory import peak_memory
-from flce_dist.reference import reference_linear_cross_entropy
-from flce_dist.testing import relative_rms, run_ranks
-from tests.bench_run import EAGER, GRID, records, run
+from tests.bench_run import EAGER, GRID, peer, records, run
 
 ROOT = Path(__file__).parent.parent
+
+
 SCHEMA = """op impl schedule dtype T V H P mode max_logits_bytes p20_ms p50_ms p80_ms peak_mib
 workspace_mib loss_error dhidden_error dweight_error floor_ms ratio status message""".split()
-
-
-def peer(monkeypatch: pytest.MonkeyPatch, loss_of: Any, parallel: bool = False) -> None:
-    """Put an adapter in the place of canonical."""
-    monkeypatch.setitem(PEERS, "canonical", Peer(lambda group: loss_of, parallel=parallel))
 
 
 def test_smoke_grid_runs_everywhere(tmp_path, capsys):
@@ -181,108 +166,6 @@ def test_a_peer_that_fails_late_leaves_no_time(tmp_path, monkeypatch):
     assert [(r.status, r.p50_ms, r.message) for r in found] == [
         ("error", None, "RuntimeError: tired")
     ] * 2
-
-
-def test_a_sample_is_divided_by_its_calls_and_gradients_are_fresh(tmp_path, monkeypatch):
-    calls: list[None] = []
-
-    def takes_5_ms(hidden, weight, labels):
-        assert hidden.grad is None and weight.grad is None
-        calls.append(None)
-        return canonical(hidden, weight, labels)
-
-    looks = itertools.count()  # at the clock; each takes time, too, as floors must take some
-    clock = SimpleNamespace(perf_counter=lambda: 5e-3 * len(calls) + 1e-4 * next(looks))
-    monkeypatch.setattr(measure, "time", clock)
-    peer(monkeypatch, takes_5_ms)
-    one_shape = GRID.replace("  - {T: 12, H: 16, V: 64, dtype: fp32}\n", "")
-    assert run(tmp_path, "  - {impl: canonical}\n", "--sample-ms", "20", grid=one_shape) == 0
-    (record,) = records(tmp_path, "canonical")
-    assert record.status == "ok" and record.p50_ms == pytest.approx(5, abs=0.1)
-    assert len(calls) == 4 + 2 * (1 + 4)  # warm up, memory, two for choosing; then two samples
-
-
-def test_workspace_is_what_goes_beyond_gradients(tmp_path, monkeypatch):
-    def greedy(hidden, weight, labels):
-        torch.empty(8 << 20, dtype=torch.uint8)
-        return canonical(hidden, weight, labels)
-
-    peer(monkeypatch, greedy)
-    assert run(tmp_path, "  - {impl: canonical}\n  - {impl: torch_eager}\n") == 0
-    found, plain = records(tmp_path, "canonical"), records(tmp_path, "torch_eager")
-    for record, other in zip(found, plain, strict=True):
-        gradients = 4 * record.H * (record.T + record.V) / 2**20
-        assert record.peak_mib - record.workspace_mib == pytest.approx(gradients)
-        assert 7.9 <= record.workspace_mib < 8.5 and other.workspace_mib < 0.5
-
-
-def test_memory_shared_with_peers_counts_for_the_run_that_took_it(tmp_path, monkeypatch):
-    held = [3 << 20]
-
-    @contextlib.contextmanager
-    def shared(device):
-        with peak_memory(device) as peak:
-            yield peak
-        held[0] += 4 << 20
-        peak.shared_bytes = held[0]
-
-    monkeypatch.setattr(measure, "peak_memory", shared)
-    monkeypatch.setattr(measure, "release_shared_memory", lambda: held.__setitem__(0, 0))
-    assert run(tmp_path, EAGER + "  - {impl: torch_eager}\n") == 0
-    for record in records(tmp_path, "eager") + records(tmp_path, "torch_eager"):
-        assert 4 <= record.workspace_mib < 4.5
-
-
-@pytest.mark.parametrize("P", [1, 2])
-def test_the_truth_is_the_textbook_in_fp64(P, monkeypatch):
-    monkeypatch.setattr(problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
-    shape = ShapeSpec(T=24, H=8, V=60, dtype="fp32")
-
-    def rank(group: dist.ProcessGroup) -> dict[str, Any]:
-        problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
-        truth = make_truth(problem, gradients=True)
-        return {**vars(truth), "hidden": problem.hidden, "weight": problem.weight,
-                "labels": problem.labels}  # fmt: skip
-
-    ranks = run_ranks(rank, P, backend="gloo")
-    hidden = ranks[0]["hidden"].double().requires_grad_()
-    weight = torch.cat([x["weight"] for x in ranks]).double().requires_grad_()
-    (loss, *_) = reference_linear_cross_entropy(hidden, weight, ranks[0]["labels"])
-    gradients = torch.autograd.grad(loss, (hidden, weight))
-    dweight = torch.cat([x["dweight"] for x in ranks])
-    for x in ranks:
-        assert torch.equal(x["hidden"], ranks[0]["hidden"])
-        assert x["loss"] == pytest.approx(loss.item(), rel=1e-13)
-        assert relative_rms(x["dhidden"], gradients[0]) < 1e-13
-    assert relative_rms(dweight, gradients[1]) < 1e-13
-
-
-def test_the_slowest_and_the_failing_rank_count(monkeypatch):
-    shape, run_of = ShapeSpec(T=8, H=4, V=16, dtype="fp32"), RunSpec("canonical")
-
-    def measure(group: dist.ProcessGroup, fault: str) -> tuple[list[float], str | None, Any]:
-        def loss_of(hidden, weight, labels):
-            if group.rank() == 1 and fault == "fails":
-                raise RuntimeError("broken")
-            if group.rank() == 1 and fault == "slow":
-                time.sleep(0.02)
-                torch.empty(1 << 20, dtype=torch.uint8)
-            return (hidden * weight[: len(hidden)]).sum()
-
-        peer(monkeypatch, loss_of, parallel=True)
-        problem = make_problem(shape, torch.device("cpu"), 0, group)
-        config = BenchConfig(warmup=1, sample_ms=1.0, settle_ms=0.0)
-        measured = Measured(run_of, problem, config)
-        measured.prepare(None)
-        over_ranks(measured)
-        measured.sample()
-        return measured.samples_ms, measured.failure, measured.peak_bytes
-
-    slow = run_ranks(lambda group: measure(group, "slow"), 2, backend="gloo")
-    assert slow[0] == slow[1]
-    assert slow[0][0][0] >= 20 and slow[0][2] >= 1 << 20
-    failed = run_ranks(lambda group: measure(group, "fails"), 2, backend="gloo")
-    assert [found[:2] for found in failed] == [([], "rank 1: RuntimeError: broken")] * 2
 
 
 def test_two_ranks_end_to_end(tmp_path):

@@ -1,6 +1,6 @@
 """Bare gloo ranks, one of which dies or falls silent: the others raise, and nobody waits for ever.
 
-``test_train_run.py`` has the same for ranks that torchrun watches.
+``test_train.py`` has the same for ranks that torchrun watches.
 """
 
 import multiprocessing

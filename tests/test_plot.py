@@ -1,7 +1,5 @@
-"""``launch.plot``: which pictures a result file gives, what is drawn in them, readably."""
+"""Figures of benchmark records: what they say, and that nothing in them overlaps."""
 
-import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,52 +11,15 @@ pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
-from flce_dist.launch.about import caption
-from flce_dist.launch.bench.files import write_profiles, write_results
-from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
-from flce_dist.launch.bench.report import Record
+from flce_dist.launch.bench.files import write_results
 from flce_dist.launch.plot import __main__ as plot
 from flce_dist.launch.plot.bars import latency, memory
 from flce_dist.launch.plot.dial import dial
 from flce_dist.launch.plot.forward_grid import forward_grid
-from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
-from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
+from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts
 
-MIB = 2**20
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
-ABOUT = {
-    "hardware": "Some GPU",
-    "ranks": 1,
-    "commit": "abc1234",
-    "torch": "2.11.0",
-    "nccl": None,
-    "peers": {"liger-kernel": "0.8.5", "cut-cross-entropy": None},
-}
-
-
-def record(impl: str, ms: float | None, **fields: Any) -> Record:
-    floor = impl.startswith("gemm")
-    plain = Record(
-        "floor" if floor else "linear_cross_entropy",
-        impl, None, "bf16", 8, 64, 16, 1, "forward_backward", None, False,
-        p20_ms=ms, p50_ms=ms, p80_ms=ms, workspace_mib=None if floor else 100.0,
-    )  # fmt: skip
-    return replace(plain, **fields)
-
-
-GRADIENTS = [
-    record("gemm4", 13.0),
-    record("gemm3", 10.0),
-    record("triton", 11.0, schedule="cached", workspace_mib=0.0),
-    record("canonical", 15.0),
-    record("cce", 40.0, status="wrong", message="dweight is off by 1e-1"),
-    record("cce_exact", None, status="error", message="OutOfMemoryError: CUDA out. Of memory"),
-    record("liger", None, status="error", message="rank 0: NotInstalled: liger is not there"),
-]
 DIAL = [
     record("gemm3", 10.0),
     record("triton", 14.0, schedule="recompute"),
@@ -66,50 +27,13 @@ DIAL = [
     record("triton", 12.0, schedule="auto", max_logits_bytes=128 * MIB),
     record("triton", 11.0, schedule="cached"),
 ]
+
+
 FORWARD = [
     record(impl, ms, mode="forward", T=T, ratio=1.25)
     for T in (8, 16)
     for impl, ms in (("gemm1", 4.0), ("triton", 5.0), ("canonical", 10.0))
 ]
-
-
-def drawn(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
-
-
-def assert_readable(figure: Figure | None) -> None:
-    """All texts lie within the figure, none over another; lines pass behind only, none of data."""
-    figure = drawn(figure)
-    figure.draw_without_rendering()
-    outside: set[Text] = set()  # labels of ticks beyond an axis's limits are not drawn
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        first, last = sorted(axis.get_view_interval())
-        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
-            if not first <= tick.get_loc() <= last:
-                outside |= {tick.label1, tick.label2}
-    boxes: dict[str, Bbox] = {}
-    for text in set(figure.findobj(Text)) - outside:
-        if isinstance(text, Text) and text.get_visible() and text.get_text().strip():
-            box = text.get_window_extent()
-            kept = Bbox.intersection(box, figure.bbox)
-            inside = kept is not None and np.allclose(kept.extents, box.extents, atol=0.5)
-            assert inside, f"clipped: {text.get_text()!r}"
-            boxes[f"{text.get_text()!r} {len(boxes)}"] = box
-    for (a, box), (b, other) in itertools.combinations(boxes.items(), 2):
-        common = Bbox.intersection(box, other)
-        assert common is None or min(common.size) < 0.5, f"{a} over {b}"
-    for axes in figure.axes:
-        lines = [line for line in axes.lines if line.get_linestyle() != "None"]
-        for text, line in itertools.product(axes.texts, lines):
-            path = line.get_transform().transform_path(line.get_path())
-            behind = line.get_color() == "black" and text.get_bbox_patch() is not None
-            crossed = path.intersects_bbox(text.get_window_extent(), filled=False)
-            assert behind or not crossed, f"a line through {text.get_text()!r}"
-
-
-def texts(figure: Figure | None, panel: int = 0) -> list[str]:
-    return [text.get_text().strip() for text in drawn(figure).axes[panel].texts]
 
 
 def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path: Path, capsys) -> None:
@@ -183,155 +107,10 @@ def test_the_forward_grid_shows_the_floor_and_canonical() -> None:
     assert forward_grid(FORWARD[:3]) is None
 
 
-STEP = [
-    Activity("ncclDevKernel_AllGather_RING_LL", 0.0, 2e3),
-    Activity("nvjet_tst_128x256", 2e3, 9e3),
-    Activity("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 5e3, 10e3),
-    Activity("vectorized_elementwise_kernel", 11e3, 12e3),
-]
-PROFILED = [
-    ProfiledRun("T=8", "gemm3", profile_of(STEP[1:2], 1)),
-    ProfiledRun("T=8", "triton cached SP", profile_of(STEP, 1)),
-    ProfiledRun("T=16", "triton cached SP", profile_of(STEP[:2], 1)),
-    ProfiledRun("T=8", "on a CPU", Profile(())),
-]
-
-
 def bars(figure: Figure | None, panel: int) -> list[tuple[float, float]]:
     """Left end and width of each bar."""
     patches: Any = drawn(figure).axes[panel].patches
     return [(round(p.get_x(), 6), round(p.get_width(), 6)) for p in patches]
-
-
-def test_the_breakdown_stacks_what_a_call_spends_its_time_on() -> None:
-    figure = drawn(breakdown(PROFILED))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["T=8", "T=16"]
-    assert bars(figure, 0)[:4] == [(0, 7), (7, 0), (7, 0), (7, 0)]
-    assert bars(figure, 0)[4:] == [(0, 7), (7, 1), (8, 3), (11, 1)]
-    assert texts(figure) == ["7.00", "12.00, 3.00 of 7.00 exposed"]
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["gemm3", "triton cached SP"]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "matrix products", "other kernels", "exposed communication", "idle",
-    ]  # fmt: skip
-    assert breakdown(PROFILED[3:]) is None and breakdown([]) is None
-
-
-def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
-    figure = drawn(timeline(PROFILED))
-    patches: Any = drawn(figure).axes[0].patches
-    assert bars(figure, 0)[:4] == [(0, 2), (2, 7), (5, 5), (11, 1)]
-    rows = [patch.get_y() + patch.get_height() / 2 for patch in patches[:4]]
-    assert rows == pytest.approx([0.2, -0.2, 0.2, -0.2])
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["triton cached SP"], "a floor is its products"
-    assert patches[2].get_edgecolor() == patches[2].get_facecolor(), "seen where it is short"
-    assert timeline(PROFILED[3:]) is None
-
-
-def test_a_profile_gives_its_pictures(tmp_path: Path) -> None:
-    size = {"T": 8, "H": 4, "V": 16, "dtype": "bf16"}
-    profiles = {x.run: x.profile for x in PROFILED if x.shape == "T=8"}
-    write_profiles(tmp_path / "tp", {**ABOUT, "ranks": 4}, size, profiles)
-    figures = tmp_path / "figures"
-    assert plot.main([str(tmp_path / "tp.profile.json"), "--out", str(figures)]) == 0
-    assert {path.name for path in figures.iterdir()} == {"tp-breakdown.png", "tp-timeline.png"}
-    _, read = plot.read_profiles(tmp_path / "tp.profile.json")
-    assert [(shape, run) for shape, run, _ in read] == [
-        ("T=8, H=4, V=16, bf16", run) for run in profiles
-    ]
-    assert [profile for *_, profile in read] == list(profiles.values())
-    write_results(tmp_path / "other.profile", ABOUT, [])
-    with pytest.raises(ConfigError, match="must be a profile of the benchmark"):
-        plot.main([str(tmp_path / "other.profile.json")])
-
-
-OVER_RANKS = [
-    record(impl, ms, P=P, workspace_mib=mib, **fields)
-    for impl, fields, times, mib in (
-        ("gemm3", {}, (40.0, 20.0, 10.0), None),
-        ("megatron_fused", {"sequence_parallel": True}, (60.0, 33.0, 20.0), 900.0),
-        ("triton", {"schedule": "cached", "sequence_parallel": True}, (40.0, 25.0, 12.5), 200.0),
-        ("gemm4", {}, (50.0, 25.0, 12.5), None),
-    )
-    for P, ms in zip((1, 2, 4), times, strict=True)
-]
-
-
-def test_scaling_shows_time_and_memory_against_ranks() -> None:
-    equal = [replace(r, impl="eager") for r in OVER_RANKS if r.impl == "triton"]
-    figure = drawn(scaling([*OVER_RANKS, *equal]))
-    times, memory_axes = figure.axes
-    found = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in times.lines}
-    rows = [label.get_text() for label in times.get_yticklabels()]
-    assert rows == ["gemm3", "triton cached SP", "eager cached SP", "megatron_fused SP"]
-    assert found["1 rank"] == [1.0, 1.0, 1.0, 1.5]
-    assert found["4 ranks"] == [1.0, 1.25, 1.25, 2.0]
-    assert texts(figure) == ["100%, 100%", "80%, 80%", "80%, 80%", "91%, 75%"]
-    of_memory = [line for line in memory_axes.lines if line.get_marker() != "None"]
-    assert [np.asarray(line.get_xdata()).tolist() for line in of_memory] == [
-        [200.0, 200.0, 900.0]
-    ] * 3
-    assert_readable(figure)
-    for axes in figure.axes:
-        markers = [line for line in axes.lines if line.get_marker() != "None"]
-        places = np.concatenate([axes.transData.transform(line.get_xydata()) for line in markers])
-        gaps = np.linalg.norm(places[:, None] - places, axis=-1) + 1e9 * np.eye(len(places))
-        largest = 2**0.5 * markers[0].get_markersize() * figure.dpi / 72  # a diamond
-        assert gaps.min() > largest, "one covers another"
-
-
-def test_scaling_needs_several_numbers_of_ranks() -> None:
-    assert scaling([r for r in OVER_RANKS if r.P == 2]) is None
-    assert scaling([]) is None
-    failed = [replace(r, p50_ms=None, status="error") for r in OVER_RANKS if r.P > 1]
-    assert scaling([r for r in OVER_RANKS if r.P == 1] + failed) is None
-    two_and_four = {r.P: r for r in OVER_RANKS[1:3]}
-    assert efficiency(two_and_four) == {4: 1.0}
-
-
-def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plot, "FIGURES", {})
-    for name, P, fields in (
-        ("first", 1, {}),
-        ("second", 2, {}),
-        ("fourth", 4, {"commit": "def5678"}),
-        ("elsewhere", 4, {"hardware": "B"}),
-    ):
-        about = {**ABOUT, "ranks": P, **fields}
-        write_results(tmp_path / name, about, [r for r in OVER_RANKS if r.P == P])
-    write_results(tmp_path / "other", {**ABOUT, "commit": "0ld"}, GRADIENTS)
-
-    def drawn_from(*names: str) -> list[str]:
-        files = [tmp_path / f"{name}.json" for name in (*names, "elsewhere", "other")]
-        return [path.name for path in plot.draw(files, tmp_path / "figures")]
-
-    assert drawn_from("first") == [], "ranks of different hardware"
-    got = "first.json of abc1234, second.json of abc1234, fourth.json of def5678"
-    with pytest.raises(ConfigError, match=f"must be of one commit to be compared, got {got}"):
-        drawn_from("first", "second", "fourth")
-    assert not (tmp_path / "figures").exists()
-    assert drawn_from("first", "second") == ["first-scaling.png"]
-
-
-def test_the_comparison_of_heads_says_what_it_is_of() -> None:
-    compare = pytest.importorskip("flce_dist.launch.train.compare", exc_type=ImportError)
-    numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
-    figure = compare.comparison_figure({**numbers, "commit": "abc1234"})
-    below = figure.get_supxlabel()
-    assert below.startswith("8192 tokens, hidden 4096, 65536 vocabulary rows on each of 2 ranks")
-    assert "NVIDIA H200, 2 ranks" in below and "commit abc1234" in below
-    assert texts(figure, 0) == ["1,888.5", "928.4", "3,072.3"]
-    assert_readable(figure)
-
-
-def test_the_caption_says_what_the_numbers_hold_for() -> None:
-    assert caption(ABOUT, 8.0) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
-    assert caption({**ABOUT, "ranks": 4}, 8.0).startswith("Some GPU, 4 ranks\n")
-    assert max(len(line) for line in caption(ABOUT, 2.0).splitlines()) <= 32
 
 
 def test_what_is_no_result_file_is_named(tmp_path: Path) -> None:

@@ -1,13 +1,9 @@
-"""One run at a time writes into a folder, and no rank outlives its torchrun."""
+"""One run at a time writes into a folder."""
 
-import ctypes
 import json
 import os
 import re
 import signal
-import sys
-from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,23 +11,14 @@ from typing import Any
 import pytest
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.exit import end_with_torchrun, is_orphan
 from flce_dist.launch.train.lock import LOCK, held, locked, this_run
 from flce_dist.testing import RankPool
+from tests.processes import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-PR_GET_PDEATHSIG = 2  # linux/prctl.h
+
+
 LIMIT_S = 60  # no test waits for it: each waits for an event
-
-
-def forked(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
-    """Start a process and return it with a pipe to it."""
-    context = get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
 
 
 def hold_until_killed(pipe: Connection, folder: Path) -> None:
@@ -123,51 +110,3 @@ def test_all_ranks_end_with_what_rank_0_found(tmp_path: Path) -> None:
         first, second = ranks.run(rank_hold, tmp_path / "file")
         assert first == second
         assert re.match(r"cannot write .*/run\.lock: .*; it needs \d+ bytes, \d+ are free$", first)
-
-
-def be_torchrun(pipe: Connection) -> None:
-    """Start a rank and wait for ever; the rank alone keeps the pipe open."""
-    if os.fork() == 0:
-        os.environ["TORCHELASTIC_RUN_ID"] = "1"
-        end_with_torchrun()
-        pipe.send(os.getpid())
-        signal.pause()
-    pipe.close()
-    signal.pause()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_rank_ends_when_its_torchrun_is_killed() -> None:
-    torchrun, pipe = forked(be_torchrun)
-    assert pipe.poll(LIMIT_S)
-    rank = pipe.recv()
-    torchrun.kill()
-    ended = pipe.poll(LIMIT_S)  # the kernel closed the rank's end
-    if not ended:
-        os.kill(rank, signal.SIGKILL)
-    assert ended
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    before, after = ctypes.c_int(-1), ctypes.c_int(-1)
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
-    end_with_torchrun()
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(after))
-    assert after.value == before.value != signal.SIGKILL
-
-
-def test_who_is_an_orphan(tmp_path: Path) -> None:
-    command = tmp_path / "1" / "cmdline"
-    command.parent.mkdir()
-    command.write_bytes(b"/sbin/init\0")
-    assert is_orphan(1, tmp_path) and not is_orphan(2, tmp_path)
-    for torchrun in (
-        b"/usr/bin/python3\0/usr/bin/torchrun\0",
-        b"python\0-m\0torch.distributed.run",
-    ):
-        command.write_bytes(torchrun)
-        assert not is_orphan(1, tmp_path)
-    command.unlink()
-    assert is_orphan(1, tmp_path)

@@ -1,150 +1,266 @@
-"""The training run under torchrun: killed without warning it goes on to the same losses.
-
-Two torchrun agents on one machine, joined by a c10d rendezvous, stand for two nodes: ranks are
-global, and only ``LOCAL_RANK`` starts anew on each. docs/multi_node.md tells how real nodes start.
-"""
+"""Training steps on simulated ranks: layouts that must agree, resuming, signals, broken numbers."""
 
 import json
+import math
 import os
-import re
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.processes import descendants, is_running, started, torchrun
-from tests.tiny_training import HELD_AFTER, program, records
+import torch
 
 pytest.importorskip("megatron.core")
-pytest.importorskip("mistral_common")
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train.checkpoint import load, newest_whole
+from flce_dist.launch.train.config import (
+    ParallelConfig,
+    RunConfig,
+)
+from flce_dist.launch.train.log import RunLog
+from flce_dist.launch.train.run import Trainer, run
+from flce_dist.testing import RankFailed, RankPool
+from tests.tiny_training import CONFIG, corpus, records
 
-def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Run on one node to the end; return the output."""
-    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
-        statuses, (output,) = run.finish()
-    assert statuses == [status], output
-    return output
-
-
-def train_and_signal(
-    folder: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
-) -> tuple[int, str]:
-    """Start a run and, once it has recorded ``after_step``, ``strike`` at the processes.
-
-    ``strike`` gets torchrun's process id and the ranks'. Returns torchrun's status and the output,
-    after all processes have ended.
-    """
-    out_dir = folder / "run"
-    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
-        run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
-        processes = descendants(run.processes[0].pid)
-        strike(processes)
-        run.finish()
-        run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
-        (status,), (output,) = run.finish()
-    return status, output
-
-
-def last_step(out_dir: Path) -> int:
-    return max((record["step"] for record in records(out_dir)), default=0)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    train(folder, "--compare")
-    return folder / "run"
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
+        yield {1: one, 2: two, 4: four}
 
 
-def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
-    entries = records(uninterrupted)
-    losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
-    validation = [entry for entry in entries if entry["kind"] == "validation"]
-    assert len(set(losses)) == len(losses) == 12 and losses[-1] < losses[0]
-    assert [entry["step"] for entry in validation] == [4, 8, 12]
-    assert validation[-1]["loss"] < validation[0]["loss"]
-    assert entries[0]["head_peak_mib"] > 0
-    for name in ("loss.png", "compare.png", "compare.json", "tensorboard"):
-        assert (uninterrupted / name).exists(), name
-    checkpoints = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
-    assert checkpoints == ["step-00000008", "step-00000012"]
+def rank_train(group: Any, config: RunConfig) -> list[float]:
+    """Losses, gradient norms and validation loss of three steps."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    trainer = Trainer(config, corpus(), torch.device("cpu"))
+    numbers = [number for _ in range(3) for number in trainer.train_step()]
+    assert (trainer.step, trainer.samples) == (3, 12)
+    return [*numbers, trainer.validate()]
 
 
-def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
-    numbers = json.loads((uninterrupted / "compare.json").read_text())
-    heads = numbers["heads"]
-    assert list(heads) == ["linear_cross_entropy", "with recompute", "Megatron"]
-    for head in heads.values():
-        assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
-        assert head["loss_difference"] < 1e-4
-        assert head["dhidden_relative_rms"] < 1e-5 and head["dweight_relative_rms"] < 1e-5
-        assert head["time_ms"] > 0
-        assert head["peak_mib"] > numbers["gradients_mib"] > 0
-
-
-@needs_proc
-def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
-    out_dir = tmp_path / "run"
-    endless = ["--steps", "1000000"]
-    # SIGKILL for torchrun alone: its ranks end with it.
-    train_and_signal(
-        tmp_path, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
+def layout(tensor: int, data: int, sp: bool, **model: Any) -> RunConfig:
+    """The same four sequences a step and two of validation, however many ranks share them."""
+    return replace(
+        CONFIG,
+        model=replace(CONFIG.model, **model),
+        data=replace(CONFIG.data, batch_size=4 // data, validation_batches=1),
+        parallel=ParallelConfig(tensor=tensor, sequence_parallel=sp),
     )
-    killed = last_step(out_dir)
-    # SIGTERM for one rank: all end, after a checkpoint of that step.
-    status, output = train_and_signal(
-        tmp_path,
-        *endless,
-        after_step=killed + 2,
-        strike=lambda pids: os.kill(pids[-1], signal.SIGTERM),
-    )
-    assert "ended without giving" in output and "taking it over" in output
-    assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
-    stopped = last_step(out_dir)
-    assert output.count(f"SIGTERM: stopped after step {stopped};") == 1
-    assert status == 1 and re.search(r"exitcode +: 143 ", output), output
-
-    output = train(tmp_path, "--steps", str(stopped + 1))
-    assert f"continuing {out_dir / 'checkpoints' / f'step-{stopped:08d}'}" in output
-    assert "taking it over" not in output
-    said = ["loading libraries, vocabulary and text ...", "building the model: ", "continuing"]
-    assert sorted(said, key=output.index) == said and output.count(said[0]) == 1
-    entries = records(out_dir)
-    steps = [entry["step"] for entry in entries if entry["kind"] == "train"]
-    assert steps == list(range(1, stopped + 2))
-    expected = [entry for entry in records(uninterrupted) if entry["step"] <= stopped]
-    assert expected and entries[: len(expected)] == expected
 
 
-def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_path: Path) -> None:
-    before = records(uninterrupted)
-    command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
-    with started(command, tmp_path) as run:
-        statuses, (output,) = run.finish()
-    assert statuses == [2], output
-    *earlier, last = output.splitlines()
-    assert last.startswith("error: cannot continue")
-    assert "optimizer.lr is 0.03 there and 0.5 here" in last
-    assert all(line.startswith(("loading ", "building ")) for line in earlier), output
-    assert records(uninterrupted) == before
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_layout_trains_alike(pools: dict[int, RankPool], tied: bool) -> None:
+    (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
+    assert alone[4] < alone[0] and min(alone) > 0
+    for tensor, data, sp in [(2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]:
+        config = layout(tensor, data, sp, tie_embeddings=tied)
+        for numbers in pools[tensor * data].run(rank_train, config):
+            assert numbers == pytest.approx(alone, rel=2e-4), (tensor, data, sp)
 
 
-def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
-    uninterrupted: Path, tmp_path: Path
+def test_bfloat16_trains_close_to_float32(pools: dict[int, RankPool]) -> None:
+    for numbers, exact in zip(
+        pools[2].run(rank_train, layout(2, 1, True, dtype="bfloat16")),
+        pools[2].run(rank_train, layout(2, 1, True)),
+        strict=True,
+    ):
+        assert numbers != exact
+        assert numbers == pytest.approx(exact, rel=0.05)
+
+
+def rank_resume(group: Any, config: RunConfig) -> tuple[list[float], list[float], int]:
+    """Numbers of steps 3 and 4 without a pause and after one; tensors in this rank's file."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    first = Trainer(config, corpus(), torch.device("cpu"))
+    assert first.resume() is None
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    expected = [number for _ in range(2) for number in first.train_step()]
+
+    parallel_state.destroy_model_parallel()
+    again = Trainer(config, corpus(), torch.device("cpu"))
+    checkpoint = again.resume()
+    assert checkpoint is not None and (again.step, again.samples) == (2, 8)
+    resumed = [number for _ in range(2) for number in again.train_step()]
+    return expected, resumed, len(load(checkpoint, group.rank()))
+
+
+@pytest.mark.parametrize(
+    "tensor, data, dtype", [(2, 1, "float32"), (1, 2, "float32"), (2, 1, "bfloat16")]
+)
+def test_a_resumed_run_makes_the_same_steps(
+    pools: dict[int, RankPool], tmp_path: Path, tensor: int, data: int, dtype: str
 ) -> None:
-    """While the other waits for it in a step, two steps after a checkpoint."""
-    out_dir, held = tmp_path / "run", tmp_path / "held"
-    with started(torchrun(*program(tmp_path, held), nodes=2), tmp_path / "logs", copies=2) as run:
-        run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
-        os.kill(int(held.read_text()), signal.SIGKILL)
-        statuses, outputs = run.finish()
-    assert statuses == [0, 0], outputs
-    begun = f"continuing {out_dir / 'checkpoints' / 'step-00000004'}"
-    assert sum(begun in output for output in outputs) == 1
-    assert records(out_dir) == records(uninterrupted)
-    shards = sorted(path.name for path in (out_dir / "checkpoints/step-00000012").glob("rank-*"))
-    assert shards == ["rank-00000.pt", "rank-00001.pt"]
+    config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
+    files = []
+    for expected, resumed, tensors in pools[2].run(rank_resume, config):
+        assert resumed == expected
+        files.append(tensors)
+    assert files[0] > 20 and files[1] == (files[0] if data == 1 else 1)  # replicas: generators only
+
+
+def rank_refusals(group: Any, config: RunConfig) -> list[str]:
+    """What each rank says to checkpoints of another configuration, another model, and damaged."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    trainer = Trainer(config, corpus(), torch.device("cpu"))
+    trainer.save()
+    messages = []
+
+    def refused() -> None:
+        with pytest.raises(RunError) as error:
+            trainer.resume()
+        messages.append(str(error.value))
+
+    trainer.identity["seed"] = 0
+    refused()
+    trainer.identity["seed"] = config.seed
+    name, parameter = trainer.optimizer.parameters.popitem()
+    refused()
+    trainer.optimizer.parameters[name] = parameter
+    if group.rank() == 0:
+        (trainer.checkpoints / "step-00000000" / "manifest.json").write_text("")
+    refused()
+    trainer.config = replace(config, anew_if_damaged=True)
+    assert trainer.resume() is None
+    parallel_state.destroy_model_parallel()
+    texts = replace(corpus(), sources={"data.text.sha256": str(group.rank())})
+    with pytest.raises(RunError, match=r"data\.text must be the same on all ranks, got .*0.*1"):
+        Trainer(config, texts, torch.device("cpu"))
+    return messages
+
+
+def test_a_checkpoint_that_cannot_be_continued_is_refused_on_every_rank(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    config = replace(layout(2, 1, True), out_dir=tmp_path)
+    first, second = pools[2].run(rank_refusals, config)
+    assert first == second
+    conflict, model, damaged = first
+    assert conflict.startswith("cannot continue ") and "seed is 1234 there and 0 here" in conflict
+    assert "another model, which differs in model.decoder.final_layernorm.weight" in model
+    assert "step 0 is damaged: manifest.json cannot be read" in damaged
+    assert (tmp_path / "checkpoints" / "step-00000000.bad").is_dir()
+
+
+NAME = "decoder.final_layernorm.weight"
+
+
+RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=False)
+
+
+def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
+    """The whole loop; ``event`` happens to one rank between steps 2 and 3, or in a save."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    train, validation, save = Trainer.train_step, RunLog.validation, Trainer.save
+    loss_of = Trainer._loss
+
+    def terminate() -> None:
+        if group.rank() == 1 and "SIGTERM" in event:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def train_step(trainer: Trainer, *, stop: bool) -> tuple[float, float]:
+        numbers = train(trainer, stop=stop)
+        if trainer.step == 2:
+            terminate()
+        return numbers
+
+    def full_disk(log: RunLog, step: int, loss: float) -> None:
+        validation(log, step, loss)
+        if event == "full disk":
+            log._file = open("/dev/full", "a", buffering=1)
+
+    def save_and_terminate(trainer: Trainer) -> None:
+        if trainer.stopping and event == "SIGTERM twice":
+            terminate()
+        if trainer.step == 4 and group.rank() == 1 and event == "state":
+            trainer.optimizer.adamw.state[trainer.optimizer.masters[NAME]]["exp_avg"][0] = math.nan
+        save(trainer)
+
+    def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
+        factor = {"loss": math.nan, "gradient norm": 1e30}.get(event, 1.0)
+        validates = not torch.is_grad_enabled()
+        if event == "validation loss" and validates:
+            factor = math.inf
+        now = trainer.step == (4 if validates else 2) and group.rank() == 1
+        return loss_of(trainer, *batch) * (factor if now else 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        patch.setattr(Trainer, "save", save_and_terminate)
+        patch.setattr(RunLog, "validation", full_disk)
+        patch.setattr(Trainer, "_loss", loss)
+        try:
+            return run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
+        except RunError as error:
+            return str(error)
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all_and_the_run_goes_on(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    calm, stopped = tmp_path / "calm", tmp_path / "stopped"
+    assert pools[2].run(rank_run, calm) == [0, 0]
+    assert pools[2].run(rank_run, stopped, "SIGTERM") == [143, 143]
+    saved = sorted(path.name for path in (stopped / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000003"]
+    assert max(record["step"] for record in records(stopped)) == 3
+    assert pools[2].run(rank_run, stopped) == [0, 0]
+    assert records(stopped) == records(calm)
+    assert not (stopped / "metrics.cut.jsonl").exists()
+
+
+def test_a_second_sigterm_ends_the_save(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 of 2 was killed by SIGTERM"):
+        pools[2].run(rank_run, tmp_path, "SIGTERM twice")
+    newest = newest_whole(tmp_path / "checkpoints", print)
+    assert newest is not None and newest.position.step == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    first, second = pools[2].run(rank_run, tmp_path, "full disk")
+    assert first == second
+    assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
+    newest = newest_whole(tmp_path / "checkpoints", print)
+    assert newest is not None and newest.position.step == 4
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "said"),
+    [
+        ("loss", 3, "loss is nan, gradient norm is nan"),
+        ("gradient norm", 3, "gradient norm is inf"),
+        ("validation loss", 4, "validation loss is inf"),
+        ("state", 4, f"optimizer.{NAME}.exp_avg is nan"),
+    ],
+)
+def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
+    pools: dict[int, RankPool], tmp_path: Path, event: str, step: int, said: str
+) -> None:
+    first, second = pools[2].run(rank_run, tmp_path, event)
+    assert first == second and str(first).startswith(f"step {step}: {said}, so the run stops")
+    saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved == ["step-00000002"]
+
+    def no_json(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line, parse_constant=no_json) for line in lines][-1]
+    assert last["step"] == step and (last["loss"] is None) == (event.endswith("loss"))

@@ -14,6 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flce_dist.launch.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from flce_dist.launch.train.data import Corpus
+
 TINY = """
 steps: 12
 validate_every: 4
@@ -25,6 +30,21 @@ data: {batch_size: 2, validation_batches: 1}
 optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
 """
 HELD_AFTER = 6  # steps, two of them after a checkpoint
+
+VOCAB = 64
+CONFIG = RunConfig(
+    model=ModelConfig(
+        hidden_size=16, num_layers=2, num_heads=2, ffn_hidden_size=16, seq_length=8, init_std=0.2
+    ),
+    data=DataConfig(batch_size=2, validation_batches=1),
+    optimizer=OptimizerConfig(lr=0.02, warmup_steps=1, decay_steps=4),
+)
+
+
+def corpus(rows: int = 10) -> Corpus:
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(VOCAB, (rows + 2, 9), generator=generator)
+    return Corpus(sequences[:rows], sequences[rows:], VOCAB, seed=1)
 
 
 def records(out_dir: Path) -> list[dict[str, Any]]:

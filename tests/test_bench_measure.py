@@ -1,0 +1,100 @@
+"""How the benchmark samples time and memory, on one rank and over ranks."""
+
+import contextlib
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tyro")
+
+from flce_dist.launch.bench import measure
+from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
+from flce_dist.launch.bench.measure import Measured, over_ranks
+from flce_dist.launch.bench.peers import canonical
+from flce_dist.launch.bench.problem import make_problem
+from flce_dist.memory import peak_memory
+from flce_dist.testing import run_ranks
+from tests.bench_run import EAGER, GRID, peer, records, run
+
+
+def test_a_sample_is_divided_by_its_calls_and_gradients_are_fresh(tmp_path, monkeypatch):
+    calls: list[None] = []
+
+    def takes_5_ms(hidden, weight, labels):
+        assert hidden.grad is None and weight.grad is None
+        calls.append(None)
+        return canonical(hidden, weight, labels)
+
+    looks = itertools.count()  # at the clock; each takes time, too, as floors must take some
+    clock = SimpleNamespace(perf_counter=lambda: 5e-3 * len(calls) + 1e-4 * next(looks))
+    monkeypatch.setattr(measure, "time", clock)
+    peer(monkeypatch, takes_5_ms)
+    one_shape = GRID.replace("  - {T: 12, H: 16, V: 64, dtype: fp32}\n", "")
+    assert run(tmp_path, "  - {impl: canonical}\n", "--sample-ms", "20", grid=one_shape) == 0
+    (record,) = records(tmp_path, "canonical")
+    assert record.status == "ok" and record.p50_ms == pytest.approx(5, abs=0.1)
+    assert len(calls) == 4 + 2 * (1 + 4)  # warm up, memory, two for choosing; then two samples
+
+
+def test_workspace_is_what_goes_beyond_gradients(tmp_path, monkeypatch):
+    def greedy(hidden, weight, labels):
+        torch.empty(8 << 20, dtype=torch.uint8)
+        return canonical(hidden, weight, labels)
+
+    peer(monkeypatch, greedy)
+    assert run(tmp_path, "  - {impl: canonical}\n  - {impl: torch_eager}\n") == 0
+    found, plain = records(tmp_path, "canonical"), records(tmp_path, "torch_eager")
+    for record, other in zip(found, plain, strict=True):
+        gradients = 4 * record.H * (record.T + record.V) / 2**20
+        assert record.peak_mib - record.workspace_mib == pytest.approx(gradients)
+        assert 7.9 <= record.workspace_mib < 8.5 and other.workspace_mib < 0.5
+
+
+def test_memory_shared_with_peers_counts_for_the_run_that_took_it(tmp_path, monkeypatch):
+    held = [3 << 20]
+
+    @contextlib.contextmanager
+    def shared(device):
+        with peak_memory(device) as peak:
+            yield peak
+        held[0] += 4 << 20
+        peak.shared_bytes = held[0]
+
+    monkeypatch.setattr(measure, "peak_memory", shared)
+    monkeypatch.setattr(measure, "release_shared_memory", lambda: held.__setitem__(0, 0))
+    assert run(tmp_path, EAGER + "  - {impl: torch_eager}\n") == 0
+    for record in records(tmp_path, "eager") + records(tmp_path, "torch_eager"):
+        assert 4 <= record.workspace_mib < 4.5
+
+
+def test_the_slowest_and_the_failing_rank_count(monkeypatch):
+    shape, run_of = ShapeSpec(T=8, H=4, V=16, dtype="fp32"), RunSpec("canonical")
+
+    def measure(group: dist.ProcessGroup, fault: str) -> tuple[list[float], str | None, Any]:
+        def loss_of(hidden, weight, labels):
+            if group.rank() == 1 and fault == "fails":
+                raise RuntimeError("broken")
+            if group.rank() == 1 and fault == "slow":
+                time.sleep(0.02)
+                torch.empty(1 << 20, dtype=torch.uint8)
+            return (hidden * weight[: len(hidden)]).sum()
+
+        peer(monkeypatch, loss_of, parallel=True)
+        problem = make_problem(shape, torch.device("cpu"), 0, group)
+        config = BenchConfig(warmup=1, sample_ms=1.0, settle_ms=0.0)
+        measured = Measured(run_of, problem, config)
+        measured.prepare(None)
+        over_ranks(measured)
+        measured.sample()
+        return measured.samples_ms, measured.failure, measured.peak_bytes
+
+    slow = run_ranks(lambda group: measure(group, "slow"), 2, backend="gloo")
+    assert slow[0] == slow[1]
+    assert slow[0][0][0] >= 20 and slow[0][2] >= 1 << 20
+    failed = run_ranks(lambda group: measure(group, "fails"), 2, backend="gloo")
+    assert [found[:2] for found in failed] == [([], "rank 1: RuntimeError: broken")] * 2

@@ -1,0 +1,150 @@
+"""The training run under torchrun: killed without warning it goes on to the same losses.
+
+Two torchrun agents on one machine, joined by a c10d rendezvous, stand for two nodes: ranks are
+global, and only ``LOCAL_RANK`` starts anew on each. docs/multi_node.md tells how real nodes start.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.processes import descendants, is_running, started, torchrun
+from tests.tiny_training import HELD_AFTER, program, records
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("mistral_common")
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def train(folder: Path, *overrides: str, status: int = 0) -> str:
+    """Run on one node to the end; return the output."""
+    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
+        statuses, (output,) = run.finish()
+    assert statuses == [status], output
+    return output
+
+
+def train_and_signal(
+    folder: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
+) -> tuple[int, str]:
+    """Start a run and, once it has recorded ``after_step``, ``strike`` at the processes.
+
+    ``strike`` gets torchrun's process id and the ranks'. Returns torchrun's status and the output,
+    after all processes have ended.
+    """
+    out_dir = folder / "run"
+    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
+        run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
+        processes = descendants(run.processes[0].pid)
+        strike(processes)
+        run.finish()
+        run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
+        (status,), (output,) = run.finish()
+    return status, output
+
+
+def last_step(out_dir: Path) -> int:
+    return max((record["step"] for record in records(out_dir)), default=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(folder, "--compare")
+    return folder / "run"
+
+
+def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
+    entries = records(uninterrupted)
+    losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
+    validation = [entry for entry in entries if entry["kind"] == "validation"]
+    assert len(set(losses)) == len(losses) == 12 and losses[-1] < losses[0]
+    assert [entry["step"] for entry in validation] == [4, 8, 12]
+    assert validation[-1]["loss"] < validation[0]["loss"]
+    assert entries[0]["head_peak_mib"] > 0
+    for name in ("loss.png", "compare.png", "compare.json", "tensorboard"):
+        assert (uninterrupted / name).exists(), name
+    checkpoints = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000008", "step-00000012"]
+
+
+def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
+    numbers = json.loads((uninterrupted / "compare.json").read_text())
+    heads = numbers["heads"]
+    assert list(heads) == ["linear_cross_entropy", "with recompute", "Megatron"]
+    for head in heads.values():
+        assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
+        assert head["loss_difference"] < 1e-4
+        assert head["dhidden_relative_rms"] < 1e-5 and head["dweight_relative_rms"] < 1e-5
+        assert head["time_ms"] > 0
+        assert head["peak_mib"] > numbers["gradients_mib"] > 0
+
+
+@needs_proc
+def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+    out_dir = tmp_path / "run"
+    endless = ["--steps", "1000000"]
+    # SIGKILL for torchrun alone: its ranks end with it.
+    train_and_signal(
+        tmp_path, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
+    )
+    killed = last_step(out_dir)
+    # SIGTERM for one rank: all end, after a checkpoint of that step.
+    status, output = train_and_signal(
+        tmp_path,
+        *endless,
+        after_step=killed + 2,
+        strike=lambda pids: os.kill(pids[-1], signal.SIGTERM),
+    )
+    assert "ended without giving" in output and "taking it over" in output
+    assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
+    stopped = last_step(out_dir)
+    assert output.count(f"SIGTERM: stopped after step {stopped};") == 1
+    assert status == 1 and re.search(r"exitcode +: 143 ", output), output
+
+    output = train(tmp_path, "--steps", str(stopped + 1))
+    assert f"continuing {out_dir / 'checkpoints' / f'step-{stopped:08d}'}" in output
+    assert "taking it over" not in output
+    said = ["loading libraries, vocabulary and text ...", "building the model: ", "continuing"]
+    assert sorted(said, key=output.index) == said and output.count(said[0]) == 1
+    entries = records(out_dir)
+    steps = [entry["step"] for entry in entries if entry["kind"] == "train"]
+    assert steps == list(range(1, stopped + 2))
+    expected = [entry for entry in records(uninterrupted) if entry["step"] <= stopped]
+    assert expected and entries[: len(expected)] == expected
+
+
+def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_path: Path) -> None:
+    before = records(uninterrupted)
+    command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
+    with started(command, tmp_path) as run:
+        statuses, (output,) = run.finish()
+    assert statuses == [2], output
+    *earlier, last = output.splitlines()
+    assert last.startswith("error: cannot continue")
+    assert "optimizer.lr is 0.03 there and 0.5 here" in last
+    assert all(line.startswith(("loading ", "building ")) for line in earlier), output
+    assert records(uninterrupted) == before
+
+
+def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """While the other waits for it in a step, two steps after a checkpoint."""
+    out_dir, held = tmp_path / "run", tmp_path / "held"
+    with started(torchrun(*program(tmp_path, held), nodes=2), tmp_path / "logs", copies=2) as run:
+        run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        statuses, outputs = run.finish()
+    assert statuses == [0, 0], outputs
+    begun = f"continuing {out_dir / 'checkpoints' / 'step-00000004'}"
+    assert sum(begun in output for output in outputs) == 1
+    assert records(out_dir) == records(uninterrupted)
+    shards = sorted(path.name for path in (out_dir / "checkpoints/step-00000012").glob("rank-*"))
+    assert shards == ["rank-00000.pt", "rank-00001.pt"]

@@ -1,0 +1,69 @@
+"""The order of training data, and the text it comes from."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.launch.train.config import (
+    RunConfig,
+    flatten,
+    resume_conflicts,
+)
+from flce_dist.launch.train.data import load_corpus
+from flce_dist.launch.yaml_config import ConfigError
+from tests.tiny_training import CONFIG, corpus
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def test_each_pass_reads_every_sequence_once_in_an_order_of_its_own() -> None:
+    data = corpus()
+    passes = [data.train_batch(first, 10)[0] for first in (0, 10)]
+    for order in passes:
+        rows = sorted(map(tuple, order.tolist()))
+        assert rows == sorted(map(tuple, data.train[:, :-1].tolist()))
+    assert not torch.equal(*passes)
+
+
+def test_a_batch_depends_on_the_position_alone() -> None:
+    data = corpus()
+    tokens, labels = data.train_batch(7, 6)  # across the end of a pass
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+    parts = [data.train_batch(first, 2)[0] for first in (7, 9, 11)]
+    assert torch.equal(tokens, torch.cat(parts))
+    assert torch.equal(corpus().train_batch(7, 6)[0], tokens)
+
+
+def test_the_real_text_has_a_real_vocabulary_and_a_validation_split() -> None:
+    pytest.importorskip("mistral_common")
+    data = load_corpus(RunConfig())
+    assert data.vocab_size == 131_072
+    assert len(data.train) > 300 and 10 < len(data.validation) < 40
+    ids = torch.cat([data.train, data.validation])
+    assert ids.shape[1] == 257 and 0 <= ids.min() and ids.max() < data.vocab_size
+    assert ids.unique().numel() > 3000
+
+
+def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+
+    def identity(name: str, content: bytes) -> dict[str, Any]:
+        (tmp_path / name).write_bytes(content)
+        config = replace(CONFIG, data=replace(CONFIG.data, text=tmp_path / name))
+        return flatten(config) | load_corpus(config).sources
+
+    text = b"In the beginning was the text. " * 20
+    here, moved, other = identity("a", text), identity("b", text), identity("a", text + b"!")
+    assert resume_conflicts(here, moved) == []
+    (conflict,) = resume_conflicts(moved, other)
+    key = "data.text.sha256"
+    assert conflict == (
+        f"{key} is '{here[key]}' (of {tmp_path}/b) there and '{other[key]}' (of {tmp_path}/a) here"
+    )
+    with pytest.raises(ConfigError, match=r"/c:1: must be UTF-8, got byte 0xff"):
+        identity("c", b"abc\xff")

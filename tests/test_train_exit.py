@@ -1,0 +1,69 @@
+"""No rank outlives its torchrun."""
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from flce_dist.launch.train.exit import end_with_torchrun, is_orphan
+from tests.processes import forked
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+
+
+PR_GET_PDEATHSIG = 2  # linux/prctl.h
+
+
+LIMIT_S = 60  # no test waits for it: each waits for an event
+
+
+def be_torchrun(pipe: Connection) -> None:
+    """Start a rank and wait for ever; the rank alone keeps the pipe open."""
+    if os.fork() == 0:
+        os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        end_with_torchrun()
+        pipe.send(os.getpid())
+        signal.pause()
+    pipe.close()
+    signal.pause()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_rank_ends_when_its_torchrun_is_killed() -> None:
+    torchrun, pipe = forked(be_torchrun)
+    assert pipe.poll(LIMIT_S)
+    rank = pipe.recv()
+    torchrun.kill()
+    ended = pipe.poll(LIMIT_S)  # the kernel closed the rank's end
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    assert ended
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before, after = ctypes.c_int(-1), ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
+    end_with_torchrun()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(after))
+    assert after.value == before.value != signal.SIGKILL
+
+
+def test_who_is_an_orphan(tmp_path: Path) -> None:
+    command = tmp_path / "1" / "cmdline"
+    command.parent.mkdir()
+    command.write_bytes(b"/sbin/init\0")
+    assert is_orphan(1, tmp_path) and not is_orphan(2, tmp_path)
+    for torchrun in (
+        b"/usr/bin/python3\0/usr/bin/torchrun\0",
+        b"python\0-m\0torch.distributed.run",
+    ):
+        command.write_bytes(torchrun)
+        assert not is_orphan(1, tmp_path)
+    command.unlink()
+    assert is_orphan(1, tmp_path)

@@ -1,0 +1,44 @@
+"""The records of a run that is continued."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.launch.train.log import RunLog, plot_loss_curve, read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)
+    for step in range(1, 5):
+        log.train(step, loss=10.0 - step, gradient_norm=1.0, tokens_per_s=1.0)
+    log.validation(4, 6.5)
+    log.close()
+    path, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
+    with path.open("a") as file:
+        file.write('garbage\n{"kind": "train", "st')  # the last line cut short by a kill
+    before = path.read_text().splitlines()
+    assert len(before) == 7 and "metrics.cut" not in capsys.readouterr().out
+
+    for _ in range(2):  # once more with nothing to set aside
+        log = RunLog(tmp_path, step=2, steps=5, head_mib=1.0)
+        log.close()
+        assert path.read_text().splitlines() == before[:2]
+        assert cut.read_text().splitlines() == before[2:]
+    said = f"5 lines beyond step 2 moved from {path} to metrics.cut.jsonl"
+    assert capsys.readouterr().out.count(said) == 1
+
+    log = RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
+    log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
+    log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
+    log.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0), (3, None)]
+    assert cut.read_text().splitlines() == before[2:] + before[1:2]
+    plot_loss_curve(tmp_path)
+    assert (tmp_path / "loss.png").stat().st_size > 1000

@@ -1,0 +1,173 @@
+"""Strict YAML, and numbers out of range."""
+
+from collections.abc import Iterator
+from dataclasses import is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+pytest.importorskip("tyro")
+
+from flce_dist.launch.bench.config import BenchConfig
+from flce_dist.launch.train.config import (
+    HeadConfig,
+    RunConfig,
+    flatten,
+    load_config,
+)
+from flce_dist.launch.verify.__main__ import Settings
+from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.options import DECLARED
+
+ROOT = Path(__file__).parents[1]
+
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def from_yaml(tmp_path: Path, text: str | bytes, *overrides: str, world_size: int = 2) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return load_config(["--config", str(path), *overrides], world_size=world_size)
+
+
+def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -> None:
+    text = "steps: 7\nmodel:\n  hidden_size: 64\n  num_heads: 2\noptimizer:\n  lr: 1\n"
+    config = from_yaml(tmp_path, text, "--model.hidden-size", "96", "--head.softcap", "30")
+    assert (config.steps, config.model.hidden_size, config.model.num_heads) == (7, 96, 2)
+    assert config.head.softcap == 30.0
+    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
+    assert config.model.num_layers == RunConfig().model.num_layers
+
+
+def test_every_value_can_be_overridden() -> None:
+    values = {"model.dtype": "bfloat16", "head.schedule": "cached", "head.impl": "eager"}
+    values |= {"device": "cpu", "out_dir": "elsewhere", "data.text": str(QUICKSTART)}
+    values |= {"optimizer.min_lr": "1e-4"}
+    defaults = flatten(RunConfig())
+    for key, default in defaults.items():
+        name = key.replace("_", "-")
+        if isinstance(default, bool):
+            section, dot, last = name.rpartition(".")
+            args = [f"--{section}{dot}{'no-' if default else ''}{last}"]
+        elif isinstance(default, int):
+            args = [f"--{name}", str(2 * default)]
+        else:
+            args = [f"--{name}", values.get(key, "1" if key == "head.max_logits_bytes" else "0.5")]
+        changed = flatten(load_config(args, world_size=4))
+        assert {k for k in defaults if changed[k] != defaults[k]} == {key}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "model:\n  hiden_size: 64",
+            r"unknown key model\.hiden_size; did you mean model\.hidden_s",
+        ),
+        ("stepz: 1", r"unknown key stepz; did you mean steps\?"),
+        ("zzz: 1", "unknown key zzz; known: out_dir, steps"),
+        ("steps: many", r"steps must be int, got 'many'"),
+        ("steps: true", r"steps must be int, got True"),
+        ("optimizer:\n  lr: 1e-3", r"optimizer\.lr must be float, got '1e-3'; .*write 1\.0e-3"),
+        ("head:\n  schedule: fast", r"head\.schedule must be one of auto, .*got 'fast'"),
+        ("head:\n  impl: cuda", r"head\.impl must be one of triton, eager, got 'cuda'"),
+        ("model: 3", r"model must hold keys and values, got 3"),
+        ("steps: 1\nmodel: [", r"run\.yaml:2: must be YAML: .*expected the node content"),
+        ("steps: 1\n\tseed: 2", r"run\.yaml:2: must be YAML: .*found character '\\t'"),
+        ("steps: 1\nseed: 1\nsteps: 2", r"run\.yaml:3: .* key steps is given twice, .* line 1$"),
+        ("optimizer:\n  lr: 1.0\n  lr: 2.0", r"run\.yaml:3: .* key lr is given twice, .* line 2$"),
+        (
+            "seed: 1\nsteps: 2026-13-01",
+            r"run\.yaml:2: .*'2026-13-01' cannot be read: month must be in 1\.\.12",
+        ),
+        ("seed: 1\ncompare: !!bool maybe", r"run\.yaml:2: .*'maybe'"),
+        ("seed: 1\nsteps: \0", r"run\.yaml:2: must be YAML: special characters are not allowed"),
+        (b"seed: 1\nout_dir: \xff", r"run\.yaml:2: must be UTF-8, got byte 0xff"),
+        (b"\x7fELF\x02\x01\x01\x00", r"run\.yaml:1: must be YAML: special characters"),
+        ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
+        ("optimizer:\n  lr: true", r"optimizer\.lr must be float, got True"),
+        ("steps: !!timestamp x", r"run\.yaml:1: must be YAML: 'x' cannot be read: "),
+        ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
+        ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
+        ("[]", r"the top level must hold keys and values, got \[\]"),
+    ],
+)
+def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        from_yaml(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+SIZES = """steps validate_every checkpoint_every keep_checkpoints model.hidden_size model.num_layers
+model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.validation_batches
+optimizer.decay_steps parallel.tensor"""
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
+    (SIZES, "an int within [1, 2**31)", [0, -1, 2**31]),
+    ("optimizer.warmup_steps", "an int within [0, 2**31)", [-1, 2**31]),
+    ("seed", "an int within [0, 2**32)", [-1, 2**32]),
+    (
+        "optimizer.lr optimizer.clip_norm model.init_std",
+        "a float that is finite and above 0 in fp32",
+        [0.0, -1.0, 1e39, NAN, INF],
+    ),
+    (
+        "optimizer.min_lr optimizer.weight_decay",
+        "a float that is finite and at least 0",
+        [-1.0, NAN, INF],
+    ),
+    ("optimizer.beta1 optimizer.beta2", "a float within [0, 1)", [-0.1, 1.0, NAN]),
+    ("data.validation_fraction", "a float above 0 and below 1", [0.0, 1.0, NAN]),
+    ("head.max_logits_bytes", "None or an int within [1, 2**63)", [0, -1, 2**63]),
+    ("head.label_smoothing", "a float within [0, 1]", [-0.1, 1.1, NAN]),
+    ("head.z_loss_weight", "a float that is finite in fp32", [NAN, INF]),
+    ("head.softcap", "None or a float that is finite and above 0 in fp32", [0.0, NAN, INF]),
+    ("head.logit_scale", "a float that is finite and not 0 in fp32", [0.0, NAN, INF]),
+]
+
+
+@pytest.mark.parametrize(
+    "key, expected, values",
+    [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()],
+)
+def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: list[float]) -> None:
+    for value in values:
+        nested: Any = value
+        for name in reversed(key.split(".")):
+            nested = {name: nested}
+        option = f"--{key.replace('_', '-')}={value}"
+        for text, overrides in ((yaml.safe_dump(nested), []), ("", [option])):
+            with pytest.raises(ConfigError) as error:
+                from_yaml(tmp_path, text, *overrides)
+            assert str(error.value) == f"{key} must be {expected}, got {value}"
+
+
+def without_range(hint: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys of numbers that declare no range."""
+    if hint in (int, float):
+        yield key
+    elif is_dataclass(hint):
+        for name, inner in get_type_hints(hint, include_extras=True).items():
+            option = DECLARED.get(name) if hint is HeadConfig else None
+            if option is None or option.range is None:
+                yield from without_range(inner, f"{key}.{name}")
+    elif get_origin(hint) is not Annotated:
+        for inner in get_args(hint):
+            yield from without_range(inner, key)
+
+
+@pytest.mark.parametrize("schema", [RunConfig, BenchConfig, Settings])
+def test_every_number_declares_its_range(schema: type) -> None:
+    assert list(without_range(schema)) == []
+
+
+def test_a_number_without_a_range_is_found() -> None:
+    schema = make_dataclass("Schema", [("a", Annotated[int, None]), ("b", tuple[int | None, ...])])
+    assert list(without_range(schema)) == [".b"]
