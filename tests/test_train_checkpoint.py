@@ -258,7 +258,7 @@ def rank_error(group: Any, directory: Path) -> str:
 
 def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
     """Save where one rank's write fails, by the kernel's own doing."""
-    write_shard, render = checkpoint._write_shard, checkpoint._render
+    write_shard, render = checkpoint.write_shard, checkpoint._render
 
     def full_disk(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
         return write_shard(Path("/dev/full"), state)
@@ -277,9 +277,9 @@ def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "shard" and group.rank() == 1:
-            patch.setattr(checkpoint, "_write_shard", full_disk)
+            patch.setattr(checkpoint, "write_shard", full_disk)
         if where == "limit" and group.rank() == 0:
-            patch.setattr(checkpoint, "_write_shard", limited)
+            patch.setattr(checkpoint, "write_shard", limited)
         if where == "manifest":
             patch.setattr(checkpoint, "_render", full_manifest)
         return rank_error(group, directory)

@@ -10,19 +10,25 @@ directory must be shared by all ranks. Nothing that a file holds is run: tensors
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.train.files import (
+    digest,
+    remove,
+    sync_directory,
+    write_shard,
+    write_synced,
+)
 from flce_dist.launch.train.ranks import on_rank_0, together, writing
 
 MANIFEST = "manifest.json"
@@ -61,13 +67,13 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
 
     def prepare() -> None:
         with writing(partial, needed):
-            _remove(partial)
+            remove(partial)
             partial.mkdir(parents=True)
 
     def write() -> dict[str, Any]:
         with writing(partial, needed):
             partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
-            return _write_shard(mine, state)
+            return write_shard(mine, state)
 
     def finish(files: dict[str, Any]) -> None:
         unseen = [name for name in files if not (partial / name).exists()]
@@ -77,12 +83,12 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
                 f"{', '.join(unseen)} of other ranks in {partial}"
             )
         with writing(partial, needed):
-            _write_synced(partial / MANIFEST, _render({**asdict(position), "files": files}))
-            _sync_directory(partial)
+            write_synced(partial / MANIFEST, _render({**asdict(position), "files": files}))
+            sync_directory(partial)
             partial.rename(final)
-            _sync_directory(directory)
+            sync_directory(directory)
             for old in _named(directory)[:-keep]:
-                _remove(old)
+                remove(old)
 
     try:
         on_rank_0(prepare)
@@ -181,12 +187,12 @@ def _verify(path: Path) -> Position:
         raise _Damaged(f"{MANIFEST} is that of step {position.step}")
     if list(files) != [shard_name(rank) for rank in range(position.config["world_size"])]:
         raise _Damaged(f"{MANIFEST} does not list the file of every rank")
-    for name, digest in files.items():
+    for name, expected in files.items():
         try:
-            found = _digest(path / name)
+            found = digest(path / name)
         except OSError as error:
             raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
-        if found != digest:
+        if found != expected:
             raise _Damaged(f"{name} has other contents than {MANIFEST} says")
     return position
 
@@ -208,68 +214,3 @@ def _render(manifest: dict[str, Any]) -> bytes:
     """Return the one text of a manifest: any other bytes with the same values are damaged."""
     sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps({**manifest, "sha256": sha256}, indent=1).encode()
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        sha256 = hashlib.sha256()
-        while block := file.read(1 << 20):
-            sha256.update(block)
-        return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
-
-
-class _HashedFile:
-    """What ``torch.save`` writes to. It hides an ``OSError``, so ``error`` keeps it."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sha256.update(data)
-        self.bytes += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _write_shard(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
-    with path.open("wb") as file:
-        hashed = _HashedFile(file)
-        try:
-            torch.save(state, cast(IO[bytes], hashed))
-        except RuntimeError:
-            if hashed.error is not None:
-                raise hashed.error from None
-            raise
-        os.fsync(file.fileno())
-    return {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory, if it is there, so that a reader sees all of it or nothing."""
-    if path.exists():
-        old = path.with_suffix(".old")
-        path.rename(old)
-        shutil.rmtree(old)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
