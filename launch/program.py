@@ -1,8 +1,8 @@
 """How a program of launch/ ends: one error is one message, whatever the number of ranks.
 
-A ``RunError`` is explained by its message alone, one line. The ranks of a run usually find the same
-one, and rank 0 prints it. Any other exception is a bug or the end of another rank: the rank that
-failed first prints its traceback, the others one line each.
+A ``RunError`` prints its message alone, in one line. Usually all ranks raise the same one, and
+rank 0 prints it. Any other exception is a bug, or follows from the end of another rank: the rank
+that failed first prints its traceback, the others one line each.
 """
 
 import json
@@ -53,8 +53,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 def _wait_for_rank_0(rank: int) -> None:
     """Give rank 0 the time to explain what every rank found; torchrun then ends this one.
 
-    torchrun ends all ranks at the first exit. Who is still there after the wait is the only one
-    with this error.
+    torchrun ends all ranks at the first exit. A rank that still runs after the wait is the only
+    one with this error.
     """
     if rank != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -85,9 +85,9 @@ def _line(error: Exception) -> str:
 
 
 def _leave(status: int, *, at_once: bool = False) -> NoReturn:
-    """End at once among ranks: tearing down a group whose members are gone can wait for ever.
+    """End at once among ranks: tearing down a group whose members are gone can hang.
 
-    Threads that a group leaves behind may also abort an interpreter that takes its time to end.
+    Threads that a group leaves behind may also abort the interpreter while it shuts down.
     """
     if not at_once and not dist.is_initialized():
         sys.exit(status)

@@ -3,11 +3,10 @@
     python -m flce_dist.launch.bench --config configs/bench/one_gpu.yaml
     torchrun --nproc-per-node 2 -m flce_dist.launch.bench --config configs/bench/smoke.yaml
 
-At each shape all runs are first called, compared with fp64 and measured for memory, then timed in
-turns in this process, so that a warm card or a busy machine is so for all of them. Each round has
-an order of its own: a run that draws little power leaves a cool card to the next one. The result
-files are replaced after each shape; a benchmark that was ended and is started again goes on after
-the last whole one. This module reads the command line and torchrun's environment.
+At each shape every run is called, compared with fp64 and measured for memory. Then all are timed in
+turns in this process, so that a warm GPU or a busy host affects all alike. The order is shuffled in
+each round, since a run that draws little power leaves a cool GPU to the next. Result files are
+replaced after each shape; a benchmark that was interrupted continues after the last complete shape.
 """
 
 import os

@@ -175,7 +175,7 @@ def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
 
 
 def floor_of(run: RunSpec) -> str:
-    """Return the products that a run cannot do without: 1 forward, 3 with gradients.
+    """Return the GEMMs that a run cannot do without: 1 forward, 3 with gradients.
 
     A schedule that computes the logits twice is held against 4.
     """

@@ -1,8 +1,7 @@
-"""What no implementation can undercut: its matrix products alone, and reading the weight once.
+"""Lower bounds of every implementation: its GEMMs alone, and reading the weight once.
 
-Products go into outputs that exist already, by ``torch.mm``, on the data of the problem (zeros
-would run faster: the card draws less power). The upstream operand of both gradients' products is
-the buffer that holds the logits.
+``torch.mm`` writes the GEMMs into preallocated outputs, on the data of the problem (zeros would run
+faster, since the GPU draws less power). The GEMMs of both gradients read the buffer of the logits.
 
 T = tokens, H = hidden size, V = vocabulary rows on this rank.
 """
@@ -23,8 +22,8 @@ class Floor:
     mode: Literal["forward", "forward_backward"]
 
 
-def products(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) -> Callable[[], None]:
-    """Return a call that does the logits' product ``logits`` times, then both gradients' once."""
+def gemms(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) -> Callable[[], None]:
+    """Return a call that runs the GEMM of the logits ``logits`` times, of each gradient once."""
     hidden, weight = hidden.detach(), weight.detach()
     z = hidden.new_empty(len(hidden), len(weight))
     dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -40,15 +39,15 @@ def products(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) ->
 
 
 def _gemm1(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return products(hidden, weight, logits=1, gradients=False)
+    return gemms(hidden, weight, logits=1, gradients=False)
 
 
 def _gemm3(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return products(hidden, weight, logits=1, gradients=True)
+    return gemms(hidden, weight, logits=1, gradients=True)
 
 
 def _gemm4(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return products(hidden, weight, logits=2, gradients=True)
+    return gemms(hidden, weight, logits=2, gradients=True)
 
 
 def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], None]:

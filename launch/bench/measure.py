@@ -127,9 +127,9 @@ class Measured:
 
     def _first_calls(self, truth: Truth | None, warmup: int) -> None:
         if self.run.impl in FLOORS:
-            product = FLOORS[self.run.impl].make(self.problem.hidden, self.problem.weight)
+            floor = FLOORS[self.run.impl].make(self.problem.hidden, self.problem.weight)
             for _ in range(warmup):
-                product()
+                floor()
             return
         hidden, weight = self._leaves()
         for _ in range(warmup):
@@ -155,8 +155,8 @@ class Measured:
     def _time(self, calls: int) -> float:
         """Return the milliseconds of one of ``calls`` calls back to back.
 
-        Untimed ones go before them, without a pause: the card then runs at the clock that this run
-        leaves it, not the one before, and the host is ahead when the first event is recorded.
+        Untimed calls run right before them, so that the GPU's clock is the one that this run leads
+        to, and the host is ahead of the GPU when the first event is recorded.
         """
         call = self._replay or self._timed_call()
         for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):

@@ -1,6 +1,6 @@
 """Megatron's own output layer and loss as peers of the benchmark.
 
-As ``GPTModel`` of megatron-core runs them in training: the product of ``ColumnParallelLinear``,
+As ``GPTModel`` of megatron-core runs them in training: the GEMM of ``ColumnParallelLinear``,
 which under sequence parallelism gathers hidden states in forward and again in backward and
 scatters the sum of their gradients; then its vocabulary-parallel loss, plain or fused. Without
 ``gradient_accumulation_fusion``, so that the gradient of the weight is returned as ours is.

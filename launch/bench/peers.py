@@ -52,7 +52,7 @@ def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def canonical(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Logits by a product in the operands' dtype, the loss of them in fp32."""
+    """Logits by a GEMM in the operands' dtype, their loss in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 

@@ -1,8 +1,8 @@
 """What the benchmark found: one flat record for each run at a shape, and a table of them.
 
-Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the matrix products that such a
-run cannot do without (``config.floor_of``). A forward run at few tokens is bound by reading
-the weight: where ``read_weight`` was measured and takes longer, it is the floor.
+Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the time of the GEMMs that the
+run needs (``config.floor_of``). A forward run at few tokens is bound by reading the weight: where
+``read_weight`` was measured and takes longer, it is the floor.
 """
 
 import dataclasses
@@ -130,10 +130,10 @@ def _make_record(
 
 
 def _floor_ms(run: RunSpec, floors: dict[str, float]) -> float | None:
-    products = floors.get(floor_of(run))
-    if products is not None and run.mode == "forward":
-        return max(products, floors.get("read_weight", 0.0))
-    return products
+    gemms_ms = floors.get(floor_of(run))
+    if gemms_ms is not None and run.mode == "forward":
+        return max(gemms_ms, floors.get("read_weight", 0.0))
+    return gemms_ms
 
 
 def _complaint(found: Measured, eager: Measured | None) -> str | None:

@@ -1,8 +1,8 @@
 """The usual way to cache exponentials, as a peer: relative to each tile's maximum.
 
 What ``kernels.linear_stats`` does relative to the label's logit, in one pass, takes two here: the
-product's epilogue knows the maximum of its own tile only, so a second pass brings what was stored
-to the row's log-sum-exp and subtracts 1 at the label. Tiles, pipeline and products are the same, so
+GEMM's epilogue knows the maximum of its own tile only, so a second pass brings what was stored
+to the row's log-sum-exp and subtracts 1 at the label. Tiles, pipeline and GEMMs are the same, so
 that the difference is the form's. T = tokens, V = vocabulary rows, H = hidden size.
 """
 

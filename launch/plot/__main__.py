@@ -2,7 +2,7 @@
 
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
-Of each file ``<name>.json`` come those of the pictures that its records are enough for:
+Of each file ``<name>.json`` come the figures that its records are enough for:
 ``<name>-latency.png``, ``-memory.png``, ``-dial.png`` and ``-forward.png``. Of a profile,
 ``<name>.profile.json``, come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one
 grid, one commit and one kind of GPU on different numbers of ranks together give
@@ -36,7 +36,7 @@ class Settings:
     results: tyro.conf.Positional[tuple[Path, ...]]
     """JSON files of flce_dist.launch.bench."""
     out: Path = Path("runs/figures")
-    """Folder for the pictures."""
+    """Folder for the figures."""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -52,11 +52,11 @@ def main(args: list[str] | None = None) -> int:
 
 
 def draw(results: list[Path], out: Path) -> list[Path]:
-    """Write the pictures of each result file; return their paths."""
+    """Write the figures of each result file; return their paths."""
     stems = [path.stem for path in results]
     if len(set(stems)) < len(stems):
         raise ConfigError(f"results must have names of their own, got {stems}")
-    pictures: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
+    found: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
     by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:
         if path.stem.endswith(PROFILE):
@@ -68,13 +68,13 @@ def draw(results: list[Path], out: Path) -> list[Path]:
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
             by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for name, figure in figures.items():
-            pictures[out / f"{_name(path)}-{name}.png"] = figure, about
+            found[out / f"{_name(path)}-{name}.png"] = figure, about
     for alike in map(one_grid, by_hardware.values()):
         if alike:
             path, about, _ = alike[0]
             figure = scaling([record for _, _, records in alike for record in records])
-            pictures[out / f"{_name(path)}-scaling.png"] = figure, {**about, "ranks": 1}
-    drawn = [(path, figure, about) for path, (figure, about) in pictures.items() if figure]
+            found[out / f"{_name(path)}-scaling.png"] = figure, {**about, "ranks": 1}
+    drawn = [(path, figure, about) for path, (figure, about) in found.items() if figure]
     for path, figure, about in drawn:
         figure.supxlabel(caption(about, figure.get_figwidth()), fontsize=7, color="dimgray")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,9 @@ from flce_dist.launch.plot.drawing import (
     PRODUCTS,
     WORKSPACE,
     Shape,
-    mark_products,
+    mark_gemms,
     over,
-    over_products,
+    over_gemms,
     shape_title,
     titled,
     with_gradients,
@@ -35,20 +35,20 @@ Item = TypeVar("Item")
 
 
 def latency(records: list[Record]) -> Figure | None:
-    """Draw the time of forward and backward over the three products."""
-    shapes = {shape: over_products(found) for shape, found in with_gradients(records).items()}
+    """Draw the time of forward and backward over three GEMMs."""
+    shapes = {shape: over_gemms(found) for shape, found in with_gradients(records).items()}
     figure, panels = _panels({shape: found for shape, found in shapes.items() if found})
     longest = 1.4
     for axes, found in panels:
-        values = [over(r.p50_ms, products) for r, products in found]
-        ends = [over(r.p80_ms, products) for r, products in found]
+        values = [over(r.p50_ms, gemms_ms) for r, gemms_ms in found]
+        ends = [over(r.p80_ms, gemms_ms) for r, gemms_ms in found]
         labels = [_text(value, ".2f") for value in values]
         _bars(axes, [r for r, _ in found], values, ends, labels)
-        for y, (r, products) in enumerate(found):
+        for y, (r, gemms_ms) in enumerate(found):
             if r.p20_ms is not None and r.p80_ms is not None:
-                spread = (r.p20_ms / products, r.p80_ms / products)
+                spread = (r.p20_ms / gemms_ms, r.p80_ms / gemms_ms)
                 axes.plot(spread, (y, y), color="black", linewidth=1)
-        mark_products(axes.axvline)
+        mark_gemms(axes.axvline)
         longest = max([longest, *(value for value in ends if value is not None)])
     _one_axis(panels, (0, 1.3 * longest), f"time over {PRODUCTS}{_missing(records)}")
     return titled(figure, f"Forward and backward of output layer and loss: time ({BLUE})")

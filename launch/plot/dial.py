@@ -11,9 +11,9 @@ from flce_dist.launch.plot.drawing import (
     ON_LINES,
     OUR_COLOR,
     Shape,
-    mark_products,
+    mark_gemms,
     over,
-    over_products,
+    over_gemms,
     shape_title,
     titled,
     with_gradients,
@@ -27,8 +27,8 @@ def dial(records: list[Record]) -> Figure | None:
     curves: dict[Shape, dict[float, float]] = {}
     ends: dict[Shape, dict[str, float]] = {}
     for shape, found in with_gradients(records).items():
-        for r, products in over_products(found):
-            value = over(r.p50_ms, products)
+        for r, gemms_ms in over_gemms(found):
+            value = over(r.p50_ms, gemms_ms)
             if value is None or r.impl not in OURS:
                 continue
             if r.schedule == "auto" and r.max_logits_bytes is not None:
@@ -47,7 +47,7 @@ def dial(records: list[Record]) -> Figure | None:
 
 
 def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None:
-    """Draw one shape's ``curve``, time over three products by budget in MiB."""
+    """Draw one shape's ``curve``, time over three GEMMs by budget in MiB."""
     budgets = sorted(curve)
     axes.plot(budgets, [curve[x] for x in budgets], "o-", color=OUR_COLOR)
     _above(axes, "auto", budgets[0], curve[budgets[0]], "left")
@@ -58,14 +58,14 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
         axes.plot((place, nearest), (value, curve[nearest]), "--", color=OUR_COLOR, linewidth=0.8)
         axes.plot(place, value, "s", color=OUR_COLOR)
         _above(axes, schedule, place, value, "right" if place < nearest else "left")
-    mark_products(axes.axhline)
+    mark_gemms(axes.axhline)
     right = axes.get_yaxis_transform()
-    for products, text in (
+    for ratio, text in (
         (1.0, "3 matrix products"),
         (4 / 3, "4 matrix products: logits computed twice"),
     ):
         axes.annotate(
-            text, (0.99, products), (0, -3), right, "offset points",
+            text, (0.99, ratio), (0, -3), right, "offset points",
             ha="right", va="top", fontsize=8,
         )  # fmt: skip
     values = [*curve.values(), *ends.values()]

@@ -17,8 +17,8 @@ ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
 
 
-def mark_products(line: Callable[..., Any]) -> None:
-    """Draw a reference line for three and for four products over three, by axvline or axhline."""
+def mark_gemms(line: Callable[..., Any]) -> None:
+    """Draw a reference line for three and for four GEMMs over three, by axvline or axhline."""
     line(1.0, color="black", linewidth=1)
     line(4 / 3, color="black", linewidth=0.8, linestyle=":")
 
@@ -32,12 +32,12 @@ def with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
     return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
 
 
-def over_products(found: list[Record]) -> list[tuple[Record, float]]:
-    """Return each run with the time of three products at its shape; [] if that is not known."""
-    products = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
-    if products is None:
+def over_gemms(found: list[Record]) -> list[tuple[Record, float]]:
+    """Return each run with the time of three GEMMs at its shape; [] if that is not known."""
+    gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+    if gemms_ms is None:
         return []
-    return [(r, products) for r in found if r.op != "floor"]
+    return [(r, gemms_ms) for r in found if r.op != "floor"]
 
 
 def over(ms: float | None, other_ms: float | None) -> float | None:

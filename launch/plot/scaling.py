@@ -1,9 +1,8 @@
-"""A picture of how time and memory go with the number of ranks: the same grid run on several.
+"""Time and memory over the number of ranks: the same grid run on several.
 
-T, H and V (the whole vocabulary) stay as they are while P, the number of ranks, grows, so that each
-rank has V / P rows. Each run has a row of its own and each P a marker in it, so that nothing covers
-anything. Efficiency is the time on the fewest ranks over the time on P of them, times how many more
-these are: at 100 % the markers of a row are one below the other.
+T, H and V (the whole vocabulary) are fixed while P, the number of ranks, grows, so each rank holds
+V / P rows. Each run has a row, and each P a marker in it. Efficiency is the time of all ranks
+together on the fewest ranks, over that on P: at 100 % the markers of a row are aligned.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from flce_dist.launch.plot.drawing import (
     OUR_COLOR,
     PRODUCTS,
     WORKSPACE,
-    mark_products,
+    mark_gemms,
 )
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -122,7 +121,7 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
             shares, (most, y), (8, 0), textcoords="offset points", va="center", fontsize=7,
             bbox=ON_LINES,
         )  # fmt: skip
-    mark_products(times.axvline)
+    mark_gemms(times.axvline)
     times.set_yticks(range(len(runs)), runs)
     times.set_ylim(len(runs) - 0.5, -0.5)
     for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):

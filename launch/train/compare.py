@@ -1,4 +1,4 @@
-"""Our head against Megatron's own on one batch and the same weights: table, picture, numbers."""
+"""Our head against Megatron's own on one batch and the same weights: table, figure, numbers."""
 
 import json
 import statistics

@@ -92,7 +92,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class RunConfig:
     out_dir: Path = Path("runs/quickstart")
-    """Checkpoints, metrics and pictures; a run that finds checkpoints there continues them."""
+    """Checkpoints, metrics and figures; a run that finds checkpoints there continues them."""
     steps: Annotated[int, SIZE] = 100
     """Train until this step; may be raised to continue a finished run."""
     seed: Annotated[int, SEED] = 1234

@@ -12,9 +12,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_torchrun() -> None:
     """Have the kernel kill this rank once its torchrun is gone; a killed torchrun ends no ranks.
 
-    Only for a rank that torchrun started: what another launcher starts may well outlive it. The
-    signal is SIGKILL, since a rank that waits in a collective acts on no other. To the kernel the
-    parent is the thread that started the rank, in torchrun the main one.
+    Only for ranks that torchrun started: those of another launcher may outlive it. The signal is
+    SIGKILL, since a rank that waits in a collective handles no other. For the kernel the parent is
+    the thread that started the rank, in torchrun the main thread.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -26,9 +26,9 @@ def end_with_torchrun() -> None:
 
 
 def is_orphan(parent: int, proc: Path = Path("/proc")) -> bool:
-    """Whether ``parent`` is the init that takes orphans; in a container torchrun may be process 1.
+    """Whether ``parent`` is the init process, which adopts orphans.
 
-    That one is a Python process.
+    In a container torchrun itself may be process 1; then it is a Python process.
     """
     if parent != 1:
         return False

@@ -38,7 +38,7 @@ def together(work: Callable[[], Result]) -> list[Result]:
 def on_rank_0(work: Callable[[], Result]) -> Result:
     """Do ``work`` on rank 0 alone; return its result, or raise its ``RunError``, on every rank.
 
-    One rank looks at the disk and decides: others may see it later.
+    Only one rank reads the disk and decides, because other hosts may see changes later.
     """
     results: list[Any] = together(lambda: work() if dist.get_rank() == 0 else None)
     return results[0]
@@ -51,7 +51,7 @@ def say(message: str) -> None:
 
 @contextmanager
 def said(what: str) -> Iterator[None]:
-    """Let rank 0 print ``what`` takes time before it does, and afterwards how long it took."""
+    """Let rank 0 print ``what`` before it starts, and afterwards how long it took."""
     start = time.perf_counter()
     if dist.get_rank() == 0:
         say(f"{what} ...")

@@ -1,7 +1,7 @@
 """The ranks of one host, started by torchrun's agent in this process, without its reports.
 
-The rank that fails says why, in one line or with its traceback. torchrun's own program would add a
-page for each failed rank, and its own traceback.
+A rank that fails prints why, in one line or with its traceback. torchrun's command would add a page
+for each failed rank, and its own traceback.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch.distributed.run import main as torchrun
 
 
 def start_ranks(ranks: int, program: list[str]) -> int:
-    """Run ``program`` on so many ranks; return the exit status of the one that failed first, or 0.
+    """Run ``program`` on ``ranks`` ranks; return the exit status of the first that failed, or 0.
 
     Args:
         program: what comes after torchrun's own options, such as ``-m`` and a module.
