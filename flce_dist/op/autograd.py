@@ -46,7 +46,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         def gradients(upstream: tuple[Tensor | None, ...]) -> Results:
-            operands, saved = Operands(*ctx.saved_tensors[:5]), Saved(*ctx.saved_tensors[5:])
+            saved_tensors = ctx.saved_tensors  # read once: checkpoints unpack them
+            operands, saved = Operands(*saved_tensors[:5]), Saved(*saved_tensors[5:])
             return backward(ctx.call, operands, saved, upstream, ctx.needs_input_grad)
 
         return first_order(gradients, upstream)

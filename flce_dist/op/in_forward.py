@@ -46,13 +46,13 @@ def in_forward(
     # The gradient of a mean may be too small for fp16 before a loss scale arrives.
     late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
     gradients = _new_gradients(call, logits, weight, bias, needs)
-    losses, metrics, cache = [], [], ColumnCache()
+    losses, metrics = [], []
 
     for first, last in call.plan.chunks():
         chunk = logits.tokens(first, last)
         weights = None if token_weight is None else token_weight[first:last]
         if first in (0, call.plan.first_t):
-            cache = ColumnCache()  # frees the last one before the next is allocated
+            cache = part = ColumnCache()  # frees the last one before the next is allocated
             cache = chunk_cache(call, chunk, gradients.dweight, first == 0)
         part = cache.tokens(0, last - first)
         stats, loss = forward.chunk_loss(call, logits, gather, (first, last), weights, part)
