@@ -36,7 +36,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "label_logit", "sum_shares", "sum_shares scaled",
+    "label_logit", "sum_shares",
 )  # fmt: skip
 
 
@@ -156,13 +156,9 @@ def compile_all(
             pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
             HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
         ),
-        **{
-            name: sum_shares._sum_shares_kernel.warmup(
-                pointer, pointer, scale, pointer, tokens, H, RANK=1, P=4,
-                HAS_SCALE=scale is not None, BLOCK_H=4096, num_warps=8, grid=(tokens, 1),
-            )
-            for name, scale, tokens in (("sum_shares", None, T), ("sum_shares scaled", fp32, 1))
-        },
+        "sum_shares": sum_shares._sum_shares_kernel.warmup(
+            pointer, pointer, pointer, T, H, RANK=1, P=4, BLOCK_H=4096, num_warps=8, grid=(T, 1),
+        ),
     }  # fmt: skip
 
 
