@@ -6,6 +6,8 @@ from flce_dist.api import (
     linear_cross_entropy_with_metrics,
 )
 from flce_dist.module import LinearCrossEntropy
+from flce_dist.op.plan import plan
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.rank_check import check_ranks
 
 __all__ = [
@@ -14,5 +16,7 @@ __all__ = [
     "check_ranks",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "plan",
+    "vocab_range",
 ]
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op import backward, plan
+from flce_dist.op import backward, lending, plan
 from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.vocab import vocab_range
@@ -66,10 +66,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "_FIRST_LENT": 16, "_TILE": 16, "_MIN_WINDOW": 32, "_MAX_WINDOW": 32,
+        "_TILE": 16, "_MIN_WINDOW": 32, "_MAX_WINDOW": 32,
         "_MOST_RECOMPUTED": 0.4, "_SPLIT_FROM": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(lending, "FIRST_LENT", 16)
 
 
 @pytest.fixture

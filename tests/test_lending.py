@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy
-from flce_dist.op import backward
+from flce_dist.op import backward, lending
 from flce_dist.op import plan as planning
 from flce_dist.op.plan import Plan, plan
 from flce_dist.testing import relative_rms
@@ -82,7 +82,7 @@ def test_without_dweight_there_is_nothing_to_borrow():
 @pytest.fixture
 def small_windows(monkeypatch):
     """Windows of a small problem's size; yields the plans that were made."""
-    monkeypatch.setattr(planning, "_FIRST_LENT", 16)
+    monkeypatch.setattr(lending, "FIRST_LENT", 16)
     monkeypatch.setattr(planning, "_TILE", 8)
     monkeypatch.setattr(planning, "_MIN_WINDOW", 8)
     monkeypatch.setattr(planning, "_MOST_RECOMPUTED", 0.35)

@@ -1,7 +1,7 @@
-"""How the logits are walked: what is cached, what is recomputed, in which pieces.
+"""Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
 
-``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so that all
-ranks walk alike and issue the same collectives. T = tokens, V = rows of the largest shard.
+``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so all ranks
+plan alike and issue the same collectives. T = tokens, V = rows of the largest shard.
 """
 
 import functools
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from flce_dist.op.lending import Lending, lent_windows
 from flce_dist.options import Schedule
 
 DEFAULT_LOGITS_BYTES = 1 << 30
@@ -18,33 +19,15 @@ _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at o
 
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
-_WAVE = 8448  # columns, 64 * 132: products over a multiple fill the last wave of an H200, too
-_TILE = 256  # columns, tokens: pieces are multiples of this, the kernels' largest tile
-
+_WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
+_TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
 
 _SPLIT_FROM = 2048  # gathered tokens of a first chunk
 _HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
 
-_LEAST_CHUNK = 2048  # tokens that auto takes at a time: its products are large then
+_LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
 
-_FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
-
-
-@dataclass(frozen=True)
-class Lending:
-    """Where the leading columns' exponentials lie in the memory of dweight, which is written last.
-
-    ``windows`` holds ``(columns, row)``: so many columns, in ascending order, lie at that row of
-    dweight and on. The gradient of the columns up to and with window i ends at or below its row, so
-    taken in this order nothing is overwritten before it was used.
-    """
-
-    windows: tuple[tuple[int, int], ...]
-
-    @property
-    def columns(self) -> int:
-        return sum(columns for columns, _ in self.windows)
 
 
 @dataclass(frozen=True)
@@ -52,9 +35,9 @@ class Plan:
     """The schedule and its sizes.
 
     ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
-    others are recomputed in backward, ``window_v`` columns at a time. ``first_t`` tokens are walked
-    at once (all of them but for in_forward), then ``chunk_t`` at a time. Where tokens are gathered
-    from other ranks, ``head_t`` of the first chunk come before its others. ``logits_bytes`` is the
+    others are recomputed in backward, ``window_v`` columns at a time. The first chunk has ``first_t``
+    tokens (all of them but for in_forward), later ones ``chunk_t``. Where tokens are gathered from
+    other ranks, the first ``head_t`` of the first chunk are a piece of their own. ``logits_bytes`` is the
     most that cache and window take together, beside what ``lending`` places in dweight's memory.
     Cached columns and lending are those of the first chunk; later ones cache all.
     """
@@ -164,7 +147,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """T tokens, in pieces of whole tiles that hold as many of each rank's."""
+    """T tokens; chunks and pieces are whole tiles and hold equally many tokens of each rank."""
 
     T: int
     P: int
@@ -213,7 +196,7 @@ def _auto_budget(
 def _auto_in_forward(
     tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
 ) -> Plan | None:
-    """In_forward with nothing beyond ``budget`` that ``auto`` would not hold, or None."""
+    """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
     at_once = _in_forward(tokens, V, itemsize, budget, converts, row_bytes)
     if at_once.first_t == tokens.T:
         return at_once
@@ -231,8 +214,8 @@ def _in_forward(
 ) -> Plan:
     """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
 
-    A first chunk that lends may be longer than the others. It is only where that makes them fewer,
-    and no longer than they need: then all are large, and dhidden of the others is one product.
+    A first chunk that lends is longer than the others only where that saves a chunk, and only as
+    long as that needs: large chunks make fast GEMMs.
     """
     T = tokens.T
     window = max(1, min(_MIN_WINDOW, V))
@@ -276,7 +259,7 @@ def _lend(
     columns = budget // (T * itemsize)
     if not row_bytes or columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None
-    windows = _lent_windows(T * itemsize, V, _round_up(V - columns), row_bytes)
+    windows = lent_windows(T * itemsize, V, _round_up(V - columns), row_bytes, tile=_TILE)
     lent = sum(columns for columns, _ in windows)
     cached, window = V, _MIN_WINDOW
     if V - lent > columns:
@@ -285,34 +268,6 @@ def _lend(
         return None
     held = cached - lent + (window if cached < V else 0)
     return cached, window, held * T * itemsize, Lending(tuple(windows))
-
-
-def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
-
-    A window must begin at or above the row where its own gradient will end. The first is small, so
-    that little is left free below it; each later one may be as wide as what lies before it.
-    """
-
-    def rows_of(columns: int) -> int:
-        return -(-columns * column_bytes // (16 * row_bytes)) * 16
-
-    windows: list[tuple[int, int]] = []
-    done = end = 0  # columns placed, rows taken
-    while done < wanted:
-        width = min(wanted - done, _round_down(end - done))
-        if not windows:
-            # All at once, or as wide as leaves enough rows for the rest.
-            whole = wanted + rows_of(wanted) <= V
-            width = wanted if whole else max(_FIRST_LENT, _round_down(V - rows_of(wanted) - _TILE))
-        row = max(end, done + width)
-        if row + rows_of(width) > V:
-            width = _round_down((V - row - 16) * row_bytes // column_bytes)
-        if width < _TILE:
-            break
-        windows.append((width, row))
-        done, end = done + width, row + rows_of(width)
-    return windows
 
 
 def _round_down(n: int, unit: int | None = None) -> int:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.op.plan import plan
+from flce_dist import plan, vocab_range
 from flce_dist.options import Reduction, Schedule
-from flce_dist.parallel.vocab import vocab_range
 
 METRICS = ("lse", "logprob", "entropy")
 

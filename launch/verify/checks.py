@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, vocab_range
 from flce_dist.launch.verify.cases import METRICS, Case, Data, Variant
 from flce_dist.options import Impl
-from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 

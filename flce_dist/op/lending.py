@@ -1,0 +1,60 @@
+"""Exponentials in the memory of dweight, which in_forward writes last.
+
+A column of exponentials takes T w bytes (w of one element), as much as T / H rows of dweight.
+Columns are finished in ascending order, and after column n rows 0 to n of dweight are written.
+Hence the rule: a window of columns may begin only at or beyond the row where the gradient of its
+own last column ends. docs/design.md has an example.
+"""
+
+from dataclasses import dataclass
+
+FIRST_LENT = 2048  # columns of the first of several windows
+
+
+@dataclass(frozen=True)
+class Lending:
+    """Where the leading columns' exponentials lie in the memory of dweight, which is written last.
+
+    ``windows`` holds ``(columns, row)``: so many columns, in ascending order, lie at that row of
+    dweight and on. The gradient of the columns up to and with window i ends at or below its row, so
+    taken in this order nothing is overwritten before it was used.
+    """
+
+    windows: tuple[tuple[int, int], ...]
+
+    @property
+    def columns(self) -> int:
+        return sum(columns for columns, _ in self.windows)
+
+
+def lent_windows(
+    column_bytes: int, V: int, wanted: int, row_bytes: int, *, tile: int
+) -> list[tuple[int, int]]:
+    """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
+
+    A window must begin at or above the row where its own gradient will end. The first is small, so
+    that little is left free below it; each later one may be as wide as what lies before it.
+    """
+
+    def rows_of(columns: int) -> int:
+        return -(-columns * column_bytes // (16 * row_bytes)) * 16
+
+    def round_down(columns: int) -> int:
+        return columns // tile * tile
+
+    windows: list[tuple[int, int]] = []
+    done = end = 0  # columns placed, rows taken
+    while done < wanted:
+        width = min(wanted - done, round_down(end - done))
+        if not windows:
+            # All at once, or as wide as leaves enough rows for the rest.
+            whole = wanted + rows_of(wanted) <= V
+            width = wanted if whole else max(FIRST_LENT, round_down(V - rows_of(wanted) - tile))
+        row = max(end, done + width)
+        if row + rows_of(width) > V:
+            width = round_down((V - row - 16) * row_bytes // column_bytes)
+        if width < tile:
+            break
+        windows.append((width, row))
+        done, end = done + width, row + rows_of(width)
+    return windows
