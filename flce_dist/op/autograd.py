@@ -81,7 +81,7 @@ class InForwardFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         def gradients(upstream: tuple[Tensor | None, ...]) -> Results:
-            # If backward cannot come again, the saved gradients themselves become the results.
+            # If backward cannot run again, the saved gradients themselves become the results.
             saved, once = SavedGradients(*ctx.saved_tensors), not _keeps_graph()
             return scaled(ctx.call, saved, upstream, reuses_saved=once)
 
@@ -90,10 +90,9 @@ class InForwardFunction(torch.autograd.Function):
 
 @contextmanager
 def computing_on(x: Tensor) -> Iterator[None]:
-    """Compute on x's device, where Triton launches, and in the dtypes that were prepared.
+    """Make x's device current, on which Triton launches, and disable autocast.
 
-    Autocast has been applied to the operands by then. It must not reach the GEMMs, in compiled code
-    either.
+    Autocast has already been applied to the operands, and must not change the GEMMs below.
     """
     with torch.cuda.device_of(x):
         if not torch.is_autocast_enabled(x.device.type):  # the common case, cheaper for the host
@@ -104,9 +103,9 @@ def computing_on(x: Tensor) -> Iterator[None]:
 
 
 def first_order(gradients: Any, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients for a Function's six inputs; refuse to be differentiated.
+    """Return the gradients of a Function's six inputs; raise for create_graph=True.
 
-    ``once_differentiable`` would not do: it lets a gradient penalty pass that then has no effect.
+    ``once_differentiable`` is not enough: with it a gradient penalty runs but has no effect.
     """
     if torch.is_grad_enabled():  # what the engine sets for create_graph=True
         raise NotImplementedError(

@@ -61,7 +61,7 @@ def backward(
     chunk = Chunk((0, len(labels)), labels, saved.stats, rows, windows, gather, logits)
     gradients.add(chunk)
     if gather is not None:
-        gather.wait_all()  # also where nothing read it: copies must not outlive their buffer
+        gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
     return gradients.finished()
 
 
@@ -87,7 +87,7 @@ def _row_gradient(
 
 
 def sum_of_dhidden(call: Call, T: int, weight: Tensor) -> TokenSum:
-    """Return what sums dhidden over ranks, with a buffer for what this shard adds, [T, H]."""
+    """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
     in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
     return transport.token_sum(
         (T, weight.shape[1]),
@@ -101,7 +101,7 @@ def sum_of_dhidden(call: Call, T: int, weight: Tensor) -> TokenSum:
 
 
 class Chunk(NamedTuple):
-    """Tokens ``first <= t < last`` whose statistics are known; the tensors are theirs alone."""
+    """Tokens ``first <= t < last`` whose statistics are known. Tensors hold these tokens only."""
 
     tokens: tuple[int, int]
     labels: Tensor
@@ -113,7 +113,7 @@ class Chunk(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Columns ``start <= v < end`` of this shard, and their part of the cache."""
+    """Columns ``start <= v < end`` of this shard, and their cached D, if any."""
 
     start: int
     end: int
@@ -122,10 +122,10 @@ class Window(NamedTuple):
 
 @dataclass
 class Gradients:
-    """Sums the gradients over chunks of tokens and windows of columns; None is not needed.
+    """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
 
-    ``dweight`` has the rows of ``weight``; those beyond V become 0. In the accumulation dtype it
-    sums several chunks, in the operands' dtype there must be one.
+    ``dweight`` has the rows of ``weight``; those beyond V become 0. It can sum several chunks in
+    the accumulation dtype, but only takes one chunk in the operands' dtype.
     """
 
     call: Call
@@ -142,8 +142,8 @@ class Gradients:
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk.
 
-        Cached windows make dhidden first, while hidden states arrive. The sum of dhidden over ranks
-        starts before the last dweight, which runs at the same time.
+        The dhidden GEMMs of cached windows come first, while hidden is still being gathered. The
+        sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
         """
         call = self.call
         windows = split_columns(call, chunk.cache)
@@ -157,7 +157,7 @@ class Gradients:
         if self.dhidden is not None:
             share = self.dhidden.tokens[slice(*chunk.tokens)]
             self._acc = torch.empty_like(share, dtype=gemm.acc_dtype(call.dtype))
-            if not call.reduces_dhidden:  # no rank waits for dhidden, so it is written last
+            if not call.reduces_dhidden:  # written last; until then its buffer is scratch
                 scratch = share
         in_place = contains_scale or windows[-1].cached is not None
         factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
@@ -181,7 +181,7 @@ class Gradients:
             gemm.add_matmul(self._acc, d, self.weight[start:end], first=start == 0)
 
     def _finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
-        """Round what was accumulated into this shard's share, and begin to sum it over ranks."""
+        """Round the accumulator into this rank's share, and start the sum over ranks."""
         if self.dhidden is None:
             return
         plus = None
@@ -197,7 +197,7 @@ class Gradients:
             plus=plus,
             out=self.dhidden.tokens[slice(*chunk.tokens)],
         )
-        self._acc = None  # before there are buffers for the peers' shares
+        self._acc = None  # freed before the peers' shares get buffers
         self.dhidden.start(*chunk.tokens)
 
     def _add_parameters(
@@ -229,9 +229,9 @@ class Gradients:
 
 
 def split_columns(call: Call, cache: ColumnCache) -> list[Window]:
-    """Cut the shard's columns into windows, cached ones first; a shard without rows has one."""
+    """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     step = max(1, call.plan.window_v)
-    # A window of the operands' dtype is as wide as its cache; another is converted by parts.
+    # A cache in the operands' dtype is used as it is; another is converted a window at a time.
     cached_step = max(1, call.V) if cache.dtype == call.dtype else step
     windows = [Window(*columns) for columns in cache.split(call.V, step, cached_step)]
     return windows or [Window(0, 0, None)]
@@ -242,8 +242,8 @@ def dlogits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield ``start, end`` and D [T, end - start] of each window, in the operands' dtype.
 
-    D that is not the cache itself is valid until the next one. Hidden states are waited for only
-    where columns are recomputed.
+    D that is not cached lies in one buffer, which the next window overwrites. Only recomputed
+    columns wait for hidden.
     """
     buffer = None
     for start, end, cached in windows:
@@ -284,7 +284,7 @@ def _rescale(
     vocab_start_index: int,
     out: Tensor,
 ) -> None:
-    """Multiply bf16 exponentials by the tokens' scales, or make them relative to lse in fp16."""
+    """Multiply bf16 exponentials by the tokens' scales; in fp16 make them relative to lse."""
     if call.is_from_lse:
         change = (chunk.stats.reference - rows.reference).exp()
     else:
@@ -305,8 +305,9 @@ def dweight_factor(
 ) -> tuple[Tensor, Tensor | None]:
     """Return hidden times each token's scale, [T, H], the right factor of dweight.
 
-    In gathered hidden itself if ``in_place``, else in ``scratch`` or a new buffer: the caller's
-    hidden stays. The second result, [H], is what label smoothing adds to every row of dweight.
+    It overwrites gathered hidden if ``in_place``, else ``scratch`` or a new buffer; the caller's
+    hidden is never written. The second result, [H], is what label smoothing adds to every row of
+    dweight.
     """
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait_tokens(*chunk.tokens)

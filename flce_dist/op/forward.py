@@ -18,7 +18,7 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class Metrics(NamedTuple):
-    """What one pass over the logits yields beside the loss, each [T]; None if not asked for."""
+    """What one pass over the logits yields besides the loss, each [T]; None if not asked for."""
 
     lse: Tensor | None = None
     logprob: Tensor | None = None
@@ -27,7 +27,7 @@ class Metrics(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward beside the operands."""
+    """What backward needs from forward besides the operands."""
 
     norm: Tensor | None  # of a mean, a scalar
     cache: Tensor | None  # D of the leading columns, [T, cached_v]
@@ -65,12 +65,12 @@ def chunk_loss(
     token_weight: Tensor | None,
     cache: ColumnCache,
 ) -> tuple[TokenStats, Tensor]:
-    """Return the statistics of the whole vocabulary and the weighted loss of some tokens, each [T].
+    """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
-    ``tokens`` are whole pieces of the gather, each waited for where it is needed. All-reduces: SUM
-    of label logits [T] piece by piece, MAX of the other logits [T], SUM of the sums: 2 to 6 rows of
-    [T] fp64, for ``impl="eager"`` 1 to 3 in the dtype of statistics. They are issued whether or not
-    any row needs the rescue, so that ranks never disagree.
+    ``tokens`` (first, last) are whole pieces of the gather; each piece is waited for just before
+    its logits are computed. All-reduces: SUM of label logits [T] per piece, MAX of the other logits
+    [T], SUM of 2 to 6 rows [T] fp64 (eager: 1 to 3 rows in the dtype of statistics). They do not
+    depend on whether any row needs the rescue, so ranks never disagree.
 
     ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is written
     now, not in backward: a saved tensor must not change between two backward passes.
@@ -89,7 +89,7 @@ def chunk_loss(
         part = logits.tokens(here.start, here.stop)
         kernels.label_logit(part, vocab_size=call.vocab_size, out=label_logit[here])
         pending = collectives.start_all_reduce(label_logit[here], group)
-        # After this all-reduce, which the statistics wait for: a group's collectives run in order.
+        # Behind the all-reduce, which the statistics wait for: a group's collectives run in order.
         gather.start(piece + 1)
         kernels.linear_stats(
             part,
@@ -128,7 +128,7 @@ def chunk_loss(
 
 
 def chunk_metrics(call: Call, stats: TokenStats, logits: ShardLogits) -> Metrics:
-    """Return the metrics of these tokens, in their order, if they are asked for."""
+    """Return the metrics of a chunk's tokens, if they are asked for."""
     if not call.options.with_metrics:
         return Metrics()
     assert stats.others_max is not None
@@ -144,7 +144,7 @@ def restored_metrics(call: Call, chunks: list[Metrics]) -> Metrics:
 
 
 def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:
-    """Return what ``reduction`` asks for of each token's loss [T]."""
+    """Reduce the losses of all tokens [T] as ``reduction`` says."""
     loss = call.order.restored(loss)  # before the sum, so that the caller's order decides its bits
     return loss if call.options.reduction == "none" else call.kernels.reduce_loss(loss, norm)
 
@@ -152,7 +152,7 @@ def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:
 def loss_norm(
     call: Call, labels: Tensor, token_weight: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return what the sum of losses is divided by, a scalar on the device; None is 1."""
+    """Return the divisor of a mean, a scalar on the device; None for other reductions."""
     if call.options.reduction != "mean":
         return None
     if token_weight is not None:  # the caller's order decides the bits

@@ -28,7 +28,7 @@ class SavedGradients(NamedTuple):
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which dweight is saved: the sum over tokens may leave fp16's range."""
+    """Return the dtype in which dweight is saved: the sum over tokens may exceed fp16's range."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -43,7 +43,7 @@ def in_forward(
     gather = transport.gather(hidden, call.order, call.sequence_group)
     logits = forward.shard_logits(call, gather.tokens, weight, bias, labels)
     norm = forward.loss_norm(call, labels, token_weight, logits.stats_dtype)
-    # The gradient of a mean may be too small for fp16 before a loss scale arrives.
+    # Before the loss scale is applied in backward, the gradient of a mean may underflow in fp16.
     late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
     gradients = _new_gradients(call, logits, weight, bias, needs)
     losses, metrics = [], []
@@ -76,9 +76,9 @@ def in_forward(
 def scaled(
     call: Call, saved: SavedGradients, upstream: Sequence[Tensor | None], *, reuses_saved: bool
 ) -> Results:
-    """Return the gradients times the scalar upstream gradient of the loss.
+    """Return the saved gradients times the scalar upstream gradient of the loss.
 
-    If ``reuses_saved`` they are scaled in place, at no cost if the factor is 1.
+    With ``reuses_saved`` they are scaled in place, which costs nothing if the factor is 1.
     """
     dloss, *dmetrics = upstream
     if dloss is None or any(d is not None for d in dmetrics):
@@ -104,7 +104,7 @@ def scaled(
 def _new_gradients(
     call: Call, logits: ShardLogits, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
 ) -> Gradients:
-    """One chunk rounds dweight once; several, and fp16, accumulate it in fp32."""
+    """Allocate the gradients. dweight accumulates in fp32 for several chunks and for fp16."""
     dhidden = dweight = dbias = None
     if needs[0]:
         dhidden = sum_of_dhidden(call, logits.T, weight)
@@ -121,7 +121,7 @@ def _new_gradients(
 def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: bool) -> ColumnCache:
     """Return windows for the exponentials of a chunk of tokens.
 
-    Of the first chunk the leading ones lie in dweight's own memory, as ``lending.py`` says.
+    The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
     """
     T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
     windows = []
@@ -129,7 +129,7 @@ def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: b
         flat = dweight.view(-1)
         for columns, row in call.plan.lending.windows:
             start, elements = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
-            if start + elements <= V * chunk.H:  # not so in a shard smaller than the plan's
+            if start + elements <= V * chunk.H:  # false if this shard has fewer rows than the plan
                 window = flat[start : start + elements].view(dtype)
                 windows.append(window.view(T, columns))
     columns = call.plan.cached_columns(V) if first else V

@@ -15,11 +15,11 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows
 
-_FEW_TOKENS = 32  # to rescale their cached columns takes about T / H of the time of a call
+_FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
 
 class Arguments(NamedTuple):
-    """What a caller gave, see ``linear_cross_entropy``; its dtypes settled by autocast."""
+    """The arguments of ``linear_cross_entropy``; ``in_autocast_dtype`` settles their dtypes."""
 
     hidden: Tensor
     weight: Tensor
@@ -32,7 +32,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What the schedules know of a call beside its tensors; no methods that act."""
+    """All that the schedules know about a call except its tensors. Pure data."""
 
     options: LossOptions
     dtype: torch.dtype  # of hidden, weight and bias
@@ -63,16 +63,16 @@ class Call:
     def rescales_cache(self) -> bool:
         """Whether cached columns are written once more before the GEMMs.
 
-        In fp16 since the cache is in bf16. Of few tokens in bf16 since D at the label and hidden
-        times its scale, each rounded, would give dweight three times the error of eager PyTorch;
-        there D times the scale is rounded once. For few tokens that pass costs little.
+        In fp16, because the cache is bf16. In bf16 with few tokens, because rounding both D at the
+        label and hidden times its scale would give dweight three times the error of eager PyTorch:
+        this pass rounds D times the scale once, and with few tokens it costs little.
         """
         few = self.plan.T <= _FEW_TOKENS
         return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, flat: T tokens on the group, T / P here if split by token."""
+    """The tensors of a call, flat: T tokens, or T / P of hidden if it is split by token."""
 
     hidden: Tensor  # [T or T / P, H]
     weight: Tensor  # [V and padding, H]
@@ -82,7 +82,7 @@ class Operands(NamedTuple):
 
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
-    """Under autocast, take the operands to its dtype as ``torch.nn.functional.linear`` would."""
+    """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
     hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
     if not isinstance(hidden, Tensor):
         return arguments
@@ -100,7 +100,7 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
 
 
 def gradients_needed(arguments: Arguments) -> list[bool]:
-    """Return whether hidden, weight and bias need a gradient, now and here."""
+    """Return whether hidden, weight and bias need a gradient in the current grad mode."""
     operands = (arguments.hidden, arguments.weight, arguments.bias)
     return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
 
@@ -108,11 +108,10 @@ def gradients_needed(arguments: Arguments) -> list[bool]:
 def prepare(
     arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True
 ) -> tuple[Call, Operands]:
-    """Check all that metadata tell, flatten tokens to one dimension, and plan.
+    """Check the arguments' metadata, flatten tokens to one dimension, and plan.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
-    ``auto`` may take them in forward. Whether labels are in range is not checked here: that reads
-    data.
+    schedule="auto" may become in_forward. Label values are not checked here: that reads data.
     """
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
@@ -159,7 +158,7 @@ def prepare(
 
 
 def kernels_of(impl: str) -> ModuleType:
-    """Import on demand: a machine that only runs eager needs no working triton."""
+    """Import an implementation on demand: eager alone needs no working triton."""
     if impl == "triton":
         from flce_dist.kernels import gpu
 
@@ -170,7 +169,7 @@ def kernels_of(impl: str) -> ModuleType:
 
 
 def _flat_weights(token_weight: Tensor, hidden: Tensor) -> Tensor:
-    """[T] in the dtype of statistics, in which the loss is returned whatever weights came in."""
+    """Return [T] in the dtype of statistics, so that weights do not change the loss's dtype."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return token_weight.reshape(-1).to(dtype).contiguous()
 
@@ -185,8 +184,8 @@ def _plan(
         V = -(-(options.vocab_size or 0) // P)
     elif options.vocab_size is not None:
         V = min(V, options.vocab_size)
-    # Sizes that torch.compile left open are not hashed, and no memory is lent for them: operators
-    # are only shaped by such a plan, and run by one of their own.
+    # Symbolic sizes of torch.compile cannot be hashed. A plan of them only gives the fakes their
+    # shapes; the operators plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     lends = known and needs[1]
     chosen = (plan if known else plan.__wrapped__)(
