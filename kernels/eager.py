@@ -16,12 +16,10 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_rows import (
-    clear_ignored,
     loss_norm,
     reduce_loss,
     scale,
     scale_rows,
-    sum_shares,
     token_loss,
     write_label_value,
 )
@@ -35,7 +33,6 @@ from flce_dist.kernels.token_loss_formulas import (
 )
 
 __all__ = [
-    "clear_ignored",
     "dlogits",
     "label_logit",
     "linear_stats",
@@ -46,7 +43,6 @@ __all__ = [
     "row_gradient",
     "scale",
     "scale_rows",
-    "sum_shares",
     "token_loss",
     "write_label_value",
 ]

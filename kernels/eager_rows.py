@@ -72,17 +72,6 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
-def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
-    """Write 0 into the rows of x [T, N] whose token is ignored; the others stay."""
-    x.masked_fill_((labels == ignore_index)[:, None], 0.0)
-
-
-def sum_shares(own: Tensor, others: Tensor, rank: int, *, out: Tensor) -> None:
-    """Write the sum of all ranks' shares [T, H] in rank order; others are [P - 1, T, H]."""
-    shares = torch.cat([others[:rank], own[None], others[rank:]])
-    out.copy_(shares.sum(0, dtype=gemm.acc_dtype(own.dtype)))
-
-
 def scale_rows(
     x: Tensor,
     scale: Tensor | None,

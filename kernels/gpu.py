@@ -8,13 +8,11 @@ from flce_dist.kernels.merge_stats import new_sums
 from flce_dist.kernels.reduce_loss import loss_norm, reduce_loss
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
-from flce_dist.kernels.scale_rows import clear_ignored, scale_rows
-from flce_dist.kernels.sum_shares import sum_shares
+from flce_dist.kernels.scale_rows import scale_rows
 from flce_dist.kernels.token_gradient import row_gradient
 from flce_dist.kernels.token_loss import token_loss
 
 __all__ = [
-    "clear_ignored",
     "dlogits",
     "label_logit",
     "linear_stats",
@@ -25,7 +23,6 @@ __all__ = [
     "row_gradient",
     "scale",
     "scale_rows",
-    "sum_shares",
     "token_loss",
     "write_label_value",
 ]

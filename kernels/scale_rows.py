@@ -1,4 +1,4 @@
-"""Each row times its token's scale, 0 where ignored; or rows of ignored tokens set to 0.
+"""Each row times its token's scale, 0 where ignored.
 
 Applied to hidden before the GEMM of dweight, and to dhidden after its GEMM. T = tokens (rows),
 N = columns.
@@ -39,23 +39,6 @@ def _scale_rows_kernel(
     )
 
 
-@triton.jit
-def _clear_ignored_kernel(
-    labels_ptr,  # in:  [T] int64
-    x_ptr,  # out: [T, N], only rows of ignored tokens
-    N,
-    stride_t,
-    ignore_index,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program clears BLOCK_N columns of one row, or does nothing."""
-    t = tl.program_id(0).to(tl.int64)  # T * N passes 2**31 at 524k x 4k
-    ignored = tl.load(labels_ptr + t) == ignore_index
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    zero = tl.zeros((BLOCK_N,), x_ptr.dtype.element_ty)
-    tl.store(x_ptr + t * stride_t + offs_n, zero, mask=(offs_n < N) & ignored)
-
-
 def scale_rows(
     x: Tensor,
     scale: Tensor | None,
@@ -82,26 +65,6 @@ def scale_rows(
         ignore_index,
         HAS_SCALE=scale is not None,
         HAS_PLUS=plus is not None,
-        BLOCK_N=BLOCK_N,
-        num_warps=8,
-    )  # fmt: skip
-
-
-def clear_ignored(x: Tensor, labels: Tensor, *, ignore_index: int) -> None:
-    """Write 0 to the rows of ignored tokens; other rows are neither read nor written.
-
-    x is [T, N] with a unit last stride.
-    """
-    T, N = x.shape
-    if T == 0 or N == 0:
-        return
-    BLOCK_N = min(4096, triton.next_power_of_2(N))
-    _clear_ignored_kernel[(T, -(-N // BLOCK_N))](
-        labels,
-        x,
-        N,
-        x.stride(0),
-        ignore_index,
         BLOCK_N=BLOCK_N,
         num_warps=8,
     )  # fmt: skip

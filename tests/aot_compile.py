@@ -22,7 +22,6 @@ from flce_dist.kernels import (
     linear_stats,
     merge_stats,
     rescue,
-    sum_shares,
     tuning,
 )
 from flce_dist.kernels.launching import TileLaunch
@@ -36,7 +35,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "label_logit", "sum_shares",
+    "label_logit",
 )  # fmt: skip
 
 
@@ -155,9 +154,6 @@ def compile_all(
         "label_logit with bias": label_logit._label_logit_kernel.warmup(
             pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
             HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
-        ),
-        "sum_shares": sum_shares._sum_shares_kernel.warmup(
-            pointer, pointer, pointer, T, H, RANK=1, P=4, BLOCK_H=4096, num_warps=8, grid=(T, 1),
         ),
     }  # fmt: skip
 

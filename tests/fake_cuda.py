@@ -161,6 +161,19 @@ class FakeTensor:
         assert self.shape == source.shape and self.dtype == source.dtype
         self.rank.launch([source], [self], lambda tags: tags)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+        """``torch.sum(shares, 0, out=out)``."""
+        assert func is torch.sum and args[1:] == (0,)
+        (shares, _), out = args, kwargs["out"]
+        P, n = shares.shape[:2]
+
+        def add(tags: list[Any]) -> list[Any]:
+            return ["+".join(sorted(map(str, tags[i::n]))) for i in range(n)]
+
+        every = [shares[rank] for rank in range(P)]
+        out.rank.launch(every, [out], add)
+
     def check_mapped(self) -> None:
         if self.mapping is not None and not self.mapping.is_mapped:
             raise Wrong("illegal memory access: a block that is no longer mapped")

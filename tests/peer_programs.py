@@ -40,14 +40,10 @@ def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
     return tokens
 
 
-def sum_rows(own: Any, others: Any, rank: int, *, out: Any) -> None:
-    out.rank.launch([own, others], [out], lambda tags: ["+".join(sorted(map(str, tags)))])
-
-
 def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
     """Shares of all tokens, in one chunk or a piece at a time."""
     T, order = ROWS * rank.P, order_of(rank.P)
-    total = PeerScatter((T, 1), torch.float32, order, memory, sum_rows)
+    total = PeerScatter((T, 1), torch.float32, order, memory)
     tokens: Any = total.tokens
     tags = [(turn, rank.rank, t) for t in range(T)]
     for first, last in [(0, T)] if chunks == 1 else order.pieces:

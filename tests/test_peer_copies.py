@@ -3,14 +3,13 @@
 What streams, flags and graphs do is explored in tests/test_peer_memory.py.
 """
 
-import itertools
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist.kernels import eager, gpu
+from flce_dist.kernels import eager
 from flce_dist.parallel import peer_copies
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
@@ -76,19 +75,15 @@ def test_shares_travel_in_the_dtype_that_was_asked_for(wide, schedule):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("T", "H", "P"), [(3, 5, 2), (64, 129, 4), (1, 1, 8), (0, 4, 2)])
-def test_sum_shares(T, H, P, dtype):
-    """The sum in fp32, rounded once, to the bit, whoever adds it up."""
+def test_shares_are_added_in_fp32(T, H, P, dtype):
+    """And rounded once: half a unit in the last place, where 16-bit sums are off by several."""
     shares = torch.randn(P, T, H, generator=torch.Generator().manual_seed(P)).to(dtype)
-    expected = torch.zeros(T, H)
-    for share in shares:
-        expected += share.float()
-    for rank, kernels in itertools.product(range(P), (eager, gpu)):
-        others, out = torch.cat([shares[:rank], shares[rank + 1 :]]), torch.empty(T, H, dtype=dtype)
-        kernels.sum_shares(shares[rank], others, rank, out=out)
-        torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
+    exact, found = shares.double().sum(0), torch.sum(shares, 0)
+    absolute = P * torch.finfo(torch.float32).eps * shares.double().abs().sum(0)
+    assert ((found - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + absolute).all()
 
 
-@pytest.mark.parametrize("place", ["linear_stats", "row_gradient", "scale_rows", "sum_shares"])
+@pytest.mark.parametrize("place", ["linear_stats", "row_gradient", "scale_rows"])
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 def test_a_call_that_raised_is_made_again(schedule, place, monkeypatch):
     """Every rank raises in the middle of the first call; the second one is right."""
@@ -114,12 +109,15 @@ def test_a_call_that_raised_is_made_again(schedule, place, monkeypatch):
 # --- planted mistakes
 
 
-def own_share_twice(patch: pytest.MonkeyPatch) -> None:
-    def wrong(own: Any, others: Any, *args: Any, out: Any) -> None:
-        eager.__dict__["real_sum"](own, torch.cat([own[None], others[1:]]), *args, out=out)
+def own_share_for_a_peers(patch: pytest.MonkeyPatch) -> None:
+    real = peer_copies.PeerScatter._copy
 
-    patch.setitem(eager.__dict__, "real_sum", eager.sum_shares)
-    patch.setattr(eager, "sum_shares", wrong)
+    def wrong(self: peer_copies.PeerScatter, piece: int, shares: torch.Tensor) -> Any:
+        right = real(self, piece, shares)
+        own = self.tokens[self._order.part(piece, self._memory.rank)]
+        return lambda peer: (right(peer)[0], own)
+
+    patch.setattr(peer_copies.PeerScatter, "_copy", wrong)
 
 
 def own_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +132,7 @@ def own_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def the_first_piece_for_all(patch: pytest.MonkeyPatch) -> None:
     real = peer_copies.PeerScatter._copy
-    patch.setattr(peer_copies.PeerScatter, "_copy", lambda self, _, others: real(self, 0, others))
+    patch.setattr(peer_copies.PeerScatter, "_copy", lambda self, _, shares: real(self, 0, shares))
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +142,7 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "dtype"),
     [
-        (own_share_twice, torch.bfloat16),
+        (own_share_for_a_peers, torch.bfloat16),
         (own_tokens_forgotten, torch.bfloat16),
         (the_first_piece_for_all, torch.float32),
         (nobody_waits, torch.bfloat16),

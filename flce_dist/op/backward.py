@@ -96,7 +96,6 @@ def sum_of_dhidden(call: Call, T: int, weight: Tensor) -> TokenSum:
         call.order,
         call.tp_group if call.reduces_dhidden else None,
         sequence_parallel=call.options.sequence_parallel,
-        sum_shares=call.kernels.sum_shares,
     )
 
 
@@ -317,10 +316,7 @@ def dweight_factor(
     if out is None:
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if rows.scale is None or rows.uniform is not None:
-        if out is hidden:
-            kernels.clear_ignored(out, labels, ignore_index=ignore_index)
-        else:
-            kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
+        kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
     row = None if rows.uniform is None else gemm.weighted_row_sum(rows.uniform, out)
     if rows.scale is not None:
         kernels.scale_rows(hidden, rows.scale, labels, ignore_index=ignore_index, out=out)

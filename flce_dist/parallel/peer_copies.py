@@ -4,8 +4,6 @@ P ranks, T tokens, H hidden size. Both classes do what their namesakes in ``coll
 occupy no multiprocessors: gathers and sums proceed while kernels fill the GPU.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -63,50 +61,45 @@ class PeerScatter(TokenSum):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        order: TokenOrder,
-        memory: PeerMemory,
-        sum_shares: Callable[..., None],
+        self, shape: tuple[int, int], dtype: torch.dtype, order: TokenOrder, memory: PeerMemory
     ):
         T, H = shape
         memory.open(T * H * dtype.itemsize)
         super().__init__(memory.own(shape, dtype))
-        self._order, self._memory, self._sum_shares = order, memory, sum_shares
+        self._order, self._memory = order, memory
         self._copied: list[tuple[int, Tensor, Arrival]] = []
-        """Pieces, each with the peers' shares of this rank's N tokens of it, [P - 1, N, H]."""
+        """Pieces, each with all ranks' shares of this rank's N tokens of it, [P, N, H]."""
 
     def acquire(self) -> None:
         self._memory.acquire()
 
     def start(self, first: int, last: int) -> None:
         pieces = [piece for piece, _ in self._order.between(first, last)]
-        others = [self._buffer(piece) for piece in pieces]
-        copies = [self._copy(*one) for one in zip(pieces, others, strict=True)]
-        self._copied += zip(pieces, others, self._memory.pull(copies), strict=True)
+        shares = [self._buffer(piece) for piece in pieces]
+        copies = [self._copy(*one) for one in zip(pieces, shares, strict=True)]
+        self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
 
     def wait(self) -> Tensor:
         tokens, rank = self.tokens, self._memory.rank
         out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
-        for piece, others, arrival in self._copied:
+        for piece, shares, arrival in self._copied:
+            shares[rank].copy_(tokens[self._order.part(piece, rank)])
             arrival.wait()
-            mine, here = tokens[self._order.part(piece, rank)], out[self._order.local(piece)]
-            self._sum_shares(mine, others, rank, out=here)
+            # Adds in fp32 and rounds once, also for 16-bit shares.
+            torch.sum(shares, 0, out=out[self._order.local(piece)])
         self._memory.close()
         self._copied.clear()
         return out
 
     def _buffer(self, piece: int) -> Tensor:
         local, H = self._order.local(piece), self.tokens.shape[1]
-        return self.tokens.new_empty(self._memory.P - 1, local.stop - local.start, H)
+        return self.tokens.new_empty(self._memory.P, local.stop - local.start, H)
 
-    def _copy(self, piece: int, others: Tensor) -> Copy:
+    def _copy(self, piece: int, shares: Tensor) -> Copy:
         tokens, memory = self.tokens, self._memory
 
         def of(peer: int) -> tuple[Tensor, Tensor]:
             theirs = memory.of(peer, tokens.shape, tokens.dtype)
-            slot = peer - (peer > memory.rank)
-            return others[slot], theirs[self._order.part(piece, memory.rank)]
+            return shares[peer], theirs[self._order.part(piece, memory.rank)]
 
         return of

@@ -6,7 +6,6 @@ on all ranks of a group.
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,19 +44,17 @@ def token_sum(
     group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool,
-    sum_shares: Callable[..., None],
 ) -> TokenSum:
     """Return what sums [T, H] over ranks, with a buffer for what this rank adds.
 
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
-    ``sum_shares`` is the kernel that adds up shares that were copied.
     """
     if group is None or not sequence_parallel:
         share = torch.empty(shape, dtype=dtype, device=device)
         return TokenSum(share) if group is None else CollectiveSum(share, group)
     memories = memories_of(group, device)
     if memories is not None:
-        return PeerScatter(shape, dtype, order, memories.dhidden, sum_shares)
+        return PeerScatter(shape, dtype, order, memories.dhidden)
     return CollectiveScatter(torch.empty(shape, dtype=dtype, device=device), order, group)
 
 
