@@ -212,7 +212,7 @@ class Rank:
         self.current = Stream(self)
         self.faults_in = -1
         self.calls = 0
-        self._cells: list[torch.Tensor] = []
+        self._words: list[torch.Tensor] = []
         self.said: str | None = None
         self.heard: list[str] | Exception = []
         self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -259,14 +259,14 @@ class Rank:
         if isinstance(x.storage, Storage):
             x.storage.used_by.append(stream)
 
-    def host_cells(self, n: int) -> torch.Tensor:
-        self._cells.append(torch.zeros(n, dtype=torch.int32))
-        for cell in self._cells[-1].unbind():
-            self.machine.cells[cell.data_ptr()] = cell
-        return self._cells[-1]
+    def host_words(self, n: int) -> torch.Tensor:
+        self._words.append(torch.zeros(n, dtype=torch.int32))
+        for word in self._words[-1].unbind():
+            self.machine.host_words[word.data_ptr()] = word
+        return self._words[-1]
 
     def put(self, address: int, value: int) -> Op:
-        return Op("host" if address in self.machine.cells else "put", address, value)
+        return Op("host" if address in self.machine.host_words else "put", address, value)
 
     def wait_for(self, address: int, value: int) -> Op:
         return Op("wait", address, value)
@@ -275,8 +275,8 @@ class Rank:
         self.fault()
         stream.add(*operations)
 
-    def meet(self, word: str) -> list[str]:
-        self.said = word
+    def meet(self, message: str) -> list[str]:
+        self.said = message
         self.paused.release()
         self.runs.acquire()
         self.said = None
@@ -284,7 +284,7 @@ class Rank:
             raise self.heard
         return self.heard
 
-    def peek(self, x: FakeTensor, out: torch.Tensor) -> bool:
+    def snapshot(self, x: FakeTensor, out: torch.Tensor) -> bool:
         base = x.storage + x.start
         out.copy_(torch.tensor([self.machine.word(base + 4 * i) for i in range(len(out))]))
         return True

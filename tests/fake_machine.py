@@ -40,7 +40,7 @@ class Row(NamedTuple):
 class Op(NamedTuple):
     """Of a stream. A kernel is two of them, its beginning and its end."""
 
-    kind: str  # put, host (a put to a host's cell), wait, after, begin, end
+    kind: str  # put, host (a put to a word of host memory), wait, after, begin, end
     at: Any = None  # an address; a stream and a position in it
     value: int = 0
     reads: tuple[Row, ...] = ()
@@ -62,7 +62,7 @@ class Machine:
         self.queues: list[list[Op]] = []
         self.states = {State((), (), frozenset())}
         self.explored = 0
-        self.cells: dict[int, torch.Tensor] = {}  # of hosts, by address
+        self.host_words: dict[int, torch.Tensor] = {}  # of hosts, by address
         self._last = 0
 
     def number(self) -> int:
@@ -77,7 +77,7 @@ class Machine:
         todo = [self._extended(state) for state in self.states]
         if self.seeds:
             self.states = {
-                self._walk(random.Random(seed), state)
+                self._run_randomly(random.Random(seed), state)
                 for state in todo
                 for seed in range(self.seeds)
             }
@@ -92,10 +92,10 @@ class Machine:
                 if new not in seen:
                     seen.add(new)
                     todo.append(new)
-            assert len(seen) < MOST_STATES, "too many to explore: walk at random instead"
+            assert len(seen) < MOST_STATES, "too many to explore: use random orders instead"
         self.states, self.explored = ends, self.explored + len(seen)
 
-    def _walk(self, chance: random.Random, state: State) -> State:
+    def _run_randomly(self, chance: random.Random, state: State) -> State:
         while True:
             following = list(self._steps(state, chance))
             if not following:
@@ -114,7 +114,7 @@ class Machine:
         if chance is not None:
             chance.shuffle(ready)
         for i in ready:
-            # An event stays, and no stream reads a host's cells: at once is as good as any time.
+            # An event stays, and no stream reads host memory: these two can run at once.
             if self.queues[i][state.done[i]].kind in ("after", "host"):
                 yield self._step(i, state, words)
                 return
@@ -169,7 +169,7 @@ class Machine:
         (value,) = {dict(state.words).get(address, 0) for state in self.states}
         return value
 
-    def show_cells(self) -> None:
+    def show_host_words(self) -> None:
         """Let hosts see what GPUs wrote for them."""
-        for address, cell in self.cells.items():
-            cell.fill_(self.word(address))
+        for address, word in self.host_words.items():
+            word.fill_(self.word(address))

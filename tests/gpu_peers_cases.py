@@ -59,8 +59,8 @@ class Rank:
 
     def of(self, rank: int, turn: int, n: int) -> Tensor:
         """What a rank sends in a turn, [n, H], no two numbers alike."""
-        cells = torch.arange(n * H, device=self.device, dtype=torch.float32).view(n, H)
-        return cells + (1000 * turn + rank) * 10_000
+        values = torch.arange(n * H, device=self.device, dtype=torch.float32).view(n, H)
+        return values + (1000 * turn + rank) * 10_000
 
 
 def order_of(n: int) -> TokenOrder:
@@ -352,7 +352,7 @@ class Case:
     """What rank 0 says as it ends by SIGABRT, if it must."""
 
 
-IN_VAIN = "s for ranks [1] to publish tokens: this process ends"
+IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
 CASES = {
     "eager": Case(eager),
     "graph": Case(graph),

@@ -154,7 +154,7 @@ class ThreadDriver:
     def __init__(self, meeting: Meeting, rank: int, P: int) -> None:
         self.rank, self.P, self.where, self.limit_s = rank, P, f"rank {rank}", math.inf
         self._meeting, self._now = meeting, Now(meeting)
-        self._cells: list[Tensor] = []
+        self._words: list[Tensor] = []
         self._late: list[Late] = []
 
     def current_stream(self) -> Now:
@@ -177,9 +177,9 @@ class ThreadDriver:
         mine = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
         return SharedBlock(self._meeting.exchange(self.rank, mine))
 
-    def host_cells(self, n: int) -> Tensor:
-        self._cells.append(torch.zeros(n, dtype=torch.int32))
-        return self._cells[-1]
+    def host_words(self, n: int) -> Tensor:
+        self._words.append(torch.zeros(n, dtype=torch.int32))
+        return self._words[-1]
 
     def put(self, address: int, value: int) -> Operation:
         return Operation(functools.partial(setattr, _flag(address), "value", value))
@@ -192,10 +192,10 @@ class ThreadDriver:
         for operation in operations:
             stream.do(operation)
 
-    def meet(self, word: str) -> list[str]:
+    def meet(self, message: str) -> list[str]:
         for stream in self._late:
             stream.record_event().wait()
-        return self._meeting.exchange(self.rank, word)
+        return self._meeting.exchange(self.rank, message)
 
 
 def _flag(address: int) -> ctypes.c_int32:

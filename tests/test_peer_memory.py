@@ -33,7 +33,7 @@ from tests.peer_programs import (
 
 
 @pytest.fixture(autouse=True)
-def no_thread_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_watchdog_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
 
 
@@ -165,7 +165,7 @@ def test_a_wait_without_end_is_noticed(program, peers):
     ended = fake_cuda.run(peers, note, seeds=0 if peers == 2 else 5)
     assert [type(error) for error in ended] == [type(None), *[Hung] * (peers - 1)]
     rank, memory = memories[1]
-    rank.machine.show_cells()
+    rank.machine.show_host_words()
     for now, expected in ((0.0, []), (9.0, []), (12.0, [said])):
         assert [text for wait in memory._waits if (text := wait.overdue(now))] == expected
     assert not any(wait.overdue(now) for wait in memories[0][1]._waits for now in (0.0, 99.0))
@@ -173,11 +173,11 @@ def test_a_wait_without_end_is_noticed(program, peers):
 
 def test_the_limit_is_that_of_one_wait():
     """Not of waits that follow each other, though a look may see each of them."""
-    cells = torch.zeros(2, dtype=torch.int32)
-    wait = peer_watch.Wait(cells, 10.0, lambda: ("rank 0", "rank 1"))
+    words = torch.zeros(2, dtype=torch.int32)
+    wait = peer_watch.Wait(words, 10.0, lambda: ("rank 0", "rank 1"))
     for now in range(0, 100, 5):
         assert wait.overdue(now) is None
-        cells[:] = 1  # passed one, waits again
+        words[:] = 1  # passed one, waits again
     for now, said in ((100, None), (105, None), (111, "rank 0 has waited 11 s for rank 1")):
         assert wait.overdue(now) == said
 
@@ -192,8 +192,8 @@ def test_the_process_ends(monkeypatch, capsys):
     monkeypatch.setattr(peer_watch, "_POLL_S", 0.0)
     monkeypatch.setattr("os.abort", abort)
     with pytest.raises(SystemExit):
-        peer_watch._look_on()
-    assert capsys.readouterr().err == "flce_dist: rank 0 has waited for ever: this process ends\n"
+        peer_watch._poll()
+    assert capsys.readouterr().err == "flce_dist: rank 0 has waited for ever; this process ends\n"
 
 
 # --- groups
@@ -306,7 +306,7 @@ def blocks_of_own_graphs_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def exceptions_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PeerMemory, "_after_exception", lambda self, capture: None)
+    patch.setattr(PeerMemory, "_recover", lambda self, capture: None)
 
 
 def writable_since_the_failed_capture(patch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_metrics_and_their_gradients():
         assert i > 4 or all(torch.equal(part, parts[0]) for part in parts)
 
 
-@pytest.mark.parametrize("forgotten", ["walked", "restored"])
+@pytest.mark.parametrize("forgotten", ["permuted", "restored"])
 def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
     monkeypatch.setattr(TokenOrder, forgotten, lambda self, x: x)
     problem = PROBLEM.changed(options=OPTIONS["none"])

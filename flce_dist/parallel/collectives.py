@@ -1,6 +1,6 @@
-"""What travels between the ranks of a tensor-parallel group.  P ranks, T tokens, H hidden size.
+"""Collectives of a tensor-parallel group.  P ranks, T tokens, H hidden size.
 
-``tp_group=None`` is one process: every function is then the identity and nothing is sent. All
+``tp_group=None`` means one process: every function is then the identity and nothing is sent. All
 ranks must call the same functions in the same order with the same shapes.
 """
 
@@ -19,7 +19,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class Pending(NamedTuple):
-    """Collectives in flight; ``wait`` makes the current stream wait and returns their result."""
+    """A result of collectives in flight; ``wait`` makes the current stream wait, and returns it."""
 
     result: Tensor
     works: tuple[dist.Work, ...] = ()
@@ -31,7 +31,7 @@ class Pending(NamedTuple):
 
 
 def group_of(name: str | None) -> dist.ProcessGroup | None:
-    """Return the process group of this name, under which compiled code carries it."""
+    """Return the process group of this name, by which compiled code refers to it."""
     if name is None:
         return None
     return dist.distributed_c10d._resolve_process_group(cast(Any, name))
@@ -46,9 +46,9 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
 
 
 def message_device(x: object, tp_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of messages between hosts: the CPU if the group sends from there.
+    """Return the device for messages between hosts: the CPU if the group has a CPU backend.
 
-    Else it is that of ``x`` or, if that is no tensor on a GPU, the current GPU.
+    Otherwise the device of ``x`` if it is a tensor on a GPU, else the current GPU.
     """
     if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
         return torch.device("cpu")
@@ -70,7 +70,7 @@ def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    """Begin to sum ``x`` over ranks in place."""
+    """Start to sum ``x`` over ranks in place."""
     if tp_group is None or not x.numel():
         return Pending(x)
     return Pending(x, (dist.all_reduce(x, group=tp_group, async_op=True),))
@@ -87,9 +87,9 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 class TokenGather:
-    """[T / P, H] of every rank on its way into ``tokens`` [T, H], piece by piece.
+    """Gathers [T / P, H] of every rank into ``tokens`` [T, H], piece by piece.
 
-    This one is of one process, whose tokens are all here: they are its caller's.
+    This class is for one process: ``tokens`` is the caller's tensor, and nothing is sent.
     """
 
     owns_tokens = False
@@ -99,7 +99,7 @@ class TokenGather:
         self._arrived: set[int] = set()
 
     def start(self, piece: int) -> None:
-        """Begin with this piece if it is the next one."""
+        """Start to gather this piece if it is the next one."""
 
     def wait(self, piece: int) -> None:
         """Make the current stream wait until this piece has arrived."""
@@ -110,9 +110,9 @@ class TokenGather:
             self.start(piece)
 
     def arrivals(self, first: int, last: int) -> Iterator[slice]:
-        """Wait for tokens ``first <= t < last``; yield them, counted from ``first``.
+        """Wait for tokens ``first <= t < last`` and yield slices of them, relative to ``first``.
 
-        Piece by piece the first time, all at once when all have arrived.
+        The first time there is a slice per piece; once all have arrived, a single one.
         """
         pieces = list(self._order.between(first, last))
         if all(piece in self._arrived for piece, _ in pieces):
@@ -133,10 +133,10 @@ class TokenGather:
 
 
 class CollectiveGather(TokenGather):
-    """By all-gathers. Each rank receives (P - 1) / P of ``tokens``.
+    """Gathers by all-gathers. Each rank receives (P - 1) / P of ``tokens``.
 
-    A group's collectives run one after the other, so a piece is started only when nothing that is
-    needed earlier would wait for it.
+    A group's collectives run one after the other, so callers start a piece only after issuing the
+    collectives that they need before it.
     """
 
     owns_tokens = True
@@ -164,9 +164,9 @@ class CollectiveGather(TokenGather):
 
 
 class TokenSum:
-    """[T, H] of every rank, summed over ranks; ``tokens`` is what this rank adds.
+    """Sums [T, H] over ranks; ``tokens`` is the buffer of this rank's share.
 
-    This one is of one process, which has the sum already.
+    This class is for one process: the sum is ``tokens`` itself, and nothing is sent.
     """
 
     def __init__(self, tokens: Tensor):
@@ -176,15 +176,15 @@ class TokenSum:
         """Make the current stream wait until ``tokens`` may be written."""
 
     def start(self, first: int, last: int) -> None:
-        """Begin with tokens ``first <= t < last``, whole pieces, which are written."""
+        """Start to sum tokens ``first <= t < last``, whole pieces; this rank has written them."""
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the sum of this rank's tokens, and return it."""
+        """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
         return self.tokens
 
 
 class CollectiveSum(TokenSum):
-    """By all-reduces, in place and in the dtype of ``tokens``: every rank has all tokens' sums."""
+    """Sums by all-reduces, in place and in the dtype of ``tokens``; every rank gets all tokens."""
 
     def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
         super().__init__(tokens)
@@ -199,7 +199,7 @@ class CollectiveSum(TokenSum):
 
 
 class CollectiveScatter(TokenSum):
-    """By reduce-scatters, in the dtype of ``tokens``: a rank is left its own [T / P, H].
+    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H].
 
     Each rank sends (P - 1) / P of ``tokens``.
     """

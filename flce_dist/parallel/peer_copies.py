@@ -1,7 +1,7 @@
-"""Tokens between GPUs of one host, by copies from each other's memory: see ``peer_memory.py``.
+"""Gather and sum of tokens by copies between GPUs of one host; ``peer_memory.py`` has the protocol.
 
-P ranks, T tokens, H hidden size. Both classes do what their namesakes in ``collectives.py`` do, but
-occupy no multiprocessors: gathers and sums proceed while kernels fill the GPU.
+P ranks, T tokens, H hidden size. The classes do what ``CollectiveGather`` and ``CollectiveScatter``
+do, but the copies occupy no multiprocessors: they proceed while kernels fill the GPU.
 """
 
 import torch
@@ -13,12 +13,12 @@ from flce_dist.parallel.token_order import TokenOrder
 
 
 class PeerGather(TokenGather):
-    """Copies each rank's [T / P, H] out of its memory. All pieces start at once."""
+    """Gathers [T / P, H] of every rank by copies. All pieces start at once."""
 
     owns_tokens = True
 
     def __init__(self, x: Tensor, order: TokenOrder, memory: PeerMemory):
-        memory.open(x.nbytes)  # first of all: what raises later is noticed
+        memory.open(x.nbytes)  # first: the next use then recovers from whatever raises below
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
         self._x, self._memory = x, memory
         self._arrivals: list[Arrival] | None = None
@@ -33,7 +33,7 @@ class PeerGather(TokenGather):
         own.copy_(self._x)
         pieces = range(len(self._order.pieces))
         self._arrivals = memory.pull([self._copy(piece) for piece in pieces])
-        # A copy within one GPU is a kernel: issued here, ahead of kernels that fill the GPU.
+        # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
         for piece in pieces:
             self.tokens[self._order.part(piece, memory.rank)].copy_(own[self._order.local(piece)])
 
@@ -55,9 +55,9 @@ class PeerGather(TokenGather):
 
 
 class PeerScatter(TokenSum):
-    """Copies every rank's share of this rank's tokens, and adds them up in fp32.
+    """Sums [T, H] over ranks: copies every rank's share of this rank's tokens, adds them in fp32.
 
-    ``tokens`` is this rank's part of the shared memory itself.
+    ``tokens`` is a view of this rank's shared block.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PeerScatter(TokenSum):
         super().__init__(memory.own(shape, dtype))
         self._order, self._memory = order, memory
         self._copied: list[tuple[int, Tensor, Arrival]] = []
-        """Pieces, each with all ranks' shares of this rank's N tokens of it, [P, N, H]."""
+        """Per piece: number, shares of all ranks in this rank's N tokens [P, N, H], arrival."""
 
     def acquire(self) -> None:
         self._memory.acquire()

@@ -1,7 +1,7 @@
-"""What peer memory asks of CUDA and of a group: streams, their memory operations, shared memory.
+"""CUDA as peer memory uses it: streams, their memory operations, memory shared between GPUs.
 
-``peer_memory.py`` has the protocol and knows streams, flags and graphs by this class alone: tests
-put one in its place that explores every order in which streams may run (tests/fake_cuda.py).
+``peer_memory.py`` has the protocol and uses CUDA through ``PeerDriver`` alone. Tests replace it by
+one that explores every order in which streams may run (tests/fake_cuda.py).
 """
 
 import functools
@@ -16,33 +16,33 @@ from torch import Tensor
 # Private parts of torch, without types.
 _c10d: Any = dist.distributed_c10d
 
-_PEEK_S = 5.0
-_host_cells: list[Tensor] = []
+_SNAPSHOT_S = 5.0
+_host_words: list[Tensor] = []
 
 
 class Block:
-    """As many bytes on each rank, which all can read. Views do not keep it: their owner must."""
+    """Bytes on each rank that all ranks can read. Views do not keep the memory alive."""
 
     def __init__(self, nbytes: int, device: torch.device, group: Any):
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.nbytes = nbytes
         self.in_graph = False
-        """Whether a CUDA graph of some rank may use it."""
+        """Whether a CUDA graph of some rank uses it."""
         self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._memory, group)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View a rank's part from byte ``start`` on, a multiple of an element's bytes."""
+        """View a rank's bytes from ``start`` on, a multiple of the element size."""
         return self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
 
     def address(self, rank: int) -> int:
-        """Return where a rank's part begins, as streams of this rank see it."""
+        """Return the address of a rank's first byte, as streams of this rank see it."""
         return self._handle.buffer_ptrs[rank]
 
 
 class PeerDriver:
-    """CUDA and the store of one group, on this rank's device."""
+    """CUDA on this rank's device, and the rendezvous store of its group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -50,13 +50,13 @@ class PeerDriver:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", _c10d.default_pg_timeout)
         self.limit_s: float = timeout.total_seconds()
-        """How long ranks may wait for each other: what the group's collectives may take."""
+        """How long ranks may wait for each other: the timeout of the group's collectives."""
         self._device, self._group_name = device, group.group_name
         store = _c10d._get_process_group_store(group)
-        # A group made anew may find the store of its predecessor: the how-manyth is in each key.
-        made = store.add(f"flce_dist/{self.rank}", 1)
-        self._store, self._meetings = dist.PrefixStore(f"flce_dist/{made}", store), 0
-        self._peeking = torch.cuda.Stream(device)
+        # A new group may get the store of a destroyed one, so keys begin with a running number.
+        number = store.add(f"flce_dist/{self.rank}", 1)
+        self._store, self._meetings = dist.PrefixStore(f"flce_dist/{number}", store), 0
+        self._snapshot_stream = torch.cuda.Stream(device)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
@@ -65,32 +65,35 @@ class PeerDriver:
         return torch.cuda.Stream(self._device, priority=-1)
 
     def on(self, stream: torch.cuda.Stream) -> Any:
-        """Make it the current stream of a block."""
+        """Return a context in which ``stream`` is the current one."""
         return torch.cuda.stream(stream)
 
     def capture(self) -> int:
-        """Return which graph's capture the current stream is in: 0 is none, -1 one that failed."""
+        """Return the id of the current stream's capture: 0 for none, -1 for one that failed."""
         if not torch.cuda.is_current_stream_capturing():
             return 0
         error, _, capture, *_ = _driver().cuStreamGetCaptureInfo(self.current_stream().cuda_stream)
-        _check(error, "to say which CUDA graph is captured")
+        _check(error, "the id of a capture")
         return int(capture) or -1
 
     def keep(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """Do not give ``x``'s memory to others before a stream has done what it was given."""
+        """Keep ``x``'s memory from reuse until a stream has done its present work."""
         x.record_stream(stream)
 
     def shared(self, nbytes: int) -> Block:
-        """Take memory on each rank. All ranks must do so, and hosts wait."""
+        """Allocate memory on each rank. All ranks must call this; hosts wait for each other."""
         return Block(nbytes, self._device, self._group_name)
 
-    def host_cells(self, n: int) -> Tensor:
-        """Return [n] int32 zeros of the host's memory, to which ``put`` can write for ever."""
-        _host_cells.append(torch.zeros(n, dtype=torch.int32, pin_memory=True))
-        return _host_cells[-1]
+    def host_words(self, n: int) -> Tensor:
+        """Return [n] words of pinned host memory, int32 zeros, which ``put`` can write.
+
+        They are never freed: a graph may still write them.
+        """
+        _host_words.append(torch.zeros(n, dtype=torch.int32, pin_memory=True))
+        return _host_words[-1]
 
     def put(self, address: int, value: int) -> Any:
-        """Write 32 bits; what a stream wrote before is seen by who sees them."""
+        """Write a word. Whoever sees it also sees all that the stream wrote before."""
         driver = _driver()
         op = driver.CUstreamBatchMemOpParams()
         op.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -98,7 +101,7 @@ class PeerDriver:
         return op
 
     def wait_for(self, address: int, value: int) -> Any:
-        """Wait until 32 bits are ``value``."""
+        """Wait until a word is ``value``."""
         driver = _driver()
         op = driver.CUstreamBatchMemOpParams()
         op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -107,39 +110,39 @@ class PeerDriver:
         return op
 
     def enqueue(self, operations: list[Any], stream: torch.cuda.Stream) -> None:
-        """Let a stream do these operations in their order."""
+        """Issue memory operations on a stream, in this order."""
         (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
-        _check(error, "memory operations in a stream")
+        _check(error, "memory operations on a stream")
 
-    def meet(self, word: str) -> list[str]:
-        """Return every rank's word, once their GPUs have done what was issued before.
+    def meet(self, message: str) -> list[str]:
+        """Return every rank's message, once all ranks have called this and their GPUs are idle.
 
-        Through the store, so that a rank that does not come is named, and no collective of another
-        kind is taken for this one.
+        It uses the store, not a collective: an error can name the missing ranks, and a rank that
+        issues a collective instead cannot be mistaken for one that is here.
         """
         torch.cuda.synchronize(self._device)
         self._meetings += 1
         keys = [f"{self._meetings}/{rank}" for rank in range(self.P)]
-        self._store.set(keys[self.rank], word)
+        self._store.set(keys[self.rank], message)
         try:
             self._store.wait(keys, timedelta(seconds=self.limit_s))
         except RuntimeError as error:  # DistStoreError
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
-                f"{self.where} {word}, which all ranks must do together, but in {self.limit_s:g} s "
-                f"nothing came from ranks {missing}: they failed, or make other calls"
+                f"{self.where} {message}, which all ranks must do together, but ranks {missing} "
+                f"did not join within {self.limit_s:g} s: they failed, or make other calls"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
-    def peek(self, x: Tensor, out: Tensor) -> bool:
-        """Copy to host memory beside whatever streams wait for; return whether that could be done.
+    def snapshot(self, x: Tensor, out: Tensor) -> bool:
+        """Copy to host memory while other streams wait; return whether the copy succeeded.
 
-        For a last message only: it would spoil the capture of a CUDA graph.
+        Only for the message before the process ends: it would break the capture of a CUDA graph.
         """
-        with torch.cuda.stream(self._peeking):
+        with torch.cuda.stream(self._snapshot_stream):
             out.copy_(x, non_blocking=True)
             done = self._peeking.record_event()
-        deadline = time.monotonic() + _PEEK_S
+        deadline = time.monotonic() + _SNAPSHOT_S
         while not done.query():
             if time.monotonic() > deadline:
                 return False
@@ -154,7 +157,7 @@ def _driver() -> Any:
     except ImportError as error:
         raise ImportError(
             "sequence parallelism between GPUs of one host needs the package cuda-bindings, which "
-            "PyTorch's CUDA builds bring along: install it in CUDA's version, or set "
+            "PyTorch's CUDA builds depend on: install the release for your CUDA version, or set "
             "NCCL_P2P_DISABLE=1 to use NCCL's collectives alone"
         ) from error
     return driver
@@ -166,9 +169,9 @@ def _check(error: Any, what: str) -> None:
 
 
 def refuse_capture(capturing: bool, what: str) -> None:
-    """Raise if a CUDA graph is captured in which ``what`` cannot be done."""
+    """Raise if a CUDA graph is being captured, in which ``what`` is impossible."""
     if capturing:
         raise RuntimeError(
-            f"{what}: cannot be set up while a CUDA graph is captured; "
+            f"{what}: not possible while a CUDA graph is captured; "
             "run the same call once before the capture"
         )

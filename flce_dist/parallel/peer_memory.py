@@ -1,41 +1,58 @@
-"""Memory of a group's GPUs that each rank copies from by its copy engines.
+"""Memory on each GPU of a group from which the other ranks copy: the protocol.
 
-NCCL's kernels need multiprocessors, and while a persistent kernel or a cuBLAS product runs there
-are none: a collective that was issued beside a product runs after it. The copy engines need none,
-nor do the streams' own memory operations, by which ranks tell each other what is ready. So tokens
-[T, H] travel between GPUs of one host this way (``peer_copies.py``); all else is NCCL's.
+A NCCL kernel needs multiprocessors, and a persistent kernel or a cuBLAS GEMM leaves none free, so
+a collective issued beside a GEMM runs after it. Copy engines need none, and neither do a stream's
+memory operations, which write a 32-bit word or wait for its value. So tokens [T, H] travel between
+GPUs of one host by copies (``peer_copies.py``); everything else uses NCCL.
 
-One use of a rank's memory takes these steps, in the order of the current stream:
+Flags. Every rank publishes data in a block of its own, and has two flags for each peer r:
 
-    open      the host sees to it that there is enough
-    acquire   wait until this rank's last use is over, and every peer has read what it published
-    (write)   kernels and copies of this rank
-    pull      publish: tell every peer. Then on a stream of its own: wait until every peer has
-              published, copy, tell them
-    (read)    wait for what was copied, read this rank's own memory
-    close     the next use waits for all that was issued before
+    flag       1 means                                     set by            cleared by
+    READY[r]   r has written its block; it may be read     r, in pull        this rank, in pull
+    FREE[r]    r has read this rank's block; it may be     r, in pull,       this rank, in acquire
+               written                                     after its copies
 
-acquire, write and pull may come several times. Each pair of ranks has two flags, ``READY`` at the
-reader and ``FREE`` at the owner. Who waits for a flag takes it down, so that all are as before when
-a use is over: CUDA graphs may replay it. Every rank issues what others wait for before it waits
-itself, hence it does not matter if streams share one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Copies from several peers run one after the other on an H200,
-whatever their streams: on one, first pieces come first.
+A flag lies in the memory of the rank that waits for it; only that rank clears it. Between two uses
+READY is 0 and FREE is 1.
 
-Uses come in one order on all ranks. So a graph is replayed by all or none, on a stream that waits
-for the calls before it and is waited for by those after it; calls among themselves may be on any
-streams.
+One use of a block. The current stream is the caller's; copies have a stream of their own:
 
-What goes wrong:
+    open      host only: see that the block is large enough, else all ranks meet and enlarge it
+    acquire   current stream: wait for the copies of this rank's last use; wait for FREE of all
+              peers, clear them
+    (write)   current stream: the caller writes its block
+    pull      current stream: set READY at all peers
+              copy stream: wait for the current stream; wait for READY of all peers, clear them;
+              copy from every peer; set FREE at all peers
+    (read)    current stream: wait for the copies; read them, and this rank's own block
+    close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
-* A use that raises is not closed. The next one then begins with all ranks meeting and putting all
-  flags right. That is so if every rank raised at the same place. A rank that raised alone waits in
-  vain for the others to meet it and raises again, naming them; they wait for its flags until
-  ``peer_watch.py`` ends them. No rank takes what was published for another use.
-* A use in a capture that fails leaves nothing behind, since nothing of it ran. If it raises, its
-  graph must not be replayed: the flags would be left halfway.
-* A block that a graph may use is kept until its group is destroyed. Blocks only grow, so a graph
-  adds one if it is the first to need so much, and calls that need less use that one, too.
+acquire, write and pull may repeat within one use. All ranks make the same uses in the same order.
+On an H200 copies from several peers run one after the other on any streams; one stream makes the
+first piece arrive first.
+
+Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
+wait READY, set FREE. Every rank issues in this order, and each wait is for a flag that its peer
+sets earlier in the same order: FREE by the previous pull, READY by this one. So the first operation
+that is not done never waits, even if all streams of a GPU share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Ranks issue NCCL's collectives at the same places of the order.
+
+CUDA graphs. The waiting rank clears the flag, so a use ends in the state it began in and a graph
+can replay it. All ranks replay a graph or none does, on a stream that waits for earlier calls and
+that later calls wait for. Eager calls may be on any streams. A block that a graph uses is kept
+until its group is destroyed. Blocks only grow: a call that needs more than any before adds one,
+and from then on smaller calls use it, too.
+
+Failures:
+
+* All ranks raise at the same place of a use. The use stays open, and the next ``open`` recovers:
+  all ranks meet and reset their flags.
+* One rank raises alone. Its next ``open`` waits for the others in vain and raises, naming them;
+  the others' streams wait for its flags until ``peer_watch.py`` ends their processes. No rank
+  takes the data of one use for those of another.
+* A capture fails. Nothing of it has run, so the flags are as before.
+* A use raises in a capture that is then ended. Its graph must not be replayed: it would leave the
+  flags half set.
 """
 
 import weakref
@@ -49,14 +66,14 @@ from flce_dist.parallel.peer_driver import Block, PeerDriver, refuse_capture
 from flce_dist.parallel.peer_watch import Wait, watch
 
 READY, FREE = 0, 1
-_PAGE = 2 << 20  # bytes: GPU memory that others map comes in such pages
+_PAGE = 2 << 20  # bytes; memory that other GPUs map is allocated in such pages
 
 Copy = Callable[[int], tuple[Tensor, Tensor]]
-"""From a peer's rank to ``(out, peer's tensor)``, of one shape, both contiguous."""
+"""From a peer's rank to ``(out, peer's tensor)``, both contiguous and of the same shape."""
 
 
 class Arrival:
-    """Copies in flight. Where they go to is nobody else's before they are done."""
+    """Copies in flight. It holds their destinations until they are done."""
 
     def __init__(self, driver: PeerDriver, stream: Any):
         self._driver, self._stream = driver, stream
@@ -71,17 +88,17 @@ class Arrival:
         self._done = self._stream.record_event()
 
     def wait(self) -> None:
-        """Make the current stream wait."""
+        """Make the current stream wait for the copies."""
         self._done.wait()
         self._outs.clear()
 
     def __del__(self) -> None:
-        for out in self._outs:  # nobody waited: a call raised
+        for out in self._outs:  # a call raised before it waited
             self._driver.keep(out, self._stream)
 
 
 class PeerMemory:
-    """As many bytes on each rank of a group, which every rank can read.
+    """A block of the same size on each rank of a group, which every rank can read.
 
     All ranks must call the same methods in the same order with the same shapes.
     """
@@ -89,75 +106,75 @@ class PeerMemory:
     def __init__(self, driver: PeerDriver, holds: str):
         self.P, self.rank = driver.P, driver.rank
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
-        """The other ranks; each begins with another one, so that links are used evenly."""
+        """The other ranks, starting at the next one, so that all links are used evenly."""
         self._driver, self._holds = driver, holds
         self._stream = driver.side_stream()
-        self._blocks: list[Block] = []  # the last one is in use, those before are in CUDA graphs
+        self._blocks: list[Block] = []  # the last is in use, earlier ones belong to graphs
         self._capture: int | None = None
-        """Which capture the use that is not closed yet is in; 0 is none, None no such use."""
+        """The capture of the open use, 0 outside a capture; None if no use is open."""
         self._writable = False
         self._joined = 0
-        """The last capture that the stream of the copies took part in."""
+        """The last capture that the copy stream was part of."""
 
         self._flags = driver.shared(4 * 2 * self.P)
-        self._peeked = driver.host_cells(2 * self.P)
+        self._flags_on_host = driver.host_words(2 * self.P)
         peers = self.peers
         self._waits: list[Wait] = []
-        self._await_ready = self._take(READY, peers, f"to publish {holds}")
-        self._await_free = self._take(FREE, peers, f"to read {holds}")
+        self._await_ready = self._wait_and_clear(READY, peers, f"to publish {holds}")
+        self._await_free = self._wait_and_clear(FREE, peers, f"to read {holds}")
         self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in peers]
         self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in peers]
-        self._set_flags()
+        self._reset_flags()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory held here, outside of PyTorch's caching allocator."""
+        """Bytes of GPU memory held, outside PyTorch's caching allocator."""
         return sum(block.nbytes for block in self._blocks)
 
     def open(self, nbytes: int) -> None:
-        """Begin a use of so many bytes. If there are too few, all ranks meet and hosts wait."""
+        """Begin a use of ``nbytes``. If the block is too small, all ranks meet and hosts wait."""
         capture = self._driver.capture()
         if self._capture is not None:
-            self._after_exception(capture)
+            self._recover(capture)
         if not self._blocks or nbytes > self._blocks[-1].nbytes:
             self._grow(nbytes)
         self._blocks[-1].in_graph |= capture != 0
         self._capture, self._writable = capture, False
 
     def close(self) -> None:
-        """End a use: what was issued on the current stream is the last of it."""
+        """End a use. Its last operation is the last one on the current stream."""
         self._stream.wait_stream(self._driver.current_stream())
         self._capture = None
 
     def release(self) -> None:
-        """Give the memory back, but for what CUDA graphs use. All ranks meet and hosts wait."""
+        """Free all blocks that no CUDA graph uses. All ranks meet and hosts wait."""
         self._meet("gives memory back")
         self._blocks = [block for block in self._blocks if block.in_graph]
 
     def own(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View this rank's memory from byte ``start`` on."""
+        """View this rank's block from byte ``start`` on."""
         return self.of(self.rank, shape, dtype, start)
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View a rank's memory from byte ``start`` on, a multiple of an element's bytes."""
+        """View a rank's block from byte ``start`` on, a multiple of the element size."""
         return self._blocks[-1].of(rank, tuple(shape), dtype, start)
 
     def acquire(self) -> None:
-        """Make the current stream wait until this rank's memory may be written."""
+        """Make the current stream wait until this rank's block may be written."""
         assert self._capture is not None, "not open"
         if self._writable:
             return
         here = self._driver.current_stream()
-        if self._capture in (0, self._joined):  # else the last use was not of this graph
+        if self._capture in (0, self._joined):  # else the last use is outside this graph
             here.wait_stream(self._stream)
         self._driver.enqueue(self._await_free, here)
         self._writable = True
 
     def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
-        """Publish what the current stream wrote, and copy what the peers published.
+        """Publish this rank's block, and copy from those that the peers publish.
 
-        Returns the arrival of each of ``copies``; they come one after the other. The last one must
-        be waited for.
+        Returns the arrival of each of ``copies``, which complete in order. The caller must wait for
+        the last one.
         """
         self.acquire()
         here = self._driver.current_stream()
@@ -177,44 +194,43 @@ class PeerMemory:
                 arrivals[-1].record()
         return arrivals
 
-    def _after_exception(self, capture: int) -> None:
-        """Make up for a use that was not closed, before the next one."""
+    def _recover(self, capture: int) -> None:
+        """Restore the flags after a use that raised and so was not closed."""
         if capture and capture == self._capture:
             raise RuntimeError(
                 "an earlier call raised in this capture of a CUDA graph, which must not be "
-                "replayed: end it, and capture anew"
+                "replayed: end the capture and start a new one"
             )
         if self._capture == 0:
-            refuse_capture(capture != 0, "putting right what a call left that raised")
-            self._meet("puts right what a call left that raised")
-            self._set_flags()
+            refuse_capture(capture != 0, "recovery from a call that raised")
+            self._meet("recovers from a call that raised")
+            self._reset_flags()
         self._capture = None
 
     def _grow(self, nbytes: int) -> None:
         capturing = self._driver.capture() != 0
-        refuse_capture(capturing, f"{nbytes:,} bytes of memory that other ranks can read")
+        refuse_capture(capturing, f"a block of {nbytes:,} bytes that other ranks can read")
         self._meet(f"takes {nbytes:,} bytes")
         self._blocks = [block for block in self._blocks if block.in_graph]
         pages = max(1, -(-nbytes // _PAGE))
         self._blocks.append(self._driver.shared(pages * _PAGE))
 
     def _meet(self, what: str) -> None:
-        """Return when all ranks have come for the same, and their GPUs have done all before it.
+        """Wait until all ranks are here for the same reason and their GPUs are idle.
 
-        What is in a graph of any rank is so on each, so that all keep the same.
+        Ranks also agree which blocks some rank's graph uses, so that all keep the same ones.
         """
         in_graph = sum(block.in_graph << i for i, block in enumerate(self._blocks))
-        said = [
-            word.split("|") for word in self._driver.meet(f"{what} for {self._holds}|{in_graph}")
-        ]
-        if len({what for what, _ in said}) > 1:
-            each = "; ".join(f"rank {rank} {what}" for rank, (what, _) in enumerate(said))
-            raise RuntimeError(f"ranks disagree on what comes next: {each}")
+        messages = self._driver.meet(f"{what} for {self._holds}|{in_graph}")
+        reasons, masks = zip(*(message.split("|") for message in messages), strict=True)
+        if len(set(reasons)) > 1:
+            each = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
+            raise RuntimeError(f"ranks disagree on what to do next: {each}")
         for i, block in enumerate(self._blocks):
-            block.in_graph = any(int(mask) >> i & 1 for _, mask in said)
+            block.in_graph = any(int(mask) >> i & 1 for mask in masks)
 
-    def _set_flags(self) -> None:
-        """Let all be as it is between two uses."""
+    def _reset_flags(self) -> None:
+        """Set the flags to their values between two uses."""
         flags = self._flags.of(self.rank, (2, self.P), torch.int32)
         flags[READY], flags[FREE] = 0, 1
         self._meet("sets its flags")
@@ -222,8 +238,8 @@ class PeerMemory:
     def _flag(self, rank: int, kind: int, who: int) -> int:
         return self._flags.address(rank) + 4 * (kind * self.P + who)
 
-    def _take(self, kind: int, ranks: list[int], what: str) -> list[Any]:
-        """Return operations that wait for these ranks' flags here, and take them down."""
+    def _wait_and_clear(self, kind: int, ranks: list[int], what: str) -> list[Any]:
+        """Return operations that wait for these ranks' flags on this rank, then clear them."""
         driver, flags = self._driver, [self._flag(self.rank, kind, rank) for rank in ranks]
         memory = weakref.ref(self)
 
@@ -232,7 +248,7 @@ class PeerMemory:
             missing = ranks if one is None else one._missing(kind, ranks)
             return driver.where, f"ranks {sorted(missing)} {what}"
 
-        wait = Wait(driver.host_cells(2), driver.limit_s, describe)
+        wait = Wait(driver.host_words(2), driver.limit_s, describe)
         watch(wait)
         self._waits.append(wait)
         return [
@@ -244,9 +260,9 @@ class PeerMemory:
         ]
 
     def _missing(self, kind: int, ranks: list[int]) -> list[int]:
-        """Return whose flags are still awaited, for a last message: all ranks' if unknown."""
+        """Return the ranks whose flags are still awaited, or all ranks if that is unknown."""
         flags = self._flags.of(self.rank, (2 * self.P,), torch.int32)
-        if self._driver.peek(flags, self._peeked):
-            up = self._peeked.view(2, self.P)[kind].tolist()
-            return [rank for rank in ranks if not up[rank]]
+        if self._driver.snapshot(flags, self._flags_on_host):
+            is_set = self._flags_on_host.view(2, self.P)[kind].tolist()
+            return [rank for rank in ranks if not is_set[rank]]
         return ranks

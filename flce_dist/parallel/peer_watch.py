@@ -1,10 +1,9 @@
-"""Ends this process when a stream has waited too long for a peer, as NCCL's watchdog would.
+"""Ends this process when a stream has waited too long for a peer, as NCCL's watchdog does.
 
-A stream's wait for a flag has no limit of its own. So the GPU says in two cells of host memory that
-it waits, and that it has passed a wait; both are written by the memory operations that hold the
-wait, in a graph's replay too. A thread reads them once a second. It calls CUDA only for its message
-when it ends the process, so it disturbs neither calls nor captures; the cost is three 32-bit writes
-for each wait.
+A stream's wait for a flag has no timeout. So each wait is enclosed by memory operations that write
+two words of pinned host memory: the stream waits, and it has passed a wait. A graph's replay writes
+them, too. A thread reads the words once a second. It calls CUDA only for the message before it ends
+the process, so it disturbs neither calls nor captures. The cost is three 32-bit writes per wait.
 """
 
 import ctypes
@@ -21,26 +20,29 @@ _POLL_S = 1.0
 
 
 class Wait:
-    """A place in the protocol where a stream waits: a cell that it does, a cell that it passed."""
+    """A place in the protocol where a stream waits, with its two words of host memory, [2] int32.
+
+    WAITS is 1 while the stream waits; PASSED becomes 1 whenever it has passed.
+    """
 
     WAITS, PASSED = 0, 1
 
-    def __init__(self, cells: Tensor, limit_s: float, describe: Callable[[], tuple[str, str]]):
-        self._memory, self._limit_s, self._describe = cells, limit_s, describe
-        # Not by tensor operations: they let go of the GIL, and a daemon thread that takes it again
-        # while Python ends must have no C++ below it.
-        self._cells = (ctypes.c_int32 * 2).from_address(cells.data_ptr())
+    def __init__(self, words: Tensor, limit_s: float, describe: Callable[[], tuple[str, str]]):
+        self._memory, self._limit_s, self._describe = words, limit_s, describe
+        # Not read as a tensor: tensor operations release the GIL, and a daemon thread that acquires
+        # it again while Python shuts down must not be inside C++.
+        self._words = (ctypes.c_int32 * 2).from_address(words.data_ptr())
         self._since: float | None = None
 
-    def address(self, cell: int) -> int:
-        return ctypes.addressof(self._cells) + 4 * cell
+    def address(self, word: int) -> int:
+        return ctypes.addressof(self._words) + 4 * word
 
     def overdue(self, now: float) -> str | None:
-        """Return who has waited for what if that has lasted longer than the limit, else None."""
-        waits, passed = self._cells
+        """Return who waits for what if the wait has exceeded the limit at ``now``, else None."""
+        waits, passed = self._words
         if passed or not waits or self._since is None:
-            # What the GPU writes at this moment may be lost: it tells of what was before ``now``.
-            self._cells[self.PASSED] = 0
+            # This may erase a 1 that the GPU writes just now, which is about time before ``now``.
+            self._words[self.PASSED] = 0
             self._since = now
         elif now - self._since > self._limit_s:
             who, what = self._describe()
@@ -53,20 +55,20 @@ _lock = threading.Lock()
 
 
 def watch(wait: Wait) -> None:
-    """Look after a wait as long as somebody holds it."""
+    """Check a wait once a second until it is garbage-collected."""
     with _lock:
         if not any(thread.name == __name__ for thread in threading.enumerate()):
-            threading.Thread(target=_look_on, name=__name__, daemon=True).start()
+            threading.Thread(target=_poll, name=__name__, daemon=True).start()
         _watched.add(wait)
 
 
-def _look_on() -> None:
+def _poll() -> None:
     while True:
         time.sleep(_POLL_S)
         with _lock:
             waits = list(_watched)
         for wait in waits:
-            said = wait.overdue(time.monotonic())
-            if said is not None:
-                print(f"flce_dist: {said}: this process ends", file=sys.stderr, flush=True)
+            message = wait.overdue(time.monotonic())
+            if message is not None:
+                print(f"flce_dist: {message}; this process ends", file=sys.stderr, flush=True)
                 os.abort()

@@ -1,7 +1,6 @@
-"""How tokens travel between ranks: by copies within a host that allows it, else by collectives.
+"""How tokens travel between ranks: by copies between GPUs of one host, else by collectives.
 
-P ranks, T tokens, H hidden size. This module alone decides which, the same
-on all ranks of a group.
+P ranks, T tokens, H hidden size. Only this module decides which; all ranks of a group decide alike.
 """
 
 import os
@@ -27,7 +26,7 @@ from flce_dist.parallel.token_order import TokenOrder
 
 
 def gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None) -> TokenGather:
-    """Return what gathers [T / P, H] of every rank into [T, H]; without a group ``x`` is whole."""
+    """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``."""
     if group is None:
         return TokenGather(x, order)
     memories = memories_of(group, x.device)
@@ -45,7 +44,7 @@ def token_sum(
     *,
     sequence_parallel: bool,
 ) -> TokenSum:
-    """Return what sums [T, H] over ranks, with a buffer for what this rank adds.
+    """Return the sum of [T, H] over ranks, with a buffer for this rank's share.
 
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
     """
@@ -59,7 +58,7 @@ def token_sum(
 
 
 class PeerMemories(NamedTuple):
-    """One for each direction, so that neither waits for what peers still read of the other."""
+    """One for each direction, so that writing one never waits for peers that read the other."""
 
     hidden: PeerMemory
     dhidden: PeerMemory
@@ -69,17 +68,17 @@ _memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories 
 
 
 def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
-    """Return the memories that a group's ranks share, or None if not all can read each other's.
+    """Return the memories that a group's ranks share, or None if some cannot read each other's.
 
-    They can if they are processes of one host over NCCL, each with a GPU of its own that reaches
-    the others', and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. Asked once for a group,
-    which is a collective that hosts wait for.
+    They can if they are processes of one host over NCCL, each with its own GPU and peer access to
+    the others, and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once
+    per group by a collective, for which hosts wait.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
     key = (group.group_name, device)
-    asked, memories = _memories.get(key, (None, None))
-    if asked is not group:
+    known, memories = _memories.get(key, (None, None))
+    if known is not group:  # unknown, or destroyed and its name used again
         refuse_capture(
             torch.cuda.is_current_stream_capturing(),
             "the first call of a group under sequence parallelism",
@@ -96,13 +95,13 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
 
 
 def held_bytes() -> int:
-    """Bytes of GPU memory that this process holds for its groups, beside PyTorch's own."""
+    """Return the bytes of GPU memory held for all groups, outside PyTorch's caching allocator."""
     _forget_destroyed()
     return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
 
 
 def release() -> None:
-    """Give back what no CUDA graph uses. Every rank of each group must do so."""
+    """Free all shared memory that no CUDA graph uses. Every rank of each group must call this."""
     _forget_destroyed()
     for _, both in _memories.values():
         for memory in both or ():
@@ -110,7 +109,7 @@ def release() -> None:
 
 
 def _forget_destroyed() -> None:
-    """Let go of memories of groups that are no more, also of what their CUDA graphs used."""
+    """Drop the memories of destroyed groups, including those that CUDA graphs used."""
     for key, (group, _) in list(_memories.items()):
         try:
             dist.get_process_group_ranks(group)
@@ -119,7 +118,7 @@ def _forget_destroyed() -> None:
 
 
 class _Site(NamedTuple):
-    """Where a rank is, and which GPUs that it sees its own one reaches."""
+    """A rank's host and GPU, and which other visible GPUs it has peer access to, by name."""
 
     host: tuple[str, str]
     gpu: str
@@ -143,7 +142,7 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
     return (
         all(site.willing and site.host == mine.host for site in sites)
         and len({site.gpu for site in sites}) == len(sites)
-        # Of a GPU that a rank does not see it cannot tell.
+        # A rank cannot tell about a GPU that is not visible to it; access is then assumed.
         and all(one.reaches.get(other.gpu, True) for one in sites for other in sites)
     )
 

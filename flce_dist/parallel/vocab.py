@@ -4,21 +4,21 @@
 def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the half-open rows ``(vocab_start_index, vocab_end_index)`` of ``rank``.
 
-    The vocabulary is cut into ``world_size`` runs of ``ceil(vocab_size / world_size)`` rows; where
-    that does not divide, the last runs are short or empty (507 over 4: 127, 127, 127, 126).
+    Every rank gets ``ceil(vocab_size / world_size)`` rows as long as there are any left; the last
+    ranks may get fewer or none (507 over 4: 127, 127, 127, 126).
     """
     rows = -(-vocab_size // world_size)
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
 INVARIANT_ROWS = 32
-"""Under tp_invariant, shards begin at multiples of it. 128,256 rows over 8 ranks do."""
+"""Under tp_invariant every shard begins at a multiple of this, as 128,256 rows over 8 ranks do."""
 
 
 def real_rows(rows: tuple[int, int], vocab_size: int) -> int:
     """Return V, how many of a shard's rows ``(start, end)`` are below ``vocab_size``.
 
-    The rest is padding: it takes no part in anything and gets a zero gradient.
+    The others are padding: they do not enter the loss and get a zero gradient.
     """
     start, end = rows
     return max(0, min(end, vocab_size) - start)
