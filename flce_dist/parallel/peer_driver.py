@@ -141,7 +141,7 @@ class PeerDriver:
         """
         with torch.cuda.stream(self._snapshot_stream):
             out.copy_(x, non_blocking=True)
-            done = self._peeking.record_event()
+            done = self._snapshot_stream.record_event()
         deadline = time.monotonic() + _SNAPSHOT_S
         while not done.query():
             if time.monotonic() > deadline:
