@@ -1,9 +1,8 @@
-"""Measure the peak memory of a piece of code: forward, backward and kernels' own temporaries.
+"""Measure the peak memory of a block of code: forward, backward and operators' temporaries.
 
-On a GPU the caching allocator keeps the count. On CPU PyTorch keeps none, so its profiler
-reports every allocation and release of the CPU allocator, and the peak of their running sum is
-taken. (A TorchDispatchMode would be simpler but sees only what operators return: `logsumexp`
-allocates a whole copy of its input inside, which only the allocator knows.)
+On a GPU the caching allocator counts bytes. On a CPU PyTorch's profiler reports every allocation
+and release, and the peak of their running sum is taken. (A TorchDispatchMode would be simpler but
+sees only what operators return, and `logsumexp` allocates a copy of its input inside.)
 """
 
 import os
@@ -26,10 +25,11 @@ class PeakMemory:
     """What a ``peak_memory`` block measured; filled in when the block ends.
 
     Attributes:
-        bytes: the most that was allocated at one time above what was live at the start.
-        shared_bytes: what this process holds at the end for other GPUs of its host to read, which
-            PyTorch's allocator does not count. It stays, for the largest call so far: add it where
-            the block used it, as calls under sequence parallelism do.
+        bytes: the largest number of bytes allocated at one time, minus those at the start.
+        shared_bytes: memory that this process holds at the end for other GPUs of its host to read,
+            which PyTorch's allocator does not count. It stays allocated, at the size of the largest
+            call so far. Add it to ``bytes`` if the block called the loss under sequence
+            parallelism.
     """
 
     bytes: int = 0
@@ -38,7 +38,7 @@ class PeakMemory:
 
 @contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
-    """Measure the peak of tensor memory on ``device`` inside the block, above its start.
+    """Measure the peak of tensor memory on ``device`` inside the block, relative to its start.
 
     ::
 
@@ -46,9 +46,9 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
             loss_fn(hidden, weight, labels).backward()
         print(peak.bytes)
 
-    On CPU it counts the calling thread, where autograd also runs a CPU backward; memory that
-    NumPy or oneDNN allocates by itself is not seen. Tensors made before the block must outlive it:
-    the profiler does not know the size of what it did not see allocated.
+    On CPU it counts the calling thread, where autograd also runs a CPU backward, but not memory
+    that NumPy or oneDNN allocate themselves. Tensors made before the block must outlive it: the
+    profiler does not know the sizes of earlier allocations.
 
     Args:
         device: "cpu", "cuda" or "cuda:<i>".
@@ -70,7 +70,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
 
     if not _one_profiler.acquire(blocking=False):
         raise RuntimeError("peak_memory on CPU must not overlap with another one in this process")
-    # Kineto otherwise prints a line to stderr at each start and stop; read at its first use.
+    # Else Kineto prints a line to stderr at each start and stop. It reads this at its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         with profiler.profile(profile_memory=True) as prof:
@@ -81,11 +81,12 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
 
 
 def release_shared_memory() -> None:
-    """Give memory back that GPUs of this host read from each other under sequence parallelism.
+    """Free the memory that GPUs of this host read from each other under sequence parallelism.
 
-    It stays, for the largest call so far: the next call takes what it needs, and waits for it. What
-    captured CUDA graphs use stays until their process group is destroyed, as long as they may be
-    replayed. All ranks of the groups concerned must call this, and their hosts wait for each other.
+    Otherwise it stays allocated, at the size of the largest call so far. The next call allocates
+    what it needs, for which hosts wait. Memory that captured CUDA graphs use is kept until their
+    process group is destroyed. All ranks of all such groups must call this; hosts wait for each
+    other.
     """
     transport.release()
 

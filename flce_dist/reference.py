@@ -1,9 +1,9 @@
 """The textbook version, single-rank and tensor-parallel: logits, log-softmax, plain autograd.
 
-This is the oracle of the tests and of ``launch.verify``: a few obvious lines, every logit
-materialised, differentiated by autograd. Run it in fp64 for the truth, in the training dtype for
-eager PyTorch's own error. Under tensor parallelism it gathers the whole weight and the whole
-hidden, so each rank computes what one GPU would.
+This is the oracle of the tests and of ``launch.verify``: a few obvious lines that materialise all
+logits and are differentiated by autograd. In fp64 it gives the truth, in the training dtype the
+error of eager PyTorch. Under tensor parallelism it gathers the whole weight and hidden, so each
+rank computes what one GPU would.
 """
 
 import torch
@@ -34,8 +34,8 @@ def reference_linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
 
-    Logits keep the dtype of the inputs, as eager PyTorch would; everything after them is computed
-    in fp32 (fp64 for fp64 inputs). ``[T, V_all]`` is materialised.
+    Logits [T, V_all] are materialised in the dtype of the inputs, as in eager PyTorch; everything
+    after them is computed in fp32 (fp64 for fp64 inputs).
     """
     if tp_group is not None:
         if vocab_range is None:
@@ -64,7 +64,7 @@ def reference_linear_cross_entropy(
     lse = logits.logsumexp(-1)
     logprob = F.log_softmax(logits, dim=-1)
     label_logprob = logprob.gather(-1, labels).squeeze(-1)
-    # A column that a bias of -inf bans adds 0, but 0 * -inf would be NaN.
+    # A column banned by a bias of -inf contributes 0, but 0 * -inf would be NaN.
     entropy = -(logprob.exp() * logprob.clamp_min(-1e30)).sum(-1)
     correct = (logits.gather(-1, labels).squeeze(-1) >= logits.amax(-1)) & counted
 
@@ -84,10 +84,10 @@ def reference_linear_cross_entropy(
 
 
 class _GatherRows(torch.autograd.Function):
-    """Every rank's rows (uneven ones too), in order of ``vocab_range``; gradient: the own rows.
+    """Gathers every rank's rows (also uneven shards) in the order of their ranges.
 
-    Every rank goes on to compute the same loss from the same numbers, so the gradient of its own
-    rows is already whole and needs no sum over ranks.
+    All ranks then compute the same loss from the same numbers, so the gradient of a rank's own rows
+    is already complete and needs no sum over ranks.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The op as torch.compile sees it: two opaque operators with fakes and a gradient.
 
 ``torch.ops.flce_dist.forward`` and ``.backward`` call what the Functions of ``autograd.py`` call.
-They serve compiled code only: a call through the dispatcher and back into Python costs the host
-more than ``Function.apply``, and small shapes would wait for it.
+They serve compiled code only: a call through the dispatcher and back into Python takes the host
+longer than ``Function.apply``, which would delay small shapes.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 
 def _schema(name: str, declared: Declared) -> str:
     kind = _TYPES[declared.kind] + "?" * declared.optional
-    if name == "max_logits_bytes":  # as torch.compile leaves sizes open
+    if name == "max_logits_bytes":  # torch.compile may make it symbolic
         kind = f"Sym{kind.capitalize()}"
     return f"{kind} {name}"
 
@@ -37,7 +37,7 @@ _METRICS = 4  # lse, logprob, entropy, correct
 
 
 def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
-    """Call the operator from compiled code; return loss and, if asked for, metrics.
+    """Call the operator from compiled code; return the loss and, if asked for, metrics.
 
     ``needs`` says whether hidden, weight and bias need a gradient.
     """
@@ -61,8 +61,8 @@ def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Op
     *options, group_name, needs = spec
     group = collectives.group_of(group_name)
     arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*options), group)
-    # Where torch.compile leaves sizes open, their plan shapes what an operator returns; it cannot
-    # know whether dweight's memory will do.
+    # A plan of symbolic sizes determines the shapes that an operator returns, and cannot tell
+    # whether dweight's memory is large enough for in_forward.
     return prepare(arguments, needs, auto_in_forward=False)
 
 
@@ -173,7 +173,7 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
     needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
-    # Compiled code fills upstream gradients that nobody asked for with zeros.
+    # Compiled code passes zeros for upstream gradients that do not exist.
     upstream = grads[:_METRICS] if with_metrics else (grads[0], None, None, None)
     if all(g is None for g in upstream):
         return (None,) * (5 + len(ctx.spec))

@@ -1,7 +1,7 @@
 """Memory on each GPU of a group from which the other ranks copy: the protocol.
 
 A NCCL kernel needs multiprocessors, and a persistent kernel or a cuBLAS GEMM leaves none free, so
-a collective issued beside a GEMM runs after it. Copy engines need none, and neither do a stream's
+a collective issued during a GEMM runs after it. Copy engines need none, and neither do a stream's
 memory operations, which write a 32-bit word or wait for its value. So tokens [T, H] travel between
 GPUs of one host by copies (``peer_copies.py``); everything else uses NCCL.
 

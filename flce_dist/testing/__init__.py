@@ -1,4 +1,4 @@
-"""For your own unit tests: simulated ranks on one machine, and a budget for numerical errors.
+"""For users' unit tests: simulated ranks on one machine, and a budget for numerical errors.
 
     import torch
     from flce_dist import linear_cross_entropy
@@ -15,10 +15,10 @@
         losses = run_ranks(rank, 4)
         assert all(loss == losses[0] for loss in losses)
 
-Two backends, for two purposes. "threads" runs any closure in milliseconds and names the rank whose
-collective differs: for many small cases. "gloo" forks real processes with real collectives: for
-truth, and for code with process-wide state (random generators, megatron-core). ``RankPool`` keeps
-such processes for many calls.
+There are two backends. "threads" runs any closure in milliseconds and names the rank whose
+collective differs; use it for many small cases. "gloo" forks processes with real collectives; use
+it for end-to-end cases and for code with process-wide state (random generators, megatron-core).
+``RankPool`` keeps such processes for many calls.
 """
 
 from flce_dist.testing.error_budget import (

@@ -1,7 +1,7 @@
-"""How much error a result may have: a small multiple of what eager PyTorch makes of the same data.
+"""How much error a result may have: a small multiple of eager PyTorch's error on the same data.
 
 A fixed tolerance is either loose enough to pass zeros or tight enough to fail on a harder shape.
-Here the yardstick is measured beside: eager PyTorch in the dtype under test, both against fp64.
+Here the error of eager PyTorch in the dtype under test is measured as well, both against fp64.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """``error`` of a result and the ``budget`` it may use, both relative RMS."""
+    """The ``error`` of a result and the ``budget`` that it must not exceed, both relative RMS."""
 
     error: float
     budget: float
@@ -31,8 +31,8 @@ class ErrorBudget:
 def relative_rms(actual: Tensor, reference: Tensor) -> float:
     """Return ``rms(actual - reference) / rms(reference)`` in fp64.
 
-    0 where both are exactly 0 or empty, inf where only the reference is 0, NaN where ``actual``
-    holds NaN or inf. Shapes must be equal: a broadcast would compare something else.
+    It is 0 if both are exactly 0 or empty, inf if only the reference is 0, NaN if ``actual`` holds
+    NaN or inf. Shapes must be equal: a broadcast would compare something else.
     """
     if actual.shape != reference.shape:
         raise ValueError(
@@ -54,11 +54,12 @@ def error_budget(
 ) -> ErrorBudget:
     """Compare ``actual`` with ``reference`` (fp64), given ``eager``'s result of the same op.
 
-    The budget is ``2 * (error of eager + rounding)``: rounding is eps of ``dtype`` (the one under
-    test, eager's by default) for the result, and 8 eps of fp32 (fp64 for fp64) for what it is
-    computed from, since a logit near 8 that is off by one eps moves its exponential by 8. An eps of
-    the *largest* element would instead let a gradient with a few large rows be half wrong. A
-    reference of zeros is met by zeros only, and an eager result with NaN grants nothing.
+    The budget is ``2 * (error of eager + rounding)``. Rounding is eps of ``dtype`` (the one under
+    test, eager's by default) for the result, plus 8 eps of fp32 (fp64 for fp64) for its
+    intermediates, since a relative error of one eps in a logit near 8 changes the exponential by 8
+    eps. An eps of the *largest* element instead would accept a gradient with a few large rows that
+    is half wrong. Only zeros meet a reference of zeros, and an eager result with NaN adds nothing
+    to the budget.
     """
     eager_error = relative_rms(eager, reference)
     dtype = eager.dtype if dtype is None else dtype

@@ -1,8 +1,9 @@
 """Simulated ranks as forked processes with gloo: real collectives, real processes, no network.
 
-Workers are forked, never spawned (a spawned one would import torch for seconds), so a process that
-has already used CUDA cannot start them. Each has one torch thread, a default process group over
-the loopback device, and a pipe to the caller. What it gets and gives travels pickled.
+Workers are forked, not spawned, because a spawned one would spend seconds importing torch. So a
+process that has already used CUDA cannot start them. Each worker has one torch thread, a default
+process group over the loopback device, and a pipe to the caller that carries pickled arguments and
+results.
 """
 
 import faulthandler
@@ -27,19 +28,19 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-_GRACE_S = 0.2  # for a death to show behind the connection errors that it causes in other ranks
+_GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
 
 
 class RankFailed(RuntimeError):
-    """Names the simulated rank that failed and carries its traceback or its exit code."""
+    """A simulated rank failed; the message has its number and its traceback or exit code."""
 
 
 class RankPool:
-    """Forked gloo workers that serve many calls: a call takes milliseconds once they run.
+    """Forked gloo workers that serve many calls; once they run, a call takes milliseconds.
 
-    A context manager; workers start at the first ``run``, and again after a failed one. The
-    function and its arguments are pickled: it must be a module-level function (or a partial of
-    one). ``run_ranks(..., backend="gloo")`` takes closures, at the price of a start each::
+    A context manager. Workers start at the first ``run``, and again after a failed one. The
+    function and its arguments are pickled, so it must be a module-level function or a partial of
+    one. ``run_ranks(..., backend="gloo")`` takes closures, but forks workers for each call::
 
         @pytest.fixture(scope="module")
         def ranks():
@@ -80,7 +81,7 @@ class RankPool:
         return self._call(task)
 
     def run_closure(self, fn: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-        """Like ``run`` for a function that forking hands over: it needs workers of its own."""
+        """Like ``run`` for a closure, which workers get by being forked: the pool must be new."""
         if self._processes:
             raise RuntimeError("run_closure needs a pool whose workers have not started yet")
         self._start(fn)
@@ -127,7 +128,7 @@ class RankPool:
         pipes = [context.Pipe() for _ in range(self.world_size)]
         self._pipes = [ours for ours, _ in pipes]
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads (torch keeps idle ones): workers use none of their locks.
+            # Python 3.12 warns of threads, which torch keeps idle; workers use none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             for rank in range(self.world_size):
                 inherited = self._pipes + [end for r, (_, end) in enumerate(pipes) if r != rank]
@@ -174,7 +175,7 @@ class RankPool:
         raise error from failed
 
     def _stack(self, rank: int) -> str:
-        """Where a rank is just now, as it writes it when asked by a signal."""
+        """Return a rank's present stack, which it writes to a file on a signal."""
         assert self._store is not None
         pid = self._processes[rank].pid
         assert pid is not None
@@ -195,7 +196,7 @@ class RankPool:
 
 
 def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
-    """Return the message of a timeout; ``where`` has the stack of each rank that runs on."""
+    """Return the message of a timeout; ``where`` has the stack of each rank still running."""
     ranks = ", ".join(str(rank) for rank in where)
     stacks = "".join(f"\nrank {rank} is at\n{stack}" for rank, stack in where.items())
     return f"ranks {ranks} of {world_size} did not finish within {timeout_s:g} s{stacks}"
@@ -211,11 +212,11 @@ def _worker(
     timeout_s: float,
     closure: Callable[[dist.ProcessGroup], Any] | None,
 ) -> None:
-    """Serve calls until the pipe closes: its caller closed it, or is gone."""
-    gc.freeze()  # a process group that the caller has left to collect would wait here for threads
+    """Serve calls until the pipe closes, because the caller closed it or has ended."""
+    gc.freeze()  # collecting a process group of the caller's would wait for threads not forked
     for end in inherited:
-        end.close()  # held open here, they would keep a sibling from seeing its caller go
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it and ends the workers
+        end.close()  # if held open here, a sibling would not notice that the caller has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles it and ends the workers
     stack_file = (Path(store) / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     torch.set_num_threads(1)  # and no OpenMP region: its threads did not survive the fork
@@ -233,7 +234,7 @@ def _worker(
                     rank=rank,
                     world_size=world_size,
                     store=dist.FileStore(str(Path(store) / "store"), world_size),
-                    # The caller ends a late call itself, naming every rank that is late.
+                    # The caller's own timeout comes first and names every rank that is late.
                     timeout=timedelta(seconds=2 * timeout_s),
                 )
             fn, args, kwargs = (closure, (), {}) if task is None else task
@@ -256,12 +257,12 @@ def _forget_inherited_groups() -> None:
 
 
 def _loopback() -> str:
-    """Name of the loopback device: simulated ranks need no network and no host name."""
+    """Return the loopback device's name: simulated ranks need no network and no host name."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _portable(result: Any) -> Any:
-    """Detach and copy tensors: what is sent is the values, not their storage or history."""
+    """Detach and copy tensors, so that only their values are sent, not storage or history."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), result)
 
 
@@ -270,7 +271,7 @@ def _pickled_error(error: BaseException) -> bytes:
     error.__traceback__ = error.__cause__ = error.__context__ = None
     try:
         reply = pickle.dumps((False, (error, report)))
-        pickle.loads(reply)  # some exceptions pickle, and cannot be built again
+        pickle.loads(reply)  # some exceptions can be pickled but not unpickled
     except Exception:
         reply = pickle.dumps((False, (None, report)))
     return reply

@@ -24,17 +24,17 @@ def run_ranks(
     ``tp_group.rank()`` says who is calling, and ``torch.distributed.new_group`` makes subgroups.
 
     Args:
-        fn: any callable, a closure too. Over "threads" ranks share its variables; over "gloo" each
-            has a copy, and what it returns is pickled (tensors detached).
+        fn: any callable, also a closure. Over "threads" ranks share its variables; over "gloo" each
+            rank has a copy, and results are pickled, with tensors detached.
         world_size: number of ranks, 1 or more.
         backend: "threads" of this process, or "gloo" over forked processes.
         timeout_s: for the whole call.
 
     Raises:
-        Exception: what a rank raised, as it was, with a ``RankFailed`` naming the rank and holding
-            its traceback as its cause. The other ranks are ended.
-        RankFailed: a rank died (exit or signal), or raised what cannot be pickled.
-        TimeoutError: naming the ranks that did not finish.
+        Exception: the exception that a rank raised. Its cause is a ``RankFailed`` with the rank's
+            number and traceback. The other ranks are ended.
+        RankFailed: a rank exited or was killed, or its exception cannot be pickled.
+        TimeoutError: some ranks did not finish; the message names them.
     """
     if backend not in ("threads", "gloo"):
         raise ValueError(f'backend must be "threads" or "gloo", got {backend!r}')

@@ -1,10 +1,10 @@
-"""Simulated ranks as threads of this process: milliseconds a call, any closure, P up to 8 or so.
+"""Simulated ranks as threads of this process: any closure, milliseconds per call, P up to about 8.
 
-Torch's threaded process group copies between the threads' tensors and takes whatever it is given:
-ranks that call different collectives silently mix their data. So here the ranks first compare what
-each is about to do, and an error says which one differs or has already gone. Async work is
-complete at once, and all ranks draw from the one default random generator: a test of overlap or of
-random state wants forked ranks.
+Torch's threaded process group copies between the threads' tensors without checks: ranks that call
+different collectives silently mix their data. Here ranks first compare the collectives that they
+are about to call, and an error names the rank that differs or has already ended. Async work
+completes at once, and all ranks share the default random generator: use forked ranks to test
+overlap or random state.
 """
 
 import sys
@@ -29,16 +29,16 @@ c10d_native: Any = native
 _BACKEND = "flce_threads"
 _ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
-_one_world = threading.Lock()  # the threads' world takes the place of torch's, which is global
-_this_rank = threading.local()  # .meeting: that of the world that this thread is a rank of
+_one_world = threading.Lock()  # the threads' world replaces torch's, which is global
+_this_rank = threading.local()  # .meeting: the one of this thread's world
 
 
 class _PeerGone(RuntimeError):
-    """This rank could not go on since another had ended; report that one's error, if it has one."""
+    """This rank waited for one that had ended. The other's error, if any, is reported instead."""
 
 
 class _Meeting:
-    """Where the ranks of one simulated world compare their next collective."""
+    """Where the ranks of one simulated world compare their next collectives."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -75,7 +75,7 @@ class _Meeting:
 class ThreadedGroup(multi_threaded_pg.ProcessLocalGroup):
     """Torch's threaded group that checks every collective and lists it in ``calls``.
 
-    ``calls`` are this rank's own, as "allreduce SUM float32[16]": what each rank puts in.
+    ``calls`` are this rank's, as "allreduce SUM float32[16]", with the size of its input.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -136,7 +136,7 @@ def run_threads(
     with _one_world:
         c10d_native._set_thread_isolation_mode(True)
         world, c10d._world = c10d._world, multi_threaded_pg.ThreadLocalWorld()
-        excepthook = sys.excepthook  # each init_process_group puts another in front of it
+        excepthook = sys.excepthook  # each init_process_group wraps it once more
         try:
             store = dist.HashStore()
             threads = [
@@ -168,7 +168,7 @@ def run_threads(
 def _raise_first(errors: list[tuple[int, BaseException]], world_size: int) -> None:
     if not errors:
         return
-    # A rank that waited in vain tells only half of the story; stable, so the earliest of the rest.
+    # The first error of a rank that did not merely wait for one that had ended.
     rank, error = min(errors, key=lambda item: isinstance(item[1], _PeerGone))
     report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     raise error from RankFailed(f"rank {rank} of {world_size} raised\n{report}")
@@ -187,7 +187,7 @@ def _create_group(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> ThreadedGroup:
     group = ThreadedGroup(rank, world_size)
-    # Ranks make subgroups in their own time: none may use one before all of its members have it.
+    # Ranks create a subgroup at different times: none may use it before all members have it.
     c10d._store_based_barrier(rank, store, "", world_size, timeout)
     return group
 
