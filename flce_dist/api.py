@@ -9,6 +9,7 @@ from torch import Tensor
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import function_of
 from flce_dist.op.dtensor import localized
+from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 
@@ -46,6 +47,7 @@ def linear_cross_entropy(
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
+    accumulate_dweight: bool = False,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
@@ -92,6 +94,14 @@ def linear_cross_entropy(
         tp_invariant: loss, lse, logprob and entropy are bitwise the same for any number of ranks,
             schedule and budget; computing logits takes a few percent longer. Needs impl "triton"
             and shards that begin at multiples of 32 rows. Does not cover dhidden and dweight.
+        accumulate_dweight: backward adds dweight into ``weight.main_grad`` by GEMMs that accumulate
+            there, and no dweight exists (with in_forward one waits for the upstream gradient).
+            main_grad is [V, H] in fp32 or the operands' dtype. Forward captures it; every backward
+            adds to it, but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it
+            has the attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
+            zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
+            calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
+            torch.compile, not for a DTensor weight.
         schedule: how backward obtains the probabilities. "recompute" computes the logits again.
             "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
             computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
@@ -128,7 +138,8 @@ def linear_cross_entropy(
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl,
+        accumulate_dweight=accumulate_dweight, schedule=schedule,
+        max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
@@ -154,6 +165,7 @@ def linear_cross_entropy_with_metrics(
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
+    accumulate_dweight: bool = False,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
@@ -169,7 +181,8 @@ def linear_cross_entropy_with_metrics(
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
+        accumulate_dweight=accumulate_dweight, schedule=schedule,
+        max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return LossWithMetrics(*_apply(arguments))
@@ -177,6 +190,7 @@ def linear_cross_entropy_with_metrics(
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Check and run one call; return the loss and, if requested, metrics in labels' shape."""
+    weight = arguments.weight
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
@@ -184,7 +198,8 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
 
     call, operands = prepare(arguments, needs)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
-    loss, *metrics = function_of(call).apply(*operands, call)
+    main_grad = captured(weight, call) if needs[1] else None
+    loss, *metrics = function_of(call).apply(*operands, call, main_grad)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)

@@ -36,6 +36,7 @@ _FIXED = {
     "reduce_dhidden": True,
     "reduce_in_fp32": False,
     "tp_invariant": False,
+    "accumulate_dweight": False,
 }
 """Options that the model decides or the output layer does not support."""
 

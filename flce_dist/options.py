@@ -52,6 +52,7 @@ class LossOptions:
     reduce_dhidden: bool = True
     reduce_in_fp32: bool = False
     tp_invariant: bool = False
+    accumulate_dweight: bool = False
     schedule: Schedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     impl: Impl | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce_dist.op import checks
 from flce_dist.op.dtensor import localized
+from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import LossOptions, options_of
 from flce_dist.parallel import collectives
@@ -78,9 +79,12 @@ def check_ranks(
 
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return this rank's facts about the call; raise if the call would."""
+    given = arguments.weight
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
+    if needs[1]:
+        captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index
     end = start + len(weight)
     checks.check_labels(labels, call.vocab_size, call.options.ignore_index)

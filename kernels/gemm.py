@@ -36,14 +36,25 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Write ``acc = a @ b`` if ``first``, else add ``acc += a @ b``.
 
-    a is [M, K], b [K, N], acc [M, N] fp32 or fp64. The first GEMM does not read acc, so acc need
-    not be cleared before.
+    a is [M, K], b [K, N], acc [M, N] in the accumulation dtype, or in the operands' own: then
+    ``acc + a @ b`` is rounded once. The first GEMM does not read acc, so acc need not be cleared
+    before.
     """
-    if _has_fp32_output(a) and a.shape[1]:
-        torch.addmm(acc, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=acc)
+    if a.is_cuda and a.shape[1]:
+        beta = 0 if first else 1
+        if acc.dtype == a.dtype:
+            torch.addmm(acc, a, b, beta=beta, out=acc)
+        else:
+            torch.addmm(acc, a, b, beta=beta, out_dtype=acc.dtype, out=acc)
         return
     if first:
         acc.zero_()
+    if acc.dtype != acc_dtype(a.dtype):
+        for m in slices(a.shape[0], 4 * b.shape[1]):
+            part = acc[m].to(acc_dtype(a.dtype))
+            add_matmul(part, a[m], b, first=False)
+            acc[m] = part
+        return
     for k in slices(a.shape[1], 4 * max(acc.shape)):
         acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
 

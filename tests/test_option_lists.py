@@ -33,6 +33,7 @@ CHANGED: dict[str, Any] = dict(
     reduce_dhidden=False,
     reduce_in_fp32=True,
     tp_invariant=True,
+    accumulate_dweight=True,
     schedule="recompute",
     max_logits_bytes=4096,
     impl="triton",
@@ -73,7 +74,7 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
     "use_linear_cross_entropy": (
         options_of_megatron,
         {"reduction", "vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32",
-         "tp_invariant", "with_metrics"},
+         "tp_invariant", "accumulate_dweight", "with_metrics"},
     ),
 }  # fmt: skip
 ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]

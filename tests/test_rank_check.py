@@ -313,7 +313,7 @@ def test_over_gloo(gloo_ranks: Callable[[int], RankPool]) -> None:
 
 FACTS = ["hidden.shape", "hidden.dtype", "labels.shape", "bias", "token_weight", "impl"]
 FACTS += ["torch.is_grad_enabled()", "vocab_size", "sequence_parallel", "with_metrics"]
-FACTS += ["tp_invariant"]
+FACTS += ["tp_invariant", "accumulate_dweight"]
 FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", *OPTIONS]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_dist.op.backward import Results, backward
 from flce_dist.op.forward import Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
+from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands
 
 
@@ -32,12 +33,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
+    def forward(
+        ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None
+    ):
         ctx.set_materialize_grads(False)
         operands = Operands(hidden, weight, bias, labels, token_weight)
         with computing_on(hidden):
             loss, metrics, saved = forward(call, operands)
-        ctx.call = call
+        ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(*operands, *saved)
         if metrics.correct is not None:
             ctx.mark_non_differentiable(metrics.correct)
@@ -48,7 +51,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         def gradients(upstream: tuple[Tensor | None, ...]) -> Results:
             saved_tensors = ctx.saved_tensors  # read once: checkpoints unpack them
             operands, saved = Operands(*saved_tensors[:5]), Saved(*saved_tensors[5:])
-            return backward(ctx.call, operands, saved, upstream, ctx.needs_input_grad)
+            return backward(
+                ctx.call, operands, saved, upstream, ctx.needs_input_grad, ctx.main_grad
+            )
 
         return first_order(gradients, upstream)
 
@@ -67,12 +72,14 @@ class InForwardFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, token_weight, call: Call):
+    def forward(
+        ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None
+    ):
         ctx.set_materialize_grads(False)
         operands = Operands(hidden, weight, bias, labels, token_weight)
         with computing_on(hidden):
             loss, metrics, saved = in_forward(call, operands, ctx.needs_input_grad[:3])
-        ctx.call = call
+        ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(*saved)
         if metrics.correct is not None:
             ctx.mark_non_differentiable(metrics.correct)
@@ -83,7 +90,11 @@ class InForwardFunction(torch.autograd.Function):
         def gradients(upstream: tuple[Tensor | None, ...]) -> Results:
             # If backward cannot run again, the saved gradients themselves become the results.
             saved, once = SavedGradients(*ctx.saved_tensors), not _keeps_graph()
-            return scaled(ctx.call, saved, upstream, reuses_saved=once)
+            dhidden, dweight, dbias = scaled(ctx.call, saved, upstream, reuses_saved=once)
+            if ctx.main_grad is not None:
+                assert dweight is not None
+                dweight = ctx.main_grad.add(dweight)
+            return dhidden, dweight, dbias
 
         return first_order(gradients, upstream)
 
@@ -103,7 +114,7 @@ def computing_on(x: Tensor) -> Iterator[None]:
 
 
 def first_order(gradients: Any, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a Function's six inputs; raise for create_graph=True.
+    """Return the gradients of a Function's seven inputs; raise for create_graph=True.
 
     ``once_differentiable`` is not enough: with it a gradient penalty runs but has no effect.
     """
@@ -115,9 +126,9 @@ def first_order(gradients: Any, upstream: tuple[Tensor | None, ...]) -> tuple[Te
     upstream = upstream[:-1]  # correct has no gradient
     some = next((g for g in upstream if g is not None), None)
     if some is None:  # nothing depends on the outputs
-        return (None,) * 6
+        return (None,) * 7
     with computing_on(some):
-        return *gradients(upstream), None, None, None
+        return *gradients(upstream), None, None, None, None
 
 
 def _keeps_graph() -> bool:

@@ -18,6 +18,7 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import MetricGradients, RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.forward import Saved, loss_terms, shard_logits
+from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather, TokenSum
@@ -32,10 +33,12 @@ def backward(
     saved: Saved,
     upstream: Sequence[Tensor | None],
     needs: Sequence[bool],
+    main_grad: MainGrad | None = None,
 ) -> Results:
     """Return the gradients that are needed: schedules recompute and cached.
 
     ``upstream`` are the gradients of the loss, lse, logprob and entropy, in the caller's order.
+    With ``main_grad`` dweight is added there, and the dweight that is returned says so.
     """
     hidden, weight, bias, labels, _ = operands
     rows, expressible = _row_gradient(call, operands, saved, upstream)
@@ -51,18 +54,22 @@ def backward(
     dhidden = dweight = dbias = None
     if needs[0]:
         dhidden = sum_of_dhidden(call, len(labels), weight)
-    if needs[1]:
+    accumulates = False
+    if main_grad is not None:
+        dweight, accumulates = main_grad.opened()
+    elif needs[1]:
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if needs[2]:
         assert bias is not None
         dbias = torch.zeros_like(bias)
-    gradients = Gradients(call, weight, dhidden, dweight, dbias)
+    gradients = Gradients(call, weight, dhidden, dweight, dbias, accumulates)
     windows = ColumnCache(() if cache is None else (cache,))
     chunk = Chunk((0, len(labels)), labels, saved.stats, rows, windows, gather, logits)
     gradients.add(chunk)
     if gather is not None:
         gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
-    return gradients.finished()
+    dhidden_here, dweight, dbias = gradients.finished()
+    return dhidden_here, dweight if main_grad is None else main_grad.closed(), dbias
 
 
 def _row_gradient(
@@ -123,7 +130,8 @@ class Window(NamedTuple):
 class Gradients:
     """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
 
-    ``dweight`` has the rows of ``weight``; those beyond V become 0. It can sum several chunks in
+    ``dweight`` has the rows of ``weight``; those beyond V become 0. If it ``accumulates``, all is
+    added to what it holds, and they stay. It can sum several chunks in
     the accumulation dtype, but only takes one chunk in the operands' dtype.
     """
 
@@ -132,10 +140,11 @@ class Gradients:
     dhidden: TokenSum | None
     dweight: Tensor | None
     dbias: Tensor | None
+    accumulates: bool = False
     _acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
 
     def __post_init__(self) -> None:
-        if self.dweight is not None:
+        if self.dweight is not None and not self.accumulates:
             self.dweight[self.call.V :] = 0.0
 
     def add(self, chunk: Chunk) -> None:
@@ -212,10 +221,12 @@ class Gradients:
         if self.dweight is not None:
             hidden, row = factor()
             out = self.dweight[start:end]
-            if out.dtype == self.weight.dtype and len(self.call.plan.chunks()) == 1:
+            is_only = len(self.call.plan.chunks()) == 1 and not self.accumulates
+            if out.dtype == self.weight.dtype and is_only:
                 gemm.matmul(d.T, hidden, row=row, out=out)
             else:
-                gemm.add_matmul(out, d.T, hidden, first=chunk.tokens[0] == 0)
+                first = chunk.tokens[0] == 0 and not self.accumulates
+                gemm.add_matmul(out, d.T, hidden, first=first)
                 if row is not None:
                     out += row
         if self.dbias is not None:

@@ -85,6 +85,29 @@ def check_tensors(
             )
 
 
+def check_main_grad(main_grad: object, weight: Tensor, dtype: torch.dtype) -> None:
+    """Check what backward adds dweight into; ``dtype`` is that of the operands."""
+    if main_grad is None:
+        raise ValueError(
+            "weight must have an attribute main_grad, [V, H], or get_main_grad, with "
+            "accumulate_dweight=True, got a weight without"
+        )
+    wide = torch.promote_types(dtype, torch.float32)
+    _tensor("weight.main_grad", main_grad, (wide, dtype))
+    assert isinstance(main_grad, Tensor)
+    if main_grad.shape != weight.shape:
+        raise ValueError(
+            f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "
+            f"got {tuple(main_grad.shape)}"
+        )
+    if main_grad.requires_grad:
+        raise ValueError("weight.main_grad must have requires_grad=False, got True")
+    if main_grad.device != weight.device:
+        raise ValueError(
+            f"weight.main_grad must be on weight's {weight.device}, got {main_grad.device}"
+        )
+
+
 def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
     """Check that this rank is a member of ``tp_group``."""
     if tp_group is None:

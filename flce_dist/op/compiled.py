@@ -42,6 +42,11 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
     ``needs`` says whether hidden, weight and bias need a gradient.
     """
     options, tp_group = arguments.options, arguments.tp_group
+    if options.accumulate_dweight and needs[1]:
+        raise NotImplementedError(
+            "accumulate_dweight=True is not supported under torch.compile, whose operators must "
+            "not change their inputs; exclude the call by torch.compiler.disable"
+        )
     if options.with_metrics and options.schedule == "in_forward":
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes no "

@@ -1,0 +1,86 @@
+"""dweight is added into the caller's accumulator, ``weight.main_grad``: ``accumulate_dweight``.
+
+Attributes of the weight are those of Megatron and TransformerEngine: ``main_grad``,
+``grad_added_to_main_grad``, and with Megatron-FSDP ``get_main_grad`` and ``overwrite_main_grad``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flce_dist.op import checks
+from flce_dist.op.prepare import Call
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """Where backward adds dweight; not saved by autograd, which would forbid to change it.
+
+    Attributes:
+        weight: what the caller passed, before autocast.
+        buffer: its ``main_grad`` in forward, [V, H]; None if backward calls ``get_main_grad``.
+        dtype: of the operands.
+    """
+
+    weight: Any
+    buffer: Tensor | None
+    dtype: torch.dtype
+
+    def opened(self) -> tuple[Tensor, bool]:
+        """Return main_grad [V, H], and whether to add to it (else it is overwritten)."""
+        weight, main_grad = self.weight, self.buffer
+        if main_grad is None:
+            main_grad = weight.get_main_grad()
+            checks.check_main_grad(main_grad, weight, self.dtype)
+        weight.main_grad = main_grad
+        if not getattr(weight, "overwrite_main_grad", self.buffer is None):
+            return main_grad, True
+        # Of several uses in one backward only the first overwrites.
+        task, before = _graph_task(), getattr(weight, "_main_grad_written_in", None)
+        weight._main_grad_written_in = task
+        return main_grad, task == before
+
+    def closed(self) -> Tensor | None:
+        """Say that dweight was added; return the gradient that autograd gets in its place.
+
+        It is zeros [V, H] of one element: autograd allocates them when this backward has freed its
+        memory.
+        """
+        if not hasattr(self.weight, "grad_added_to_main_grad"):
+            return None
+        self.weight.grad_added_to_main_grad = True
+        zero = torch.zeros((), dtype=self.dtype, device=self.weight.device)
+        return zero.expand(self.weight.shape)
+
+    def add(self, dweight: Tensor) -> Tensor | None:
+        """Add a dweight [V, H] that exists already; return what ``closed`` does."""
+        main_grad, accumulates = self.opened()
+        if accumulates:
+            main_grad += dweight
+        else:
+            main_grad.copy_(dweight)
+        return self.closed()
+
+
+def captured(weight: Tensor, call: Call) -> MainGrad | None:
+    """Return the accumulator of a weight that needs a gradient, if the call adds dweight to it."""
+    if not call.options.accumulate_dweight:
+        return None
+    if isinstance(weight, DTensor):
+        raise NotImplementedError(
+            "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "
+            "with its main_grad, or accumulate_dweight=False"
+        )
+    buffer = None
+    if not hasattr(weight, "get_main_grad"):
+        buffer = getattr(weight, "main_grad", None)
+        checks.check_main_grad(buffer, weight, call.dtype)
+    return MainGrad(weight, buffer, call.dtype)
+
+
+def _graph_task() -> int:
+    """Identify the backward pass that runs. PyTorch has no public name for it."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,346 @@
+"""dweight added into ``weight.main_grad``: its contents, flags and memory, without Megatron.
+
+main_grad begins with numbers as large as dweight, so that what is lost, overwritten or added twice
+shows. T tokens, V vocabulary rows, H hidden size.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
+from flce_dist.kernels import gemm
+from flce_dist.memory import peak_memory
+from flce_dist.op import compiled, plan
+from flce_dist.op.main_grad import MainGrad
+from flce_dist.op.prepare import Arguments
+from flce_dist.options import LossOptions
+from flce_dist.testing import error_budget, relative_rms
+from tests.oracle import Inputs, Upstream, device_of, make_inputs, run_reference
+from tests.problems import (
+    SCHEDULES,
+    H,
+    Patch,
+    T,
+    V,
+    each_schedule,
+    forget_plans,
+    pairwise,
+)
+
+PADDING = 7
+REAL = V - PADDING
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.2},
+    "softcap and scale": {"softcap": 5.0, "logit_scale": 0.7},
+    "z-loss": {"z_loss_weight": 1e-2},
+}
+DTYPES = [  # of the operands, of main_grad
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+]
+CASES = pairwise(
+    (impl, schedule, dtypes, name)
+    for impl in ("eager", "triton")
+    for schedule in SCHEDULES
+    for dtypes in range(len(DTYPES))
+    for name in OPTIONS
+)
+
+
+def problem(dtype: torch.dtype = torch.float32) -> Inputs:
+    """The last ``PADDING`` rows of the weight are padding."""
+    inputs = make_inputs(T, V, H, dtype, bias=True)
+    return replace(inputs, labels=inputs.labels.clamp(max=REAL - 1))
+
+
+def parameter(inputs: Inputs, dtype: torch.dtype = torch.float32, *, flag: bool = True) -> Any:
+    """The weight with a main_grad as Megatron's DDP gives it; ``before`` keeps its first value."""
+    weight: Any = nn.Parameter(inputs.weight.clone())
+    g = torch.Generator().manual_seed(5)
+    weight.main_grad = torch.randn(weight.shape, generator=g).mul(0.1).to(dtype).to(weight.device)
+    weight.before = weight.main_grad.clone()
+    if flag:
+        weight.grad_added_to_main_grad = False
+    return weight
+
+
+def step(inputs: Inputs, weight: Any, **options: Any) -> Tensor:
+    """Forward and backward with fusion; returns dhidden."""
+    hidden = inputs.hidden.clone().requires_grad_()
+    keywords = {"vocab_size": REAL, "bias": inputs.bias, "accumulate_dweight": True, **options}
+    linear_cross_entropy(hidden, weight, inputs.labels, **keywords).backward()
+    assert hidden.grad is not None
+    return hidden.grad
+
+
+def unfused(inputs: Inputs, **options: Any) -> Tensor:
+    weight = nn.Parameter(inputs.weight.clone())
+    step(inputs, weight, accumulate_dweight=False, **options)
+    assert weight.grad is not None
+    return weight.grad
+
+
+def assert_added(weight: Any, dweight: Tensor, times: int = 1) -> None:
+    """main_grad holds what it held and ``times`` dweight; padding is untouched bit by bit."""
+    expected = weight.before.double() + times * dweight.double()
+    error = relative_rms(weight.main_grad, expected)
+    assert error < 4 * torch.finfo(weight.main_grad.dtype).eps, error
+    assert torch.equal(weight.main_grad[REAL:], weight.before[REAL:])
+
+
+@pytest.mark.parametrize("impl, schedule, dtypes, name", CASES)
+def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name):
+    if (schedule, name) == ("in_forward", "softcap and scale"):
+        name = "plain"
+    dtype, main = DTYPES[dtypes]
+    given, options = problem(dtype), {"vocab_size": REAL, "reduction": "sum", **OPTIONS[name]}
+    inputs = given.to(device_of(impl))
+    weight = parameter(inputs, main)
+    step(inputs, weight, impl=impl, schedule=schedule, **options)
+    truth = run_reference(given.to(torch.float64), Upstream(), **options)["dweight"]
+    eager = run_reference(given, Upstream(), **options)["dweight"]
+    before = weight.before.cpu()
+    against = error_budget(
+        weight.main_grad.cpu(), before + truth, (before + eager).to(main), dtype=main
+    )
+    # An fp32 sum of half-precision operands has their error, whatever its own dtype.
+    allowed = against.budget + error_budget(eager, truth, eager, dtype=dtype).budget
+    assert against.error <= allowed
+    assert torch.equal(weight.main_grad[REAL:].cpu(), before[REAL:])
+
+
+@each_schedule
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_loss_and_dhidden_are_those_without(impl, schedule):
+    inputs = problem(torch.bfloat16).to(device_of(impl))
+    options = {"impl": impl, "schedule": schedule}
+    fused = step(inputs, parameter(inputs), **options)
+    plain = step(inputs, nn.Parameter(inputs.weight.clone()), accumulate_dweight=False, **options)
+    assert torch.equal(fused, plain)
+
+
+@each_schedule
+def test_several_chunks_windows_and_microbatches(schedule, monkeypatch):
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
+    monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
+    forget_plans()
+    inputs = problem()
+    weight, options = parameter(inputs), {"schedule": schedule, "max_logits_bytes": 1}
+    for _ in range(3):
+        step(inputs, weight, **options)
+    forget_plans()
+    assert_added(weight, unfused(inputs, schedule=schedule), times=3)
+
+
+@each_schedule
+def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
+    keywords: dict[str, Any] = {
+        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
+    }  # fmt: skip
+    losses = [
+        linear_cross_entropy(inputs.hidden, weight, inputs.labels, **keywords) for _ in range(2)
+    ]
+    total = losses[0] + 2 * losses[1]
+    total.backward(retain_graph=True)
+    assert_added(weight, dweight, times=3)
+    total.backward()
+    assert_added(weight, dweight, times=6)
+
+
+def test_the_gradient_in_its_place():
+    inputs = problem(torch.bfloat16)
+    weight = parameter(inputs)
+    step(inputs, weight)
+    assert weight.grad_added_to_main_grad is True
+    assert weight.grad.dtype == torch.bfloat16 and weight.grad.shape == weight.main_grad.shape
+    assert weight.grad.is_contiguous() and not weight.grad.any()
+    bare = parameter(inputs, flag=False)
+    step(inputs, bare)
+    assert bare.grad is None and not hasattr(bare, "grad_added_to_main_grad")
+    assert torch.equal(bare.main_grad, weight.main_grad)
+
+
+@each_schedule
+def test_the_buffer_of_forward_is_the_one(schedule):
+    inputs = problem()
+    weight, other = parameter(inputs), torch.zeros(V, H)
+    captured = weight.main_grad
+    loss = linear_cross_entropy(
+        inputs.hidden, weight, inputs.labels, bias=inputs.bias, vocab_size=REAL,
+        accumulate_dweight=True, schedule=schedule,
+    )  # fmt: skip
+    weight.main_grad = other
+    loss.backward()
+    assert weight.main_grad is captured and not other.any()
+    assert_added(weight, unfused(inputs))
+
+
+@each_schedule
+@pytest.mark.parametrize("overwrite", [None, True, False])
+def test_a_buffer_that_is_made_in_backward(schedule, overwrite):
+    """As with Megatron-FSDP; what is overwritten may hold anything, padding included."""
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs)
+    made, before = weight.main_grad, weight.before
+    weight.main_grad = None
+    calls: list[None] = []
+
+    def get_main_grad() -> Tensor:
+        calls.append(None)
+        return made
+
+    weight.get_main_grad = get_main_grad
+    if overwrite is not None:
+        weight.overwrite_main_grad = overwrite
+    if overwrite is not False:
+        made.fill_(float("nan"))
+        before.zero_()
+    hidden = inputs.hidden.clone().requires_grad_()
+    keywords: dict[str, Any] = {
+        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
+    }  # fmt: skip
+    losses = [linear_cross_entropy(hidden, weight, inputs.labels, **keywords) for _ in range(2)]
+    assert not calls
+    torch.stack(losses).sum().backward()
+    assert weight.main_grad is made
+    assert_added(weight, dweight, times=2)
+    step(inputs, weight, schedule=schedule)
+    assert_added(weight, dweight, times=3 if overwrite is False else 1)
+
+
+def test_frozen_and_detached_weights_leave_main_grad_alone():
+    inputs = problem()
+    weight = parameter(inputs)
+    step(inputs, weight.detach())
+    weight.requires_grad_(False)
+    step(inputs, weight)
+    with torch.no_grad():
+        linear_cross_entropy(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
+    assert torch.equal(weight.main_grad, weight.before)
+    assert weight.grad is None and weight.grad_added_to_main_grad is False
+
+
+def test_autocast_adds_to_the_main_grad_of_the_fp32_weight():
+    inputs = problem()
+    weight = parameter(inputs)
+    keywords: dict[str, Any] = {"bias": inputs.bias, "vocab_size": REAL}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(
+            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **keywords
+        )
+    loss.backward()
+    change = weight.main_grad - weight.before
+    assert relative_rms(change, unfused(inputs)) < 0.02
+    assert weight.grad.dtype == torch.float32 and not weight.grad.any()
+
+
+def test_the_module_takes_it():
+    inputs = problem()
+    head: Any = LinearCrossEntropy(H, V, accumulate_dweight=True)
+    head.weight.main_grad = torch.zeros(V, H)
+    head(inputs.hidden, inputs.labels).backward()
+    assert head.weight.grad is None and head.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
+    """Without fusion it does, by dweight."""
+    monkeypatch.setattr(gemm, "_UPCAST_BYTES", 1 << 18)
+
+    def peak(rows: int, fused: bool) -> int:
+        inputs = make_inputs(64, rows, 128, dtype)
+        weight = parameter(inputs, dtype, flag=False)
+        hidden = inputs.hidden.requires_grad_()
+        loss = linear_cross_entropy(
+            hidden, weight, inputs.labels, accumulate_dweight=fused,
+            schedule="recompute", max_logits_bytes=1 << 18,
+        )  # fmt: skip
+        with peak_memory("cpu") as backward:
+            loss.backward()
+        return backward.bytes
+
+    narrow, wide = 8192, 24576
+    dweight = (wide - narrow) * 128 * dtype.itemsize
+    assert peak(wide, fused=False) - peak(narrow, fused=False) > dweight // 2
+    assert peak(wide, fused=True) - peak(narrow, fused=True) < 1 << 14
+
+
+# --- refusals
+
+
+def refused(weight: Any, error: type[Exception], match: str, **options: Any) -> None:
+    inputs = problem()
+    with pytest.raises(error, match=match):
+        linear_cross_entropy(
+            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options
+        )
+    with pytest.raises(error, match=match):
+        check_ranks(inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options)
+
+
+def test_a_wrong_main_grad_is_refused():
+    inputs = problem()
+    refused(nn.Parameter(inputs.weight), ValueError, "must have an attribute main_grad")
+    wrong = {
+        "one of torch.float32, torch.float32, got torch.bfloat16": torch.zeros(V, H).bfloat16(),
+        "weight's shape": torch.zeros(V - 1, H),
+        "requires_grad=False": torch.zeros(V, H, requires_grad=True),
+        "on weight's cpu, got meta|hold data": torch.zeros(V, H, device="meta"),
+        "must be a torch.Tensor, got list": [],
+    }
+    for match, main_grad in wrong.items():
+        weight: Any = nn.Parameter(inputs.weight)
+        weight.main_grad = main_grad
+        refused(weight, ValueError, match)
+
+
+def test_compiled_code_refuses():
+    """Dynamo then breaks the graph and calls it uncompiled, or raises with fullgraph=True."""
+    inputs = problem()
+    weight = parameter(inputs)
+    options = LossOptions(accumulate_dweight=True)
+    arguments = Arguments(inputs.hidden, weight, inputs.labels, None, None, options, None)
+    with pytest.raises(NotImplementedError, match=r"not supported under torch\.compile"):
+        compiled.apply(arguments, [True, True, False])
+
+
+# --- mistakes that these comparisons notice
+
+
+@pytest.mark.parametrize("mistake", ["dropped", "twice", "overwritten", "padding"])
+def test_a_mistake_shows(mistake: str, mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs, schedule="recompute")
+
+    def add_matmul(
+        original: Any, acc: Tensor, a: Tensor, b: Tensor, *, first: bool, **kwargs: Any
+    ) -> None:
+        if acc.untyped_storage().data_ptr() != weight.main_grad.untyped_storage().data_ptr():
+            original(acc, a, b, first=first)
+            return
+        for _ in range({"dropped": 0, "twice": 2}.get(mistake, 1)):
+            original(acc, a, b, first=first or mistake == "overwritten")
+
+    mutate(gemm, "add_matmul", add_matmul)
+    if mistake == "padding":
+        opened = MainGrad.opened
+
+        def clears(self: MainGrad) -> tuple[Tensor, bool]:
+            main_grad, accumulates = opened(self)
+            main_grad[REAL:] = 0.0
+            return main_grad, accumulates
+
+        monkeypatch.setattr(MainGrad, "opened", clears)
+    step(inputs, weight, schedule="recompute")
+    with pytest.raises(AssertionError):
+        assert_added(weight, dweight)
