@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import function_of
-from flce_dist.op.dtensor import localized
+from flce_dist.op.dtensor import DISTRIBUTED, localized
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
@@ -191,7 +191,10 @@ def linear_cross_entropy_with_metrics(
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Check and run one call; return the loss and, if requested, metrics in labels' shape."""
     weight = arguments.weight
-    arguments = in_autocast_dtype(localized(arguments))
+    arguments = arguments._replace(options=checks.check_options(arguments.options))
+    if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
+        arguments = localized(arguments)
+    arguments = in_autocast_dtype(arguments)
     needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)

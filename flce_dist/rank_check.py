@@ -80,6 +80,7 @@ def check_ranks(
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return this rank's facts about the call; raise if the call would."""
     given = arguments.weight
+    arguments = arguments._replace(options=checks.check_options(arguments.options))
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)

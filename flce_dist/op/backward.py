@@ -84,7 +84,7 @@ def _row_gradient(
         dloss = torch.zeros_like(stats.others)
     metrics = MetricGradients(*dmetrics)
     of_loss = (operands.labels, operands.token_weight, saved.norm, dloss, terms)
-    if metrics.any() or call.options.smoothing_needs_logits:
+    if metrics.any() or not call.expressible:
         token_dloss = token_gradient_formulas.token_dloss(stats.others, *of_loss)
         rows = token_gradient_formulas.row_gradient_with_metrics(
             stats, token_dloss, metrics, saved.entropy, terms

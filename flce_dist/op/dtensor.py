@@ -27,16 +27,17 @@ _OF_ROWS = (
 )
 
 
-def localized(arguments: Arguments) -> Arguments:
-    """Return the arguments with options checked and each DTensor replaced by its local tensor.
+DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
+"""Types of arguments that ``localized`` replaces."""
 
-    Options are checked here, once per call. Of DTensors only global shapes and placements are
-    checked, so either all ranks of ``tp_group`` raise or none does.
+
+def localized(arguments: Arguments) -> Arguments:
+    """Return the arguments with each DTensor replaced by its local tensor.
+
+    Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
+    does. Options have been checked before.
     """
-    options, tp_group = checks.check_options(arguments.options), arguments.tp_group
-    hidden, weight, labels, bias, token_weight = arguments[:5]
-    if not any(isinstance(x, DTensor | AsyncCollectiveTensor) for x in arguments[:5]):
-        return arguments._replace(options=options)
+    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     tokens = Shard(0) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)

@@ -40,6 +40,7 @@ class Call:
     V: int  # this rank's rows below vocab_size
     vocab_size: int  # of all ranks, without padding
     plan: Plan
+    expressible: bool  # of the loss: dlogits are scale * D + uniform, so D may be cached
     order: TokenOrder
     kernels: ModuleType  # flce_dist.kernels.gpu or flce_dist.kernels.eager
     tp_group: dist.ProcessGroup | None
@@ -144,6 +145,7 @@ def prepare(
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
         plan=chosen,
+        expressible=not options.smoothing_needs_logits,
         order=order,
         kernels=kernels_of(impl),
         tp_group=tp_group,
