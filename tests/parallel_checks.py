@@ -51,8 +51,7 @@ class Ranks:
 def problem(device: torch.device, **changes: Any) -> Problem:
     """An even problem of the device's size; ``changes`` may give it fewer rows or options."""
     if device.type == "cuda":
-        # Tokens enough to be gathered in two pieces, also by half of them; cells of dhidden enough
-        # to be one product where all columns are cached.
+        # Enough tokens, even half of them, to be gathered in two pieces.
         plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
     else:
         plain = Problem(T=360, H=32, V_all=2856)

@@ -1,4 +1,4 @@
-"""in_forward may keep exponentials in the memory that dweight is written to later."""
+"""in_forward may cache exponentials in dweight's memory, which is written last."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The memory meter, against programs whose peak is known."""
+"""flce_dist.memory, on programs whose peak is known."""
 
 import pytest
 import torch

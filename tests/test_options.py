@@ -1,263 +1,188 @@
-"""Every option, alone and combined, under every schedule and reduction, against fp64."""
+"""All signatures, schemas and docstrings list the same options as the fields of LossOptions."""
 
-import itertools
-from collections.abc import Iterable
-from typing import Any
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import torch
-from torch import Tensor
 
-from flce_dist.op import plan
-from tests.oracle import (
-    METRICS,
-    Inputs,
-    Upstream,
-    check,
-    make_inputs,
-    metric_upstream,
-    per_token_upstream,
+import flce_dist
+from flce_dist import LinearCrossEntropy, api, check_ranks, megatron, rank_check
+from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.op import compiled
+from flce_dist.options import LossOptions
+
+FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
+TENSORS = ["hidden", "weight", "labels", "bias", "token_weight"]
+
+# A value of each option that is not the default.
+CHANGED: dict[str, Any] = dict(
+    reduction="sum",
+    ignore_index=-1,
+    label_smoothing=0.1,
+    z_loss_weight=1e-3,
+    softcap=30.0,
+    logit_scale=0.5,
+    vocab_size=9,
+    vocab_range=(0, 9),
+    sequence_parallel=True,
+    reduce_dhidden=False,
+    reduce_in_fp32=True,
+    tp_invariant=True,
+    accumulate_dweight=True,
+    schedule="recompute",
+    max_logits_bytes=4096,
+    impl="triton",
 )
-from tests.problems import pairwise
 
-HALVES_AND_FP32 = [torch.float32, torch.bfloat16, torch.float16]
-DTYPES = [*HALVES_AND_FP32, torch.float64]
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "all smoothing": {"label_smoothing": 1.0},
-    "z-loss": {"z_loss_weight": 1e-2},
-    "softcap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.37},
-    "negative scale": {"logit_scale": -1.3},
-    "padded": {"padded": True},
-    "smoothing, z-loss": {"label_smoothing": 0.2, "z_loss_weight": 1e-2},
-    "smoothing, padded": {"label_smoothing": 0.2, "padded": True},
-    "softcap, z-loss, scale": {"softcap": 3.0, "z_loss_weight": 1e-2, "logit_scale": 0.7},
-    "softcap, smoothing": {"softcap": 3.0, "label_smoothing": 0.2},
-    "everything": {
-        "softcap": 4.0, "label_smoothing": 0.2, "z_loss_weight": 1e-2, "logit_scale": 0.7,
-        "padded": True,
-    },
+def options_of_module(**options: Any) -> LossOptions:
+    return LinearCrossEntropy(4, 9, **options).options
+
+
+def options_of_check_ranks(**options: Any) -> LossOptions:
+    seen: list[LossOptions] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_check, "_summary", lambda arguments: seen.append(arguments.options))
+        check_ranks(*[torch.zeros(1)] * 3, **options)
+    return seen[0]
+
+
+def options_of_megatron(**options: Any) -> LossOptions:
+    class Layer:
+        output_size = 9
+
+    model: Any = SimpleNamespace(config=None, output_layer=Layer())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "_check", lambda *args: None)
+        patch.setattr(megatron, "_output_layer_class", lambda: Layer)
+        use_linear_cross_entropy(model, **options)
+    return LossOptions(**model.output_layer.loss_keywords)
+
+
+# Who takes ``**options``: what becomes of them, and which options it does not take.
+TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
+    "LinearCrossEntropy.__init__": (
+        options_of_module,
+        {"vocab_size", "vocab_range", "with_metrics"},  # vocab_size is a parameter of its own
+    ),
+    "check_ranks": (options_of_check_ranks, {"with_metrics"}),
+    "use_linear_cross_entropy": (
+        options_of_megatron,
+        {"reduction", "vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32",
+         "tp_invariant", "accumulate_dweight", "with_metrics"},
+    ),
 }  # fmt: skip
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "recompute": {"schedule": "recompute"},
-    "cached": {"schedule": "cached"},
-    "partly cached": {"schedule": "cached", "max_logits_bytes": 300 * 4 * 1800},
-    "auto": {"schedule": "auto"},
-    "auto, small": {"schedule": "auto", "max_logits_bytes": 300 * 4 * 600},
-    "in_forward": {"schedule": "in_forward"},
-    "in_forward, chunks": {"schedule": "in_forward", "max_logits_bytes": 1},
-}
-
-T, V, H = 300, 3000, 40  # 12 windows of 256 columns, 2 chunks of 256 tokens
+ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]
+NOT_APPLICABLE = [(taker, name) for taker in TAKERS for name in sorted(TAKERS[taker][1])]
 
 
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budgets above then make several windows."""
-    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
-    monkeypatch.setattr(plan, "_MAX_WINDOW", 512)
+def test_every_option_has_another_value_here() -> None:
+    assert {*CHANGED, "with_metrics"} == {*FIELDS}
+    assert all(value != FIELDS[name].default for name, value in CHANGED.items())
 
 
-def refused(options: str, schedule: str, reduction: str) -> bool:
-    """Combinations that checks.py refuses; test_check_options.py holds that it does."""
-    name = SCHEDULES[schedule]["schedule"]
-    capped_smoothing = {"softcap", "label_smoothing"} <= OPTIONS[options].keys()
-    return (name == "in_forward" and reduction == "none") or (
-        name in ("cached", "in_forward") and capped_smoothing
-    )
-
-
-def grid(
-    options: Iterable[str] = OPTIONS,
-    schedules: Iterable[str] = SCHEDULES,
-    reductions: Iterable[str] = ("none", "sum", "mean"),
-) -> list[tuple[str, str, str]]:
-    cases = itertools.product(options, schedules, reductions)
-    return [case for case in cases if not refused(*case)]
-
-
-def upstream_for(reduction: str, T: int, **metrics: Tensor) -> Upstream:
-    """Per token where the loss is, else a scalar other than 1."""
-    return Upstream(per_token_upstream(T) if reduction == "none" else -1.7, metrics)
-
-
-def inputs_for(
-    options: str, dtype: torch.dtype = torch.float32, shape: tuple[int, int, int] = (T, V, H)
-) -> tuple[Inputs, dict[str, Any]]:
-    """Inputs with bias and token weights, and the options with a padding that fits them."""
-    inputs, kwargs = make_inputs(*shape, dtype, bias=True, token_weight=True), {**OPTIONS[options]}
-    if kwargs.pop("padded", False):
-        kwargs["vocab_size"] = max(1, shape[1] - 199)
-        inputs.labels[inputs.labels >= kwargs["vocab_size"]] = 0
-    return inputs, kwargs
-
-
-def test_the_budgets_make_the_plans_they_are_meant_to() -> None:
-    def walk(name: str) -> plan.Plan:
-        budget = {"max_logits_bytes": None, **SCHEDULES[name]}
-        return plan.plan(T=T, V=V, itemsize=4, expressible=True, **budget)
-
-    assert walk("recompute").cached_v == 0
-    assert walk("cached").cached_v == V
-    assert (walk("partly cached").cached_v, walk("partly cached").window_v) == (1280, 512)
-    assert (walk("auto, small").cached_v, walk("auto, small").window_v) == (256, 256)
-    assert walk("in_forward, chunks").chunks() == [(0, 256), (256, 300)]
-
-
-@pytest.mark.parametrize(("options", "schedule", "reduction"), pairwise(grid()))
-def test_eager_options(options: str, schedule: str, reduction: str) -> None:
-    inputs, kwargs = inputs_for(options)
-    upstream = upstream_for(reduction, T)
-    check(inputs, upstream, reduction=reduction, **kwargs, **SCHEDULES[schedule])
-
-
-@pytest.mark.parametrize(
-    ("options", "schedule", "reduction", "dtype"),
-    pairwise(
-        (*case, dtype)
-        for case in grid(["smoothing, padded", "softcap, z-loss, scale", "everything"])
-        for dtype in (torch.bfloat16, torch.float16, torch.float64)
-    ),
-    ids=str,
-)
-def test_eager_dtypes(options: str, schedule: str, reduction: str, dtype: torch.dtype) -> None:
-    inputs, kwargs = inputs_for(options, dtype, (130, 1500, 40))
-    upstream = upstream_for(reduction, 130)
-    check(inputs, upstream, reduction=reduction, **kwargs, **SCHEDULES[schedule])
-
-
-@pytest.mark.parametrize(
-    ("options", "schedule", "dtype"),
-    pairwise(
-        itertools.product(
-            ["plain", "smoothing, padded", "softcap, z-loss, scale"], SCHEDULES, DTYPES
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_with_metrics"])
+def test_signatures_are_the_fields(name: str) -> None:
+    parameters = dict(inspect.signature(getattr(flce_dist, name)).parameters)
+    for tensor in TENSORS[:3]:
+        assert parameters.pop(tensor).kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for other in ("bias", "token_weight", "tp_group"):
+        assert parameters.pop(other).default is None
+    assert [*parameters, "with_metrics"] == [*FIELDS]
+    for option, parameter in parameters.items():
+        hint: Any = FIELDS[option].type
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameter.default == FIELDS[option].default
+        assert parameter.annotation == (
+            get_args(hint)[0] if get_origin(hint) is Annotated else hint
         )
-    ),
-    ids=str,
-)
-def test_eager_metrics(options: str, schedule: str, dtype: torch.dtype) -> None:
-    inputs, kwargs = inputs_for(options, dtype)
-    check(inputs, Upstream(0.3), with_metrics=True, **kwargs, **SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("schedule", ["recompute", "cached", "partly cached"])
-@pytest.mark.parametrize(
-    ("options", "of"),
-    [
-        *(("plain", (name,)) for name in METRICS),
-        ("plain", METRICS),
-        ("softcap", METRICS),
-        ("everything", METRICS),
-        ("smoothing, z-loss", ("lse", "entropy")),
-    ],
-)
-@pytest.mark.parametrize("through_loss", [True, False], ids=["with loss", "metrics alone"])
-def test_eager_metric_gradients(
-    options: str, of: tuple[str, ...], schedule: str, dtype: torch.dtype, through_loss: bool
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_public_functions_pass_each_option_on(
+    with_metrics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if refused(options, schedule, "none"):
-        schedule = "recompute"
-    shape = (130, 1500, 40)
-    inputs, kwargs = inputs_for(options, dtype, shape)
-    loss = per_token_upstream(shape[0]) if through_loss else None
-    upstream = Upstream(loss, metric_upstream(shape[0], *of))
-    check(inputs, upstream, reduction="none", **kwargs, **SCHEDULES[schedule])
+    seen: list[Any] = []
+
+    def apply(arguments: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(arguments)
+        return (torch.zeros(()),) * 5
+
+    monkeypatch.setattr(api, "_apply", apply)
+    call = api.linear_cross_entropy_with_metrics if with_metrics else api.linear_cross_entropy
+    tensors: dict[str, Any] = {name: torch.zeros(1) for name in TENSORS}
+    group: Any = object()
+    call(**tensors, tp_group=group, **CHANGED)
+    given = seen[0]._asdict()
+    assert all(given[name] is tensor for name, tensor in tensors.items())
+    assert given["tp_group"] is group
+    assert given["options"] == LossOptions(**CHANGED, with_metrics=with_metrics)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("token_weight", [False, True], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("impl", ["eager", "triton"])
-def test_optional_tensors(impl: str, reduction: str, token_weight: bool, bias: bool) -> None:
-    inputs = make_inputs(20, 70, 32, bias=bias, token_weight=token_weight)
-    check(inputs, upstream_for(reduction, 20), impl=impl, reduction=reduction)
-
-
-@pytest.mark.parametrize("T", [0, 1, 3, 129])
-@pytest.mark.parametrize("V", [1, 7, 507])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_eager_shapes(schedule: str, V: int, T: int) -> None:
-    for H in (1, 123):
-        inputs = make_inputs(T, V, H, bias=True)
-        check(inputs, Upstream(2.0), with_metrics=True, z_loss_weight=1e-2, **SCHEDULES[schedule])
-
-
-# The interpreter's cost is per tile (32 x 64 here) and step: few shapes, all of them ragged.
+@pytest.mark.parametrize(("taker", "name"), ACCEPTED)
+def test_options_are_accepted(taker: str, name: str) -> None:
+    accept = TAKERS[taker][0]
+    if (taker, name) == ("LinearCrossEntropy.__init__", "sequence_parallel"):
+        with pytest.raises(ValueError, match="sequence_parallel=True needs a tp_group"):
+            accept(sequence_parallel=True)
+    else:
+        assert getattr(accept(**{name: CHANGED[name]}), name) == CHANGED[name]
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "H"),  # by pointers and by descriptors
-    pairwise(
-        itertools.product(
-            [
-                ("plain", "recompute", "none"),
-                ("plain", "in_forward", "mean"),
-                ("smoothing, padded", "cached", "none"),
-                ("softcap, z-loss, scale", "cached", "mean"),
-                ("everything", "recompute", "none"),
-            ],
-            HALVES_AND_FP32,
-            [123, 128],
-        )
-    ),
-    ids=str,
-)
-def test_triton_options(case: tuple[str, str, str], dtype: torch.dtype, H: int) -> None:
-    options, schedule, reduction = case
-    inputs, kwargs = inputs_for(options, dtype, (37, 270, H))
-    upstream = upstream_for(reduction, 37)
-    kwargs |= {"reduction": reduction, "impl": "triton", **SCHEDULES[schedule]}
-    check(inputs, upstream, **kwargs)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_triton_each_option(options: str) -> None:
-    inputs, kwargs = inputs_for(options, shape=(35, 270, 32))
-    for schedule in ("recompute", "cached", "in_forward"):
-        if not refused(options, schedule, "sum"):
-            kwargs |= {"schedule": schedule, "reduction": "sum", "impl": "triton"}
-            check(inputs, Upstream(0.7), **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "dtype"),
+    ("taker", "documented"),
     [
-        ("recompute", torch.float32),
-        ("cached", torch.bfloat16),
-        ("cached", torch.float32),
-        ("auto", torch.float16),
-        ("in_forward", torch.bfloat16),
-        ("in_forward", torch.float32),
+        ("LinearCrossEntropy.__init__", LinearCrossEntropy),
+        ("use_linear_cross_entropy", use_linear_cross_entropy),
     ],
-    ids=str,
 )
-def test_triton_several_windows_and_chunks(schedule: str, dtype: torch.dtype) -> None:
-    """Windows start off the tile grid's first column, chunks off its first row."""
-    T, V = (300, 70) if schedule == "in_forward" else (20, 1000)
-    inputs = make_inputs(T, V, 32, dtype, bias=True)
-    budget = 1 if schedule == "in_forward" else 20 * max(2, dtype.itemsize) * 800
-    kwargs: dict[str, Any] = {
-        "impl": "triton", "schedule": schedule, "max_logits_bytes": budget,
-    }  # fmt: skip
-    check(inputs, Upstream(3.0), with_metrics=True, label_smoothing=0.1, **kwargs)
+def test_docstrings_list_the_options_that_are_accepted(taker: str, documented: Any) -> None:
+    pattern = r"\*\*options: (.*?),\s+as in ``linear_cross_entropy``"
+    listed = re.search(pattern, documented.__doc__, re.DOTALL)
+    assert listed is not None
+    names = {*re.findall(r"\w+", listed[1])} - {"and"}
+    assert names == {name for of, name in ACCEPTED if of == taker}
 
 
-@pytest.mark.parametrize("dtype", HALVES_AND_FP32, ids=str)
-@pytest.mark.parametrize("options", ["plain", "everything"])
-def test_triton_metric_gradients(options: str, dtype: torch.dtype) -> None:
-    inputs, kwargs = inputs_for(options, dtype, (37, 270, 32))
-    upstream = Upstream(per_token_upstream(37), metric_upstream(37, *METRICS))
-    check(inputs, upstream, impl="triton", reduction="none", schedule="recompute", **kwargs)
+@pytest.mark.parametrize(("taker", "name"), [*NOT_APPLICABLE, *((x, "none") for x in TAKERS)])
+def test_other_keywords_are_refused_as_python_does(taker: str, name: str) -> None:
+    if (taker, name) == ("LinearCrossEntropy.__init__", "vocab_size"):
+        return  # a parameter of its own
+    with pytest.raises(TypeError) as error:
+        TAKERS[taker][0](**{name: CHANGED.get(name)})
+    assert str(error.value).startswith(f"{taker}() got an unexpected keyword argument '{name}'")
 
 
-@pytest.mark.parametrize("T", [0, 1, 3, 129])
-@pytest.mark.parametrize("V", [1, 7, 507])
-def test_triton_shapes(V: int, T: int) -> None:
-    for schedule in ("recompute", "cached"):
-        inputs = make_inputs(T, V, 16, bias=True)
-        check(inputs, Upstream(2.0), impl="triton", with_metrics=True, schedule=schedule)
+@pytest.mark.parametrize(
+    ("taker", "name", "meant"),
+    [
+        ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
+        ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
+        ("check_ranks", "token_weights", "token_weight"),
+        ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
+    ],
+)
+def test_a_misspelled_keyword_is_told_the_right_one(taker: str, name: str, meant: str) -> None:
+    message = f"{taker}() got an unexpected keyword argument '{name}'. Did you mean '{meant}'?"
+    with pytest.raises(TypeError) as error:
+        TAKERS[taker][0](**{name: 1})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("operator", "others"),
+    [
+        ("forward", TENSORS),
+        ("backward", ["dloss", "dlse", "dlogprob", "dentropy", *TENSORS, "saved"]),
+    ],
+)
+def test_schemas_of_the_operators_are_the_fields(operator: str, others: list[str]) -> None:
+    assert compiled  # which defines the operators
+    schema = getattr(torch.ops.flce_dist, operator).default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == [*others, *FIELDS, "group_name", "needs"]

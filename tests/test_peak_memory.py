@@ -1,4 +1,4 @@
-"""Measured peaks of eager on a CPU, forward and backward, temporaries inside operators included."""
+"""Peak memory of the op, eager on a CPU: forward and backward, with operators' temporaries."""
 
 from typing import Any
 

@@ -49,9 +49,9 @@ def make(
 
 
 def held_bytes(chosen: Plan, itemsize: int) -> int:
-    """What a walk along ``chosen`` holds of the logits beside dweight, counted piece by piece."""
-    pieces = range(chosen.cached_v, chosen.V, chosen.window_v)
-    window = max((min(chosen.window_v, chosen.V - start) for start in pieces), default=0)
+    """Bytes of logits held under ``chosen`` besides dweight, counted window by window."""
+    starts = range(chosen.cached_v, chosen.V, chosen.window_v)
+    window = max((min(chosen.window_v, chosen.V - start) for start in starts), default=0)
     lent = 0 if chosen.lending is None else chosen.lending.columns
     (start, end), *later = chosen.chunks()
     first = (end - start) * (chosen.cached_v - lent + window)
@@ -99,7 +99,7 @@ def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
 def test_cached_columns_and_windows_cover_the_shard_of_every_rank(
     T, V_all, itemsize, schedule, budget, H, P
 ):
-    """V of the plan is the largest shard's; the others walk the same plan over fewer rows."""
+    """V of the plan is the largest shard's; the others apply the same plan to fewer rows."""
     largest = -(-V_all // P)
     chosen = make(T, largest, itemsize, schedule, budget, H=H)
     assert 0 <= chosen.cached_v <= largest

@@ -1,7 +1,7 @@
-"""Tokens of sequence-parallel ranks come in pieces: every order of the walk gives the same results.
+"""Tokens of sequence-parallel ranks are gathered in pieces: every order gives the same results.
 
-The sizes from which a first chunk is split are made small here; forked ranks, whose collectives
-really are in flight, and threads, which list them.
+The size from which a first chunk is split is made small here. Ranks are forked, so that collectives
+really are in flight, or threads, which list their collectives.
 """
 
 import itertools

@@ -1,6 +1,7 @@
-"""Mistakes in the gradients alone: each test breaks one thing and expects a comparison to say so.
+"""Planted mistakes in backward: each test breaks one thing and expects a comparison to fail.
 
-Those that the loss shows are in test_mutations.py. T tokens, V vocabulary rows, H hidden size.
+Mistakes that change the loss are in test_forward_mutations.py. T tokens, V vocabulary rows, H
+hidden size.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""linear_cross_entropy on P simulated ranks is linear_cross_entropy on one.
+"""linear_cross_entropy on P simulated ranks gives the results of one process.
 
-Threads for many small cases, with their collectives listed; forked gloo workers for truth.
+Most cases run on threads, whose collectives are compared, too; some on forked gloo workers.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever the shapes, strides, dtypes, options and ranks: the op is the textbook's."""
+"""Random shapes, strides, dtypes, options and ranks: the op agrees with the reference."""
 
 import math
 from dataclasses import dataclass, replace
@@ -218,7 +218,7 @@ class Whole:
             result = actual[name]
             assert result.shape == expected.shape, name
             if name == "correct":
-                continue  # ties after rounding; test_options compares it
+                continue  # ties after rounding; test_api_options.py compares it
             error = rms(result.double() - expected)
             if name in GRADIENTS:
                 assert result.dtype == self.drawn.dtype

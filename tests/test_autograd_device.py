@@ -1,6 +1,6 @@
-"""The op makes the device of its tensors the current one: Triton launches on that.
+"""The op makes its tensors' device the current one, on which Triton launches.
 
-On a CPU a recorder takes the place of what does so. On two GPUs see test_gpu_execution.py.
+Without GPUs a recorder replaces the function that does so; test_gpu_execution.py needs two GPUs.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""First derivatives against finite differences in fp64: no reference of ours is involved."""
+"""First derivatives against finite differences in fp64, independent of flce_dist.reference."""
 
 import itertools
 from typing import Any

@@ -1,6 +1,6 @@
-"""Mistakes by which statistics would depend on how columns are cut, or be off: each must show.
+"""Planted mistakes in sums that must not depend on how columns are cut: a comparison must fail.
 
-Other mistakes of the loss are in test_mutations.py.
+Other mistakes in the loss are in test_forward_mutations.py.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""Would the comparisons of the other tests notice? Each test breaks one thing and expects so.
+"""Planted mistakes in forward: each test breaks one thing and expects a comparison to fail.
 
-First results that are off, then mistakes that the loss or a metric shows; those that only gradients
-show are in test_mutations_gradients.py. T tokens, V vocabulary rows, H hidden size.
+First wrong results, then mistakes that change the loss or a metric; mistakes that only change
+gradients are in test_backward_mutations.py. T tokens, V vocabulary rows, H hidden size.
 """
 
 from dataclasses import replace

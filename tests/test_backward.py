@@ -1,4 +1,6 @@
-"""Gathered hidden states are overwritten by the right factor of dweight, a caller's never are.
+"""Gradients wherever D comes from, and the buffer of dweight's right factor.
+
+It may overwrite gathered hidden states, but never a caller's.
 
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
@@ -25,7 +27,7 @@ T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16
 BUDGET = T * 4 * 160  # of 254 columns; windows are of 32
 
-WALKS: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
     "recompute": ({"schedule": "recompute"}, torch.float32, {"recomputed"}),
     "recompute bf16": ({"schedule": "recompute"}, BF16, {"recomputed"}),
     "recompute fp16": ({"schedule": "recompute"}, FP16, {"recomputed"}),
@@ -52,9 +54,9 @@ WALKS: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
 }  # fmt: skip
 """Options, dtype, and where D comes from."""
 COPIES = {"recompute fp16", "mixed", "mixed bf16", "mixed fp16", "in_forward lent"}
-"""Where hidden must be scaled for dweight and columns are recomputed from it afterwards."""
+"""Cases in which columns are recomputed from hidden after it was scaled for dweight."""
 
-each_walk = pytest.mark.parametrize("walk", WALKS)
+each_case = pytest.mark.parametrize("case", CASES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "logit_scale": 0.5},
@@ -74,8 +76,8 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def walked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What D came from, and whether a right factor of dweight was written beside hidden."""
+def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Where D came from, and "copy" if the right factor of dweight got a buffer of its own."""
     seen: set[str] = set()
     dweight_factor, dlogits = backward.dweight_factor, backward.dlogits
 
@@ -95,9 +97,9 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def problem_of(walk: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
+def problem_of(case: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
     """Its ignored tokens hold NaN and infinities."""
-    how, dtype, _ = WALKS[walk]
+    how, dtype, _ = CASES[case]
     problem = Problem(T=T, H=H, dtype=dtype, options=options)
     hidden, _, _, labels = problem.tensors
     anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=dtype)
@@ -105,18 +107,18 @@ def problem_of(walk: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
     return problem, how
 
 
-@each_walk
+@each_case
 @pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_are_right(walked: set[str], options: str, walk: str) -> None:
-    problem, how = problem_of(walk, **OPTIONS[options])
+def test_gradients_are_right(sources: set[str], options: str, case: str) -> None:
+    problem, how = problem_of(case, **OPTIONS[options])
     assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
-    assert walked - {"copy"} == WALKS[walk][2]
-    assert ("copy" in walked) == (walk in COPIES)
+    assert sources - {"copy"} == CASES[case][2]
+    assert ("copy" in sources) == (case in COPIES)
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "cached", "mixed"])
-def test_gradients_by_triton_are_right(walk: str) -> None:
-    problem, how = problem_of(walk, **OPTIONS["smoothing"])
+@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "cached", "mixed"])
+def test_gradients_by_triton_are_right(case: str) -> None:
+    problem, how = problem_of(case, **OPTIONS["smoothing"])
 
     def step(group: dist.ProcessGroup) -> Outcome:
         return rank_step(group, problem, sequence_parallel=True, impl="triton", **how)
@@ -126,13 +128,13 @@ def test_gradients_by_triton_are_right(walk: str) -> None:
     assert misses(outcome, problem) == []
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16", "recompute fp16"])
-def test_terms_beside_the_exponential(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "recompute fp16"])
+def test_terms_beside_the_exponential(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Softcap with smoothing has three factors per token, of which each takes the scale."""
-    problem, how = problem_of(walk, softcap=5.0, label_smoothing=0.1, logit_scale=0.5)
+    problem, how = problem_of(case, softcap=5.0, label_smoothing=0.1, logit_scale=0.5)
     assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
     folded = RowGradient.folded
-    for i in range(3 if walk not in COPIES else 0):
+    for i in range(3 if case not in COPIES else 0):
 
         def wrong(rows: RowGradient, i: int = i) -> RowGradient:
             affine = list(folded(rows).affine)
@@ -143,18 +145,18 @@ def test_terms_beside_the_exponential(monkeypatch: pytest.MonkeyPatch, walk: str
         assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem)
 
 
-@each_walk
-def test_replicated_hidden_is_copied(walked: set[str], walk: str) -> None:
-    problem, how = problem_of(walk)
+@each_case
+def test_replicated_hidden_is_copied(sources: set[str], case: str) -> None:
+    problem, how = problem_of(case)
     assert misses(on_threads(P, problem, **how), problem) == []
-    assert "copy" in walked
+    assert "copy" in sources
 
 
 def gradients_twice(
-    group: dist.ProcessGroup | None, walk: str, impl: Any, sequence_parallel: bool
+    group: dist.ProcessGroup | None, case: str, impl: Any, sequence_parallel: bool
 ) -> bool:
     """Whether a second backward gives the same bits, and operands keep theirs."""
-    problem, how = problem_of(walk, label_smoothing=0.1)
+    problem, how = problem_of(case, label_smoothing=0.1)
     hidden, weight, bias, labels = problem.tensors
     rows = (0, len(weight))
     if group is not None:
@@ -174,24 +176,24 @@ def gradients_twice(
     return all(torch.equal(*(x.detach().view(torch.uint8) for x in pair)) for pair in pairs)
 
 
-@each_walk
+@each_case
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_operands_stay_and_backward_repeats(sequence_parallel: bool, ranks: int, walk: str) -> None:
+def test_operands_stay_and_backward_repeats(sequence_parallel: bool, ranks: int, case: str) -> None:
     if ranks == 0:
         if not sequence_parallel:
-            assert gradients_twice(None, walk, "eager", False)
+            assert gradients_twice(None, case, "eager", False)
         return
     assert all(
-        run_ranks(lambda group: gradients_twice(group, walk, "eager", sequence_parallel), ranks)
+        run_ranks(lambda group: gradients_twice(group, case, "eager", sequence_parallel), ranks)
     )
 
 
-@pytest.mark.parametrize("walk", ["recompute", "mixed"])
-def test_operands_stay_and_backward_repeats_in_triton(walk: str) -> None:
-    assert gradients_twice(None, walk, "triton", False)
+@pytest.mark.parametrize("case", ["recompute", "mixed"])
+def test_operands_stay_and_backward_repeats_in_triton(case: str) -> None:
+    assert gradients_twice(None, case, "triton", False)
     assert all(
-        run_ranks(lambda group: gradients_twice(group, walk, "triton", True), 2, backend="gloo")
+        run_ranks(lambda group: gradients_twice(group, case, "triton", True), 2, backend="gloo")
     )
 
 
@@ -216,31 +218,31 @@ def test_rows_in_place(impl: str) -> None:
 # --- mistakes that these tests would notice
 
 
-def broken(walk: str) -> set[str]:
+def broken(case: str) -> set[str]:
     """Names of the results that are off."""
-    problem, how = problem_of(walk)
+    problem, how = problem_of(case)
     missed = misses(on_threads(P, problem, sequence_parallel=True, **how), problem)
     return {miss.partition(":")[0] for miss in missed}
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16"])
-def test_ignored_rows_left(mutate: Patch, walk: str) -> None:
+@pytest.mark.parametrize("case", ["recompute", "recompute bf16"])
+def test_ignored_rows_left(mutate: Patch, case: str) -> None:
     def leave(original: Any, x: Tensor, *args: Any, out: Tensor, **kw: Any) -> None:
         if out.data_ptr() != x.data_ptr():
             original(x, *args, out=out, **kw)
 
     mutate(eager, "scale_rows", leave)
-    assert "dweight" in broken(walk)
+    assert "dweight" in broken(case)
 
 
-@pytest.mark.parametrize("walk", ["recompute", "recompute bf16"])
+@pytest.mark.parametrize("case", ["recompute", "recompute bf16"])
 @pytest.mark.parametrize("part", ["affine", "label_value"])
-def test_scale_not_folded(monkeypatch: pytest.MonkeyPatch, part: str, walk: str) -> None:
+def test_scale_not_folded(monkeypatch: pytest.MonkeyPatch, part: str, case: str) -> None:
     folded = RowGradient.folded
     monkeypatch.setattr(
         RowGradient, "folded", lambda rows: folded(rows)._replace(**{part: getattr(rows, part)})
     )
-    assert {"dhidden", "dbias"} <= broken(walk)
+    assert {"dhidden", "dbias"} <= broken(case)
 
 
 def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +251,8 @@ def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert {"dhidden", "dbias"} <= broken("recompute")
 
 
-@pytest.mark.parametrize("walk", ["cached", "cached bf16", "in_forward"])
-def test_in_place_scale_forgotten(mutate: Patch, walk: str) -> None:
+@pytest.mark.parametrize("case", ["cached", "cached bf16", "in_forward"])
+def test_in_place_scale_forgotten(mutate: Patch, case: str) -> None:
     """Of gathered hidden, before dweight."""
 
     def forget(original: Any, x: Tensor, *args: Any, out: Tensor, **kw: Any) -> None:
@@ -258,7 +260,7 @@ def test_in_place_scale_forgotten(mutate: Patch, walk: str) -> None:
             original(x, *args, out=out, **kw)
 
     mutate(eager, "scale_rows", forget)
-    assert "dweight" in broken(walk)
+    assert "dweight" in broken(case)
 
 
 def test_a_callers_hidden_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:

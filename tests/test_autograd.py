@@ -1,4 +1,4 @@
-"""What autograd does around the op: frozen operands, second passes, autocast, evaluation."""
+"""The op within autograd: frozen operands, second passes, autocast, checkpointing, evaluation."""
 
 import itertools
 from collections.abc import Callable
