@@ -15,8 +15,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.testing import run_ranks
-from tests.oracle import Inputs
-from tests.problems import with_logits
+from tests.problems import Inputs, with_logits
 
 T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows of padding
 

@@ -3,7 +3,8 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.oracle import without_infinities
+from tests.problems import forget_plans, without_infinities
 
 
 class Outcome(NamedTuple):
@@ -189,3 +191,30 @@ TINY = Problem(V_all=9)  # over 4: 3, 3, 3, 0 rows; over 8: 2, 2, 2, 2, 1, 0, 0,
 def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
     ranks = run_ranks(lambda group: rank_step(group, problem, **options), P)
     return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
+
+
+# --- tokens that are gathered in pieces
+
+IN_PIECES = Problem(T=48)
+PIECE_OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "none": {"reduction": "none"},
+    "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, IN_PIECES.T)},
+    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
+    "few bytes": {},
+}
+FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Plan several pieces and chunks for a problem of few tokens."""
+    before = {name: getattr(plan, name) for name in ("_SPLIT_FROM", "_TILE", "_MIN_WINDOW")}
+    plan._SPLIT_FROM, plan._TILE, plan._MIN_WINDOW = 16, 8, 8
+    forget_plans()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plan, name, value)
+        forget_plans()

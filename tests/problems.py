@@ -1,8 +1,13 @@
-"""Small problems, grids and decorators that test files share.  T tokens, V vocabulary rows."""
+"""Small problems, and the comparison of the op with fp64 and eager PyTorch that tests share.
+
+Inputs are rounded to the dtype under test, so that all three see the same numbers. T tokens,
+V vocabulary rows, H hidden size.
+"""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -10,9 +15,202 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op import plan
 from flce_dist.options import Schedule
-from tests.oracle import Inputs, Outcome, device_of, make_inputs
+from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.testing import error_budget, relative_rms
+
+IGNORE = -100
+METRICS = ("lse", "logprob", "entropy")
+
+Outcome = dict[str, Tensor]
+"""Loss, metrics and gradients by name."""
+
+
+def device_of(impl: str) -> torch.device:
+    """Where the tests run ``impl``: triton on a GPU if there is one, else interpreted."""
+    on_gpu = impl == "triton" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one call, in the dtype under test."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None = None
+    token_weight: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    def to(self, target: torch.dtype | torch.device) -> "Inputs":
+        """Float operands in another dtype, or everything on another device."""
+        if isinstance(target, torch.device):
+            tensors = {name: x.to(target) for name, x in vars(self).items() if x is not None}
+            return replace(self, **tensors)
+        bias = None if self.bias is None else self.bias.to(target)
+        return replace(
+            self, hidden=self.hidden.to(target), weight=self.weight.to(target), bias=bias
+        )
+
+
+def make_inputs(
+    T: int,
+    V: int,
+    H: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    seed: int = 0,
+    spread: float = 2.0,
+    bias: bool = False,
+    token_weight: bool = False,
+    ignored: float = 0.2,
+) -> Inputs:
+    """Random inputs whose logits have standard deviation ``spread``; a share is ignored."""
+    g = torch.Generator().manual_seed(1000 * seed + T + V + H)
+    labels = torch.randint(V, (T,), generator=g)
+    labels[torch.rand(T, generator=g) < ignored] = IGNORE
+    return Inputs(
+        hidden=torch.randn(T, H, generator=g).to(dtype),
+        weight=(spread * torch.randn(V, H, generator=g) / H**0.5).to(dtype),
+        labels=labels,
+        bias=torch.randn(V, generator=g).to(dtype) if bias else None,
+        token_weight=torch.rand(T, generator=g) if token_weight else None,
+    )
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Gradients that arrive from above; ``metrics`` holds those of lse, logprob and entropy."""
+
+    loss: Tensor | float | None = 1.0
+    metrics: Mapping[str, Tensor] | None = None
+
+
+def per_token_upstream(T: int, *, seed: int = 0) -> Tensor:
+    """Different for each token, of both signs, every third one 0."""
+    g = torch.randn(T, generator=torch.Generator().manual_seed(seed))
+    g[::3] = 0.0
+    return g
+
+
+def metric_upstream(T: int, *names: str) -> dict[str, Tensor]:
+    return {name: per_token_upstream(T, seed=METRICS.index(name) + 1) for name in names}
+
+
+def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
+    """Run ``call`` forward and backward on leaves of its own."""
+    leaves = {
+        name: x.detach().clone().requires_grad_()
+        for name, x in (("hidden", inputs.hidden), ("weight", inputs.weight), ("bias", inputs.bias))
+        if x is not None
+    }
+    out = call(labels=inputs.labels, token_weight=inputs.token_weight, **leaves, **options)
+    results = dict(zip(("loss", *METRICS, "correct"), out, strict=False))
+
+    heads, gradients = [], []
+    if upstream.loss is not None:
+        loss = results["loss"]
+        g = torch.as_tensor(upstream.loss, dtype=loss.dtype, device=loss.device)
+        heads, gradients = [loss], [g.expand_as(loss)]
+    for name, g in (upstream.metrics or {}).items():
+        heads.append(results[name])
+        gradients.append(g.to(results[name]))
+    torch.autograd.backward(heads, gradients)
+    results = {name: x.detach() for name, x in results.items()}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, f"d{name} is missing"
+        assert leaf.grad.dtype == leaf.dtype
+        results[f"d{name}"] = leaf.grad
+    return results
+
+
+def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> Outcome:
+    """The op under test, on the device of ``impl``; results on the CPU."""
+    with_metrics = options.pop("with_metrics", bool(upstream.metrics))
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> tuple:
+        if with_metrics:
+            return linear_cross_entropy_with_metrics(hidden, weight, labels, **kwargs)
+        return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
+
+    results = run(call, inputs.to(device_of(impl)), upstream, impl=impl, **options)
+    return {name: x.cpu() for name, x in results.items()}
+
+
+def run_reference(inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
+    """The textbook in the dtype of ``inputs``."""
+    for only_ours in ("schedule", "max_logits_bytes", "with_metrics"):
+        options.pop(only_ours, None)
+    return run(reference_linear_cross_entropy, inputs, upstream, **options)
+
+
+def check(
+    inputs: Inputs, upstream: Upstream | None = None, *, impl: str = "eager", **options: Any
+) -> Outcome:
+    """Run the op and compare everything it returns, by name; return its results."""
+    upstream = upstream or Upstream()
+    actual = run_op(inputs, upstream, impl=impl, **options)
+    compare(actual, inputs, upstream, **options)
+    return actual
+
+
+def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
+    """Hold ``actual`` against the textbook in fp64; raise AssertionError naming the result."""
+    inputs = inputs.to(torch.device("cpu"))
+    truth = run_reference(inputs.to(torch.float64), upstream, **options)
+    eager = run_reference(inputs, upstream, **options)
+    through_entropy = "entropy" in (upstream.metrics or {})
+    for name, result in actual.items():
+        expected = truth[name]
+        assert result.shape == expected.shape, f"{name}: {result.shape} is not {expected.shape}"
+        result, expected = without_infinities(name, result, expected)
+        if name == "correct":
+            assert torch.equal(result, expected), f"{name}: differs from the argmax of the logits"
+        elif inputs.dtype == torch.float64:
+            error = relative_rms(result, expected)
+            assert error <= 1e-11, f"{name}: error {error:.3g} in fp64"
+        elif name == "entropy":
+            error = (result.double() - expected).abs().amax().item() if result.numel() else 0.0
+            budget = 1e-5 + entropy_rounding(truth)
+            assert error <= budget, f"{name}: absolute error {error:.3g} exceeds {budget:.3g}"
+        elif name.startswith("d"):
+            against = error_budget(result, expected, eager[name], dtype=inputs.dtype)
+            if through_entropy:
+                against = replace(against, budget=against.budget + entropy_rounding(truth))
+            assert against.met, f"{name}: {against}"
+        else:
+            # fp32 whatever the operands are: eager's logits in half precision excuse nothing.
+            assert result.dtype == torch.float32
+            error = relative_rms(result, expected)
+            assert error <= 1e-5, f"{name}: error {error:.3g} of fp64 exceeds 1e-5"
+
+
+def without_infinities(name: str, result: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Where inf is expected there must be inf; both with 0 in these places."""
+    infinite = expected.isinf()
+    assert torch.equal(result[infinite].double(), expected[infinite].double()), f"{name}: not inf"
+    return result.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
+
+
+def entropy_rounding(truth: Outcome) -> float:
+    """Absolute error that fp32 costs the entropy, for logits whose deviation is near 1 or above.
+
+    It is ``(lse - z_label) - mean(z - z_label)``, from one pass that knows no logit but the
+    label's: where the label is unlikely both terms are large, and when they cancel their rounding
+    stays. The same number is added to ``z - lse + entropy`` in the entropy's gradient.
+    """
+    logprob = truth["logprob"].where(truth["logprob"].isfinite(), 0.0)
+    largest = logprob.abs().amax().item() if logprob.numel() else 0.0
+    return 8 * torch.finfo(torch.float32).eps * largest
+
+
+# --- grids and decorators
 
 SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

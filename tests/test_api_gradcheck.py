@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op import plan
 from flce_dist.options import Reduction, Schedule
-from tests.oracle import IGNORE
+from tests.problems import IGNORE
 
 T, V, H = 5, 7, 3
 

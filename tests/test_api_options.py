@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from flce_dist.op import plan
-from tests.oracle import (
+from tests.problems import (
     METRICS,
     Inputs,
     Upstream,
     check,
     make_inputs,
     metric_upstream,
+    pairwise,
     per_token_upstream,
 )
-from tests.problems import pairwise
 
 HALVES_AND_FP32 = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*HALVES_AND_FP32, torch.float64]

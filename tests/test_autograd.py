@@ -13,22 +13,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
-from tests.oracle import (
+from tests.problems import (
     METRICS,
+    SCHEDULES,
     Inputs,
     Upstream,
-    check,
-    device_of,
-    make_inputs,
-    run_op,
-)
-from tests.problems import (
-    SCHEDULES,
     assert_same,
     both,
+    check,
+    device_of,
     each_dtype,
     each_schedule,
+    make_inputs,
     poisoned_memory,
+    run_op,
     small,
 )
 

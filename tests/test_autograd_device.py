@@ -15,8 +15,7 @@ from torch._subclasses import FakeTensorMode
 from flce_dist.kernels import eager
 from flce_dist.op import autograd
 from flce_dist.parallel import collectives
-from tests.oracle import Upstream, run
-from tests.problems import each_schedule, small
+from tests.problems import Upstream, each_schedule, run, small
 from tests.test_gpu_oracle import our_call
 
 Launches = dict[str, set[bool]]

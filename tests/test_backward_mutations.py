@@ -17,8 +17,20 @@ from flce_dist.kernels import token_gradient_formulas as row_gradient
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 from flce_dist.op import autograd, backward, plan
 from flce_dist.op.prepare import Call, kernels_of
-from tests.oracle import Upstream, check, make_inputs, metric_upstream, per_token_upstream
-from tests.problems import H, Patch, T, V, both, each_schedule, inputs
+from tests.problems import (
+    H,
+    Patch,
+    T,
+    Upstream,
+    V,
+    both,
+    check,
+    each_schedule,
+    inputs,
+    make_inputs,
+    metric_upstream,
+    per_token_upstream,
+)
 
 
 def without(name: str) -> Callable[..., Any]:

@@ -15,8 +15,19 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
 from flce_dist.op import forward, prepare
 from flce_dist.op.prepare import Call, kernels_of
-from tests.oracle import Upstream, check, compare, make_inputs
-from tests.problems import H, Patch, T, V, both, each_schedule, inputs
+from tests.problems import (
+    H,
+    Patch,
+    T,
+    Upstream,
+    V,
+    both,
+    check,
+    compare,
+    each_schedule,
+    inputs,
+    make_inputs,
+)
 
 RESULTS = ["loss", "dhidden", "dweight", "dbias"]
 

@@ -9,8 +9,19 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.op import plan
 from flce_dist.testing import relative_rms
-from tests.oracle import Upstream, check, make_inputs, run_op, run_reference
-from tests.problems import H, Patch, T, V, each_dtype, forget_plans
+from tests.problems import (
+    H,
+    Patch,
+    T,
+    Upstream,
+    V,
+    check,
+    each_dtype,
+    forget_plans,
+    make_inputs,
+    run_op,
+    run_reference,
+)
 
 
 @each_dtype

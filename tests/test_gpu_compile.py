@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
-from tests.oracle import METRICS
+from tests.problems import METRICS
 from tests.test_gpu_oracle import each_device
 
 V, H = 1000, 64

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
-from tests.oracle import METRICS, Inputs, Upstream, make_inputs, run
-from tests.problems import assert_same, each_schedule
+from tests.problems import METRICS, Inputs, Upstream, assert_same, each_schedule, make_inputs, run
 from tests.test_gpu_oracle import (
     assert_gradients_close,
     each_device,

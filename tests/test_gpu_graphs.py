@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_cross_entropy_with_metrics
-from tests.oracle import IGNORE, Inputs
+from tests.problems import IGNORE, Inputs
 from tests.test_gpu_oracle import each_device, every_schedule, inputs_on, on_cuda, options_of
 
 T, V, H = 130, 36_000, 64

@@ -17,8 +17,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.options import Schedule
 from flce_dist.testing import relative_rms
-from tests.oracle import Inputs, Outcome, Upstream, run
-from tests.problems import SCHEDULES
+from tests.problems import SCHEDULES, Inputs, Outcome, Upstream, run
 from tests.test_gpu_oracle import (
     assert_gradients_close,
     assert_loss_close,

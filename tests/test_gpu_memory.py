@@ -15,7 +15,7 @@ from flce_dist.memory import peak_memory
 from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
-from tests.oracle import Inputs
+from tests.problems import Inputs
 from tests.test_gpu_oracle import each_device, inputs_on
 
 MIB = 1 << 20

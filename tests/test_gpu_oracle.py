@@ -16,7 +16,7 @@ from flce_dist import linear_cross_entropy
 from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.testing import error_budget, relative_rms
-from tests.oracle import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
+from tests.problems import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
 
 CUDA = pytest.param(
     "cuda",
@@ -35,7 +35,7 @@ _CHUNK_ELEMENTS = 1 << 27  # of logits: 1 GiB in fp64
 
 
 def our_call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-    """``linear_cross_entropy`` as ``tests.oracle.run`` wants it."""
+    """``linear_cross_entropy`` as ``tests.problems.run`` calls it."""
     return (linear_cross_entropy(hidden, weight, labels, **options),)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flce_dist.launch.bench import tile_max
 from flce_dist.testing import relative_rms
-from tests.oracle import Inputs, Outcome, Upstream, run
-from tests.problems import each_dtype
+from tests.problems import Inputs, Outcome, Upstream, each_dtype, run
 from tests.test_gpu_oracle import (
     CUDA,
     aim,

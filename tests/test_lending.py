@@ -12,9 +12,8 @@ from flce_dist.op import backward, lending
 from flce_dist.op import plan as planning
 from flce_dist.op.plan import Plan, plan
 from flce_dist.testing import relative_rms
-from tests.oracle import Upstream, check, make_inputs
 from tests.parallel_problem import Problem, misses, on_threads
-from tests.problems import both, pairwise, poisoned_memory
+from tests.problems import Upstream, both, check, make_inputs, pairwise, poisoned_memory
 
 sizes = st.integers(1, 60_000)
 

@@ -9,8 +9,19 @@ from torch import Tensor
 
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.op.prepare import kernels_of
-from tests.oracle import Upstream, check, compare, run_op
-from tests.problems import Patch, assert_same, both, each_schedule, inputs, poisoned_memory, small
+from tests.problems import (
+    Patch,
+    Upstream,
+    assert_same,
+    both,
+    check,
+    compare,
+    each_schedule,
+    inputs,
+    poisoned_memory,
+    run_op,
+    small,
+)
 
 
 @both

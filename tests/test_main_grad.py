@@ -19,16 +19,20 @@ from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget, relative_rms
-from tests.oracle import Inputs, Upstream, device_of, make_inputs, run_reference
 from tests.problems import (
     SCHEDULES,
     H,
+    Inputs,
     Patch,
     T,
+    Upstream,
     V,
+    device_of,
     each_schedule,
     forget_plans,
+    make_inputs,
     pairwise,
+    run_reference,
 )
 
 PADDING = 7

@@ -16,26 +16,24 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
 from flce_dist.op.prepare import kernels_of
 from flce_dist.options import Schedule
-from tests.oracle import (
+from tests.problems import (
     METRICS,
     Inputs,
     Outcome,
-    Upstream,
-    compare,
-    device_of,
-    make_inputs,
-    metric_upstream,
-    run_op,
-)
-from tests.problems import (
     T,
+    Upstream,
     V,
     assert_same,
+    compare,
+    device_of,
     each_dtype,
     each_schedule,
     inputs,
     interpreted,
+    make_inputs,
+    metric_upstream,
     poisoned_memory,
+    run_op,
     with_logits,
 )
 

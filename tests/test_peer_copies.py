@@ -12,9 +12,19 @@ import torch
 from flce_dist.kernels import eager
 from flce_dist.parallel import peer_copies
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
+from tests.parallel_problem import (
+    FEW_BYTES,
+    IN_PIECES,
+    PIECE_OPTIONS,
+    SCHEDULES,
+    Outcome,
+    Problem,
+    joined,
+    misses,
+    rank_step,
+    small_pieces,
+)
 from tests.simulated_peers import simulated_peers
-from tests.test_token_order import FEW, OPTIONS, PROBLEM, small_pieces
 
 
 def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
@@ -31,43 +41,43 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("P", "few"), [(2, {}), (4, {}), (4, FEW)])
+@pytest.mark.parametrize(("P", "few"), [(2, {}), (4, {}), (4, FEW_BYTES)])
 def test_gradients_are_right(schedule, P, few, dtype):
-    problem = PROBLEM.changed(dtype=dtype)
+    problem = IN_PIECES.changed(dtype=dtype)
     assert misses(with_peers(P, problem, schedule=schedule, **few), problem) == []
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        OPTIONS["none"],
-        OPTIONS["token weights"],
-        OPTIONS["smoothing"],
+        PIECE_OPTIONS["none"],
+        PIECE_OPTIONS["token weights"],
+        PIECE_OPTIONS["smoothing"],
         {"z_loss_weight": 1e-2, "logit_scale": 0.5},
         {"softcap": 5.0, "reduction": "sum"},
     ],
 )
 def test_options(options):
-    problem = PROBLEM.changed(options=options)
+    problem = IN_PIECES.changed(options=options)
     assert misses(with_peers(4, problem, schedule="cached"), problem) == []
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
 def test_no_tokens(schedule):
-    outcome = with_peers(2, PROBLEM.changed(T=0), schedule=schedule)
-    assert outcome.dhidden.shape == (0, PROBLEM.H) and not outcome.dweight.any()
+    outcome = with_peers(2, IN_PIECES.changed(T=0), schedule=schedule)
+    assert outcome.dhidden.shape == (0, IN_PIECES.H) and not outcome.dweight.any()
 
 
 def test_of_one_rank_nothing_is_copied():
     with simulated_peers() as meetings:
-        ranks = run_ranks(lambda g: rank_step(g, PROBLEM, sequence_parallel=True), 1)
-    assert not meetings and misses(joined(ranks, sequence_parallel=True), PROBLEM) == []
+        ranks = run_ranks(lambda g: rank_step(g, IN_PIECES, sequence_parallel=True), 1)
+    assert not meetings and misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])
 def test_shares_travel_in_the_dtype_that_was_asked_for(wide, schedule):
-    problem = PROBLEM.changed(dtype=torch.bfloat16)
+    problem = IN_PIECES.changed(dtype=torch.bfloat16)
     outcome = with_peers(4, problem, schedule=schedule, reduce_in_fp32=wide)
     assert outcome.dhidden.dtype == torch.bfloat16
     assert misses(outcome, problem) == []
@@ -97,13 +107,13 @@ def test_a_call_that_raised_is_made_again(schedule, place, monkeypatch):
 
     def twice(group: Any) -> Outcome:
         with pytest.raises(ArithmeticError):
-            rank_step(group, PROBLEM, sequence_parallel=True, schedule=schedule)
-        return rank_step(group, PROBLEM, sequence_parallel=True, schedule=schedule)
+            rank_step(group, IN_PIECES, sequence_parallel=True, schedule=schedule)
+        return rank_step(group, IN_PIECES, sequence_parallel=True, schedule=schedule)
 
     monkeypatch.setattr(eager, place, raise_once)
     with small_pieces(), simulated_peers():
         outcome = joined(run_ranks(twice, 2), sequence_parallel=True)
-    assert misses(outcome, PROBLEM) == []
+    assert misses(outcome, IN_PIECES) == []
 
 
 # --- planted mistakes
@@ -150,7 +160,7 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_mistake_would_show(plant, dtype, monkeypatch):
     plant(monkeypatch)
-    problem = PROBLEM.changed(dtype=dtype)
+    problem = IN_PIECES.changed(dtype=dtype)
     try:
         outcome = with_peers(4, problem, schedule="cached")
     except Exception:  # shapes that do not fit, memory that may not be written

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from flce_dist.op.prepare import kernels_of
-from tests.oracle import IGNORE, Upstream, check, device_of, make_inputs, run_op
-from tests.problems import Patch, both, each_schedule, inputs, small
+from tests.problems import (
+    IGNORE,
+    Patch,
+    Upstream,
+    both,
+    check,
+    device_of,
+    each_schedule,
+    inputs,
+    make_inputs,
+    run_op,
+    small,
+)
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,27 +14,25 @@ from flce_dist.kernels import rescue as rescue_file
 from flce_dist.kernels import token_loss as token_loss_file
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.op.prepare import kernels_of
-from tests.oracle import (
-    IGNORE,
-    METRICS,
-    Inputs,
-    Upstream,
-    check,
-    compare,
-    make_inputs,
-    metric_upstream,
-    per_token_upstream,
-    run_op,
-)
 from tests.problems import (
     DTYPES,
+    IGNORE,
+    METRICS,
     SCHEDULES,
+    Inputs,
     Patch,
+    Upstream,
     both,
+    check,
+    compare,
     each_dtype,
     each_schedule,
     label_below,
+    make_inputs,
+    metric_upstream,
     pairwise,
+    per_token_upstream,
+    run_op,
     with_logits,
 )
 

@@ -12,27 +12,25 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
-from tests.oracle import (
+from tests.problems import (
     IGNORE,
     METRICS,
     Upstream,
+    assert_same,
+    both,
     check,
     compare,
     device_of,
-    make_inputs,
-    metric_upstream,
-    per_token_upstream,
-    run,
-    run_op,
-    run_reference,
-)
-from tests.problems import (
-    assert_same,
-    both,
     each_schedule,
     every_other,
     interpreted,
+    make_inputs,
+    metric_upstream,
+    per_token_upstream,
     poisoned_memory,
+    run,
+    run_op,
+    run_reference,
     small,
 )
 

@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.oracle import IGNORE, METRICS, Upstream, check, make_inputs, per_token_upstream, run_op
-from tests.problems import both, each_schedule, small
+from tests.problems import (
+    IGNORE,
+    METRICS,
+    Upstream,
+    both,
+    check,
+    each_schedule,
+    make_inputs,
+    per_token_upstream,
+    run_op,
+    small,
+)
 
 
 @both

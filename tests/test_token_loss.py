@@ -8,8 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.op.prepare import kernels_of
-from tests.oracle import Upstream, check, run_op
-from tests.problems import Patch, both, each_dtype, each_schedule, inputs, with_logits
+from tests.problems import (
+    Patch,
+    Upstream,
+    both,
+    check,
+    each_dtype,
+    each_schedule,
+    inputs,
+    run_op,
+    with_logits,
+)
 
 
 @both

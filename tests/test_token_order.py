@@ -5,8 +5,6 @@ really are in flight, or threads, which list their collectives.
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,37 +15,24 @@ from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager
-from flce_dist.op import plan as planning
 from flce_dist.op.plan import Plan, plan
 from flce_dist.parallel.collectives import CollectiveGather, TokenGather
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import SCHEDULES, Outcome, Problem, joined, misses, rank_step
-from tests.problems import forget_plans
+from tests.parallel_problem import (
+    FEW_BYTES,
+    IN_PIECES,
+    PIECE_OPTIONS,
+    SCHEDULES,
+    Outcome,
+    Problem,
+    joined,
+    misses,
+    rank_step,
+    small_pieces,
+)
 
-T, H, P = 48, 32, 4
-PROBLEM = Problem(T=T, H=H, V_all=507)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "none": {"reduction": "none"},
-    "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, T)},
-    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
-    "few bytes": {},
-}
-FEW = {"max_logits_bytes": 9_000}  # in_forward: several chunks
-
-
-@contextmanager
-def small_pieces() -> Iterator[None]:
-    before = {name: getattr(planning, name) for name in ("_SPLIT_FROM", "_TILE", "_MIN_WINDOW")}
-    planning._SPLIT_FROM, planning._TILE, planning._MIN_WINDOW = 16, 8, 8
-    forget_plans()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(planning, name, value)
-        forget_plans()
+T, H, P = IN_PIECES.T, IN_PIECES.H, 4
 
 
 def in_pieces(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
@@ -68,14 +53,17 @@ def on_threads(problem: Problem, **options: Any) -> Outcome:
 
 CASES = [
     (name, schedule)
-    for name, schedule in itertools.product(OPTIONS, SCHEDULES)
-    if schedule != "in_forward" or OPTIONS[name].get("reduction") != "none"
+    for name, schedule in itertools.product(PIECE_OPTIONS, SCHEDULES)
+    if schedule != "in_forward" or PIECE_OPTIONS[name].get("reduction") != "none"
 ]
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_gradients_are_right(name, schedule):
-    problem, few = PROBLEM.changed(options=OPTIONS[name]), FEW if name == "few bytes" else {}
+    problem, few = (
+        IN_PIECES.changed(options=PIECE_OPTIONS[name]),
+        FEW_BYTES if name == "few bytes" else {},
+    )
     outcome = on_threads(problem, schedule=schedule, **few)
     assert misses(outcome, problem) == []
     gathers = [call for call in outcome.calls if call.startswith("allgather")]
@@ -85,9 +73,9 @@ def test_gradients_are_right(name, schedule):
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_in_flight(gloo_ranks, ranks, schedule):
-    for few in ({}, FEW):
-        outcomes = gloo_ranks(ranks).run(in_pieces_forked, PROBLEM, schedule=schedule, **few)
-        assert misses(joined(outcomes, sequence_parallel=True), PROBLEM) == []
+    for few in ({}, FEW_BYTES):
+        outcomes = gloo_ranks(ranks).run(in_pieces_forked, IN_PIECES, schedule=schedule, **few)
+        assert misses(joined(outcomes, sequence_parallel=True), IN_PIECES) == []
 
 
 def test_triton_writes_pieces_into_one_cache(gloo_ranks):
@@ -105,12 +93,12 @@ def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
     forward = (
         gathers[0], "allreduce SUM float32[8]", gathers[1], "allreduce SUM float32[40]", *sums,
     )  # fmt: skip
-    assert on_threads(PROBLEM, schedule="cached").calls == (*forward, *gathers, *scatters)
-    assert on_threads(PROBLEM, schedule="in_forward").calls == (*forward, *scatters)
+    assert on_threads(IN_PIECES, schedule="cached").calls == (*forward, *gathers, *scatters)
+    assert on_threads(IN_PIECES, schedule="in_forward").calls == (*forward, *scatters)
 
 
 def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
-    calls = on_threads(PROBLEM, schedule="in_forward", **FEW).calls
+    calls = on_threads(IN_PIECES, schedule="in_forward", **FEW_BYTES).calls
     kinds = [call.split()[0] for call in calls]
     first_scatter = kinds.index("reduce_scatter")
     assert kinds.count("reduce_scatter") == kinds.count("allgather") > 2
@@ -120,7 +108,7 @@ def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
 def test_metrics_and_their_gradients():
     """Each token's own, in a caller's order: as without a group."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, _, labels = PROBLEM.tensors
+    hidden, weight, _, labels = IN_PIECES.tensors
     upstream = torch.randn(4, T, generator=generator)
 
     def step(group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
@@ -148,15 +136,15 @@ def test_metrics_and_their_gradients():
 @pytest.mark.parametrize("forgotten", ["permuted", "restored"])
 def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
     monkeypatch.setattr(TokenOrder, forgotten, lambda self, x: x)
-    problem = PROBLEM.changed(options=OPTIONS["none"])
+    problem = IN_PIECES.changed(options=PIECE_OPTIONS["none"])
     assert misses(on_threads(problem, schedule="cached"), problem) != []
 
 
 def test_a_piece_that_is_not_waited_for_would_show(gloo_ranks):
     """Else the tests over gloo could pass by luck."""
-    ranks = gloo_ranks(2).run(_without_waiting, PROBLEM)
+    ranks = gloo_ranks(2).run(_without_waiting, IN_PIECES)
     with pytest.raises(AssertionError):
-        assert misses(joined(ranks, sequence_parallel=True), PROBLEM) == []
+        assert misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
 
 
 def _without_waiting(group: dist.ProcessGroup, problem: Problem) -> Outcome:
