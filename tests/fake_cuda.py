@@ -1,8 +1,8 @@
-"""What CUDA is to the real PeerMemory, over the queues of fake_machine.py.
+"""A fake of CUDA for the real PeerMemory, on the queues of fake_machine.py.
 
-Ranks are threads of which one runs at a time, until it meets the others: streams, events, graphs,
-tensors of which nothing but whose they are is known, and memory that is given to others when nobody
-holds it.
+It has streams, events, graphs, tensors whose rows hold tags instead of numbers, and an allocator
+that reuses memory as soon as no tensor holds it. Ranks are threads; one runs at a time, until it
+meets the others.
 """
 
 import threading
@@ -16,7 +16,7 @@ from tests.fake_machine import Machine, Op, Row, Wrong
 
 
 class Hung(RuntimeError):
-    """This rank waits for ever: its watch would end it."""
+    """This rank's GPU waits for ever; the watchdog would end its process."""
 
 
 class Fault(RuntimeError):
@@ -104,7 +104,7 @@ class Mapping:
 
 
 class Storage:
-    """Ordinary memory of a rank, free for others of its stream when nobody holds it."""
+    """Ordinary memory of a rank, reused on its stream as soon as no tensor holds it."""
 
     def __init__(self, rank: "Rank", nbytes: int) -> None:
         self.rank, self.nbytes, self.stream = rank, nbytes, rank.current
@@ -113,12 +113,12 @@ class Storage:
         self.id = free.pop() if free and rank.graph is None else rank.machine.number()
 
     def __del__(self) -> None:
-        if not self.used_by:  # else it is free only when they are done, which a host cannot know
+        if not self.used_by:  # else it is free when those streams are done, which no host knows
             self.rank.free.setdefault((self.stream, self.nbytes), []).append(self.id)
 
 
 class FakeTensor:
-    """Rows of a storage. Just what peer_memory.py and peer_copies.py do with tensors."""
+    """Rows of a storage, with the operations that peer_memory.py and peer_copies.py use."""
 
     def __init__(
         self, rank: "Rank", storage: Any, start: int, shape: tuple[int, ...], dtype: torch.dtype,
@@ -152,7 +152,7 @@ class FakeTensor:
         return FakeTensor(self.rank, self.storage, start, tuple(shape), self.dtype, self.mapping)
 
     def __setitem__(self, row: int, value: int) -> None:
-        """Of flags, which are set one by one."""
+        """Set a row of flags, one by one."""
         for i in range(self.shape[1]):
             at = self.storage + self.start + row * self.row_bytes + 4 * i
             self.rank.current.add(Op("put", at, value))
@@ -218,7 +218,7 @@ class Rank:
         self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
 
     def fault(self) -> None:
-        """Raise if this is the call that is to fail."""
+        """Raise if this call was chosen to fail."""
         self.calls += 1
         self.faults_in -= 1
         if self.faults_in == 0:
@@ -226,7 +226,7 @@ class Rank:
 
     @contextmanager
     def outside_the_call(self) -> Iterator[None]:
-        """What the caller issues here is no step that may fail."""
+        """Calls in this block neither count as steps nor fail."""
         steps = self.calls, self.faults_in
         self.faults_in = 0
         yield
@@ -331,7 +331,7 @@ class Rank:
 
     @contextmanager
     def capturing(self) -> Iterator[Graph]:
-        """Record what is issued on the current stream; nothing is left of it if that raises."""
+        """Capture what is issued on the current stream; discard it if the block raises."""
         self.graph = graph = Graph(self, self.current)
         try:
             yield graph

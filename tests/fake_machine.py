@@ -1,15 +1,14 @@
-"""GPUs as queues of operations, one for each stream, of which every order is explored.
+"""GPUs as queues of operations, one queue per stream; every order of execution is explored.
 
-Hosts never look at what a GPU has done, so they may be as far
-ahead as they like: all that was issued is explored when ranks meet, in every order in which GPUs
-might do it (or in some, at random). Kernels and copies begin and end; what lies between is
-seen by the others. Noticed are
+Hosts never read what a GPU has done, so they may run ahead of it. When ranks meet, all issued
+operations are executed in every possible order, or in some random ones. Kernels and copies have a
+beginning and an end, between which other operations may run. The simulation detects
 
-* a read of anything but what was meant, a write beside a read or another write of the same bytes;
-* access to memory that was unmapped, or given to a new owner too early;
-* streams that wait for ever, flags that are not as before, illegal use of a capture.
+* reads of wrong data, and writes that overlap a read or another write of the same bytes in time;
+* access to memory that was unmapped, or reused too early;
+* streams that wait for ever, flags that are not restored, illegal use of a capture.
 
-Bytes are not simulated but rows: each holds a tag that says whose it is.
+It does not simulate bytes but rows: each holds a tag that names its contents.
 """
 
 import random
@@ -22,7 +21,7 @@ MOST_STATES = 400_000
 
 
 class Wrong(AssertionError):
-    """What no order of streams may lead to."""
+    """No order of streams may lead to this."""
 
 
 class Row(NamedTuple):
@@ -38,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Op(NamedTuple):
-    """Of a stream. A kernel is two of them, its beginning and its end."""
+    """An operation of a stream. A kernel is two operations, its beginning and its end."""
 
     kind: str  # put, host (a put to a word of host memory), wait, after, begin, end
     at: Any = None  # an address; a stream and a position in it
@@ -73,7 +72,7 @@ class Machine:
     # --- exploring
 
     def explore(self) -> None:
-        """Do what was issued in every order, or at random; keep the states where that ends."""
+        """Execute what was issued in every order, or in random ones; keep the final states."""
         todo = [self._extended(state) for state in self.states]
         if self.seeds:
             self.states = {
@@ -165,11 +164,11 @@ class Machine:
         )
 
     def word(self, address: int) -> int:
-        """Return what lies there, which must be the same in every order."""
+        """Return the value at an address, which must be the same in every order."""
         (value,) = {dict(state.words).get(address, 0) for state in self.states}
         return value
 
     def show_host_words(self) -> None:
-        """Let hosts see what GPUs wrote for them."""
+        """Copy what GPUs wrote to the words of host memory."""
         for address, word in self.host_words.items():
             word.fill_(self.word(address))

@@ -1,4 +1,4 @@
-"""What ranks of fake_cuda.py do with the real PeerMemory, right in whatever order streams run."""
+"""Programs of the ranks of fake_cuda.py that use the real PeerMemory; right in every order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +24,7 @@ def order_of(P: int) -> TokenOrder:
 
 
 def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
-    """Tokens of ``wide`` elements, looked at piece by piece as they arrive."""
+    """Gather tokens of ``wide`` elements; check each piece as it arrives."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
     with rank.outside_the_call():
         rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
@@ -41,7 +41,7 @@ def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
 
 
 def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
-    """Shares of all tokens, in one chunk or a piece at a time."""
+    """Sum all tokens over ranks, in one chunk or one piece at a time."""
     T, order = ROWS * rank.P, order_of(rank.P)
     total = PeerScatter((T, 1), torch.float32, order, memory)
     tokens: Any = total.tokens
@@ -59,7 +59,7 @@ Use = Callable[[Rank, PeerMemory, Any], Any]
 
 
 def own_stream(rank: Rank) -> Any:
-    """A block on a stream that waits for nothing issued before."""
+    """Return a context whose current stream waits for nothing issued before."""
     return rank.on(Stream(rank))
 
 
@@ -123,7 +123,7 @@ def graph(rank: Rank) -> None:
 
 
 def graph_of_one_rank(rank: Rank) -> None:
-    """One rank cannot even begin a capture that others make: still all keep the same blocks."""
+    """One rank makes no capture, the others do; still all keep the same blocks."""
     memory = memory_of(rank)
     gather(rank, memory, 0)
     if rank.rank:
@@ -149,7 +149,7 @@ def graph_of_sums(rank: Rank) -> None:
 def failed_capture(
     rank: Rank, at: int = 5, use: Use = gather, who: Sequence[int] = range(8)
 ) -> None:
-    """A capture fails somewhere on these ranks, the others make none; eager calls follow."""
+    """A capture fails at some step on these ranks, the others make none; eager calls follow."""
     memory = memory_of(rank)
     use(rank, memory, 1)
     if rank.rank in who:
@@ -163,7 +163,7 @@ def failed_capture(
 
 @contextmanager
 def failing(rank: Rank, at: int) -> Iterator[None]:
-    """Let one of the calls in this block raise, and go on behind it."""
+    """Let one of the calls in this block raise, and continue after the block."""
     rank.faults_in = at
     with suppress(Fault):
         yield
@@ -171,7 +171,7 @@ def failing(rank: Rank, at: int) -> Iterator[None]:
 
 
 def new_owners(rank: Rank) -> None:
-    """Take what memory is free on the current stream, and fill it."""
+    """Allocate the memory that is free on the current stream, and fill it."""
     for n in (ROWS, ROWS * rank.P):
         for i in range(2):
             mine = [("another's", i, k) for k in range(n)]
@@ -179,7 +179,7 @@ def new_owners(rank: Rank) -> None:
 
 
 def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = range(8)) -> None:
-    """These ranks raise at the same place, let go of all, and call again."""
+    """These ranks raise at the same place, drop all tensors, and call again."""
     memory = memory_of(rank)
     use(rank, memory, 1)
     with failing(rank, at if rank.rank in who else -1):

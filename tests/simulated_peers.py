@@ -1,9 +1,9 @@
-"""CUDA between the threads of one process, so that the real PeerMemory runs without GPUs.
+"""A driver between the threads of one process, so that the real PeerMemory runs without GPUs.
 
-The current stream does at once what it is given. Others do it as late as they may: a copy is done
-when its event is waited for, or the current stream waits for a flag that other ranks raise only
-after such copies, and until then its destination holds NaN. Flags are int32 in the
-memory of the process. Orders of streams, graphs and failures are explored in test_peer_memory.py.
+The current stream executes operations at once. Other streams execute them as late as possible: a
+copy runs when its event is waited for, or when the current stream waits for a flag that other ranks
+set only after such copies. Until then its destination holds NaN. Flags are int32 words of this
+process. test_peer_memory.py explores orders of streams, graphs and failures.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from tests.processes import LAST_RESORT_S
 
 
 class Meeting:
-    """What the ranks of one memory have in common."""
+    """What the ranks of one PeerMemory share."""
 
     def __init__(self, P: int) -> None:
         self.barrier = threading.Barrier(P, timeout=LAST_RESORT_S)
@@ -78,11 +78,11 @@ class Now:
         self._meeting = meeting
 
     def wait_stream(self, other: "Late") -> None:
-        """It has done what those wait for who waited for its copies."""
+        """Copies that matter have been waited for by their events."""
 
     def do(self, operation: Operation) -> None:
         if not operation.ready():
-            # Other ranks may raise the flag only after copies, for which nobody waits yet.
+            # Other ranks may set the flag only after copies that nobody waits for yet.
             self._meeting.wait_until(lambda: self._goes_on(operation))
         with self._meeting.changed:
             operation.run()
@@ -102,7 +102,7 @@ class Late:
         meeting.late.append(self)
 
     def wait_stream(self, other: Now) -> None:
-        """All that the current stream was given is done."""
+        """The current stream has executed everything."""
 
     def do(self, operation: Operation) -> None:
         self._pending.append(operation)
@@ -111,7 +111,7 @@ class Late:
         return Event(self._meeting, self, self._done + len(self._pending))
 
     def advance(self, to: float) -> bool:
-        """Do operations as far as ``to``, and return whether they are done."""
+        """Execute operations up to number ``to`` if possible; return whether they are done."""
         with self._meeting.changed:
             while self._done < to and self._pending and self._pending[0].ready():
                 self._pending.pop(0).run()
@@ -130,7 +130,7 @@ class Event(NamedTuple):
 
 
 class Deferred(TorchDispatchMode):
-    """Copies are left to a stream."""
+    """Issues copies on ``stream`` instead of executing them."""
 
     def __init__(self, stream: Late, meeting: Meeting) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class ThreadDriver:
         return 0
 
     def keep(self, x: Tensor, stream: Late) -> None:
-        """Python keeps it."""
+        """Python keeps it alive."""
 
     def shared(self, nbytes: int) -> SharedBlock:
         mine = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
@@ -204,7 +204,7 @@ def _flag(address: int) -> ctypes.c_int32:
 
 @contextmanager
 def simulated_peers() -> Iterator[dict[str, Meeting]]:
-    """Let every group of threads copy from each other; yields the groups' meetings by name."""
+    """Let the ranks of every threaded group copy from each other; yields the meetings by name."""
     meetings: dict[str, Meeting] = {}
     memories: dict[tuple[str, int], PeerMemories] = {}
     one = threading.Lock()

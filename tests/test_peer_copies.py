@@ -1,6 +1,6 @@
-"""Tokens that ranks copy from each other's memory, on simulated ranks: see simulated_peers.py.
+"""Gathers and sums by copies between ranks, on threads (simulated_peers.py).
 
-What streams, flags and graphs do is explored in tests/test_peer_memory.py.
+tests/test_peer_memory.py explores streams, flags and graphs.
 """
 
 import threading
@@ -28,7 +28,7 @@ from tests.simulated_peers import simulated_peers
 
 
 def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
-    """All ranks' outcome, hidden in pieces, which nothing but copies moved."""
+    """Return the joined outcome of all ranks; check that only copies moved hidden and dhidden."""
     with small_pieces(), simulated_peers() as meetings:
         ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
     outcome = joined(ranks, sequence_parallel=True)

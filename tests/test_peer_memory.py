@@ -1,4 +1,4 @@
-"""Peers' memory on GPUs that are queues (fake_machine.py), in every order of their streams."""
+"""The protocol of peer_memory.py on simulated GPUs (fake_machine.py), in every order of streams."""
 
 import functools
 import itertools
@@ -86,7 +86,7 @@ def test_all_ranks_raise_anywhere_and_call_again(use, at):
 
 @pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=ids)
 def test_one_rank_raises_anywhere_and_no_data_are_mixed(use, at):
-    """It is told that the others did not come; they wait for it, which has a limit."""
+    """Its next call names the ranks that did not join; they wait for it until their limit."""
     ended = fake_cuda.run(3, lambda rank: exception(rank, at, use, [1]), seeds=2)
     raised = isinstance(ended[1], RuntimeError)
     assert raised or ended == [None] * 3  # that step is behind the last
@@ -120,7 +120,7 @@ def test_a_capture_goes_on_after_a_call_that_raised():
     assert fake_cuda.run(2, program) == [None, None]
 
 
-def test_ranks_that_do_not_want_the_same_are_told_so():
+def test_ranks_that_meet_for_different_reasons_raise():
     def program(rank: Rank) -> None:
         memory = memory_of(rank)
         with pytest.raises(RuntimeError, match=r"rank 0 takes 8 bytes.*; rank 1 gives memory back"):
@@ -172,12 +172,12 @@ def test_a_wait_without_end_is_noticed(program, peers):
 
 
 def test_the_limit_is_that_of_one_wait():
-    """Not of waits that follow each other, though a look may see each of them."""
+    """Waits that follow each other do not add up, even if every poll sees one."""
     words = torch.zeros(2, dtype=torch.int32)
     wait = peer_watch.Wait(words, 10.0, lambda: ("rank 0", "rank 1"))
     for now in range(0, 100, 5):
         assert wait.overdue(now) is None
-        words[:] = 1  # passed one, waits again
+        words[:] = 1  # passed one wait, is in the next
     for now, said in ((100, None), (105, None), (111, "rank 0 has waited 11 s for rank 1")):
         assert wait.overdue(now) == said
 
@@ -255,7 +255,7 @@ def without(name: str) -> Plant:
 
 
 def moved(name: str, behind: str) -> Plant:
-    """A list of stream operations comes behind another one."""
+    """A list of stream operations comes after another one."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         init = PeerMemory.__init__
