@@ -21,7 +21,7 @@ T, H, V_ALL, ROWS = 40, 24, 410, 416  # 13 groups of rows, the last with 6 rows 
 
 
 class Statistics(NamedTuple):
-    """What must not change by a bit; loss is [T] under reduction="none"."""
+    """What must be bitwise invariant; loss is [T] under reduction="none"."""
 
     loss: Tensor
     lse: Tensor
@@ -37,7 +37,7 @@ def problem(
     rows: int = ROWS,
     spread: float = 6.0,
 ) -> Inputs:
-    """Exponentials of many sizes: later ones raise the top bin.
+    """Inputs with exponentials of many magnitudes, so that later ones raise the top bin.
 
     A fifth of the tokens is ignored, of some the hidden state is NaN; a fifth needs the rescue.
     """
@@ -84,7 +84,7 @@ def statistics(
     gradients: bool = False,
     **options: Any,
 ) -> Statistics:
-    """Of every rank, the same: what one of P ranks returns."""
+    """Return what every one of P ranks returns, which must be the same."""
     ranges = shards(P, len(inputs.weight), step)
 
     def rank(tp_group: dist.ProcessGroup) -> Statistics:

@@ -201,7 +201,7 @@ class Planted(Exception):
 
 
 def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
-    """Every rank raises in the middle of a call, lets go of its memory, and calls again."""
+    """Every rank raises in the middle of a call, frees its memory, and calls again."""
     one = problem(ranks.device)
     kernels = kernels_of(ranks.impl or ("triton" if ranks.on_gpu else "eager"))
     for way, options in different_ways(one, ranks.P).items():

@@ -22,7 +22,7 @@ from tests.problems import forget_plans, without_infinities
 
 
 class Outcome(NamedTuple):
-    """Loss and gradients: of one rank, or of the whole."""
+    """Loss and gradients of one rank, or of all ranks joined."""
 
     loss: Tensor
     dhidden: Tensor
@@ -79,7 +79,7 @@ class Problem:
         return torch.randn(self.T, generator=generator).to(self.device)
 
     def textbook(self, dtype: torch.dtype) -> Outcome:
-        """Loss and gradients by textbook PyTorch in ``dtype``."""
+        """Loss and gradients of the reference in ``dtype``."""
         hidden, weight, bias, labels = self.tensors
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
         loss, *_ = reference_linear_cross_entropy(
@@ -95,7 +95,7 @@ def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Share(NamedTuple):
-    """Operands of one rank, which nobody else holds, and all labels."""
+    """A rank's own copies of its operands, and all labels."""
 
     hidden: Tensor
     weight: Tensor
@@ -148,7 +148,7 @@ def rank_step(
 
 
 def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
-    """The whole outcome; checks what must be the same on all ranks, to the bit."""
+    """Join the ranks' outcomes; check that loss, collectives and dhidden agree bitwise."""
     first = ranks[0]
     for rank in ranks[1:]:
         assert torch.equal(rank.loss, first.loss), "loss differs between ranks"
@@ -165,12 +165,12 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
 
 
 def misses(outcome: Outcome, problem: Problem) -> list[str]:
-    """Return what is beyond its budget; empty if all is well."""
+    """Return the results that exceed their budgets."""
     return beyond_budget(outcome, problem.textbook(torch.float64), problem.textbook(problem.dtype))
 
 
 def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str]:
-    """Return what of ``outcome`` is too far from ``oracle``, in fp64, for what ``eager`` grants."""
+    """Return the results whose error against fp64 exceeds the budget that ``eager`` gives."""
     found = []
     error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
     if not error <= 1e-5:

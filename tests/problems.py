@@ -29,7 +29,7 @@ Outcome = dict[str, Tensor]
 
 
 def device_of(impl: str) -> torch.device:
-    """Where the tests run ``impl``: triton on a GPU if there is one, else interpreted."""
+    """Return the device on which tests run ``impl``: triton uses a GPU if there is one."""
     on_gpu = impl == "triton" and torch.cuda.is_available()
     return torch.device("cuda" if on_gpu else "cpu")
 
@@ -71,7 +71,7 @@ def make_inputs(
     token_weight: bool = False,
     ignored: float = 0.2,
 ) -> Inputs:
-    """Random inputs whose logits have standard deviation ``spread``; a share is ignored."""
+    """Random inputs whose logits have standard deviation ``spread``; some tokens are ignored."""
     g = torch.Generator().manual_seed(1000 * seed + T + V + H)
     labels = torch.randint(V, (T,), generator=g)
     labels[torch.rand(T, generator=g) < ignored] = IGNORE
@@ -86,7 +86,7 @@ def make_inputs(
 
 @dataclass(frozen=True)
 class Upstream:
-    """Gradients that arrive from above; ``metrics`` holds those of lse, logprob and entropy."""
+    """Upstream gradients; ``metrics`` holds those of lse, logprob and entropy."""
 
     loss: Tensor | float | None = 1.0
     metrics: Mapping[str, Tensor] | None = None
@@ -104,7 +104,7 @@ def metric_upstream(T: int, *names: str) -> dict[str, Tensor]:
 
 
 def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
-    """Run ``call`` forward and backward on leaves of its own."""
+    """Run ``call`` forward and backward on new leaves."""
     leaves = {
         name: x.detach().clone().requires_grad_()
         for name, x in (("hidden", inputs.hidden), ("weight", inputs.weight), ("bias", inputs.bias))
@@ -131,7 +131,7 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
 
 
 def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> Outcome:
-    """The op under test, on the device of ``impl``; results on the CPU."""
+    """Run the op on the device of ``impl``; return results on the CPU."""
     with_metrics = options.pop("with_metrics", bool(upstream.metrics))
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> tuple:
@@ -144,7 +144,7 @@ def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> 
 
 
 def run_reference(inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
-    """The textbook in the dtype of ``inputs``."""
+    """Run the reference in the dtype of ``inputs``."""
     for only_ours in ("schedule", "max_logits_bytes", "with_metrics"):
         options.pop(only_ours, None)
     return run(reference_linear_cross_entropy, inputs, upstream, **options)
@@ -161,7 +161,7 @@ def check(
 
 
 def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
-    """Hold ``actual`` against the textbook in fp64; raise AssertionError naming the result."""
+    """Compare ``actual`` with the reference in fp64; an AssertionError names the result."""
     inputs = inputs.to(torch.device("cpu"))
     truth = run_reference(inputs.to(torch.float64), upstream, **options)
     eager = run_reference(inputs, upstream, **options)
@@ -192,7 +192,7 @@ def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any)
 
 
 def without_infinities(name: str, result: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Where inf is expected there must be inf; both with 0 in these places."""
+    """Check that infinities are where they are expected; return both with 0 in their place."""
     infinite = expected.isinf()
     assert torch.equal(result[infinite].double(), expected[infinite].double()), f"{name}: not inf"
     return result.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
@@ -226,11 +226,11 @@ interpreted = pytest.mark.skipif(
 T, V, H = 40, 600, 24  # of ``inputs``; 10 tiles of 64 columns in the interpreter, the last of 24
 
 Patch = Callable[[Any, str, Callable[..., Any]], None]
-"""Of the fixture ``mutate`` in conftest.py."""
+"""Type of the fixture ``mutate`` in conftest.py."""
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
-    """Some of the cases, in which all values of any two parameters meet that meet in ``cases``."""
+    """Choose cases so that every pair of values that occurs in ``cases`` still occurs."""
     left = list(cases)
     met = {case: set(itertools.combinations(enumerate(case), 2)) for case in left}
     missing = set().union(*met.values())
@@ -243,7 +243,7 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty yields NaN: whatever is read before it is written shows."""
+    """Fill torch.empty with NaN, so that reads of unwritten elements show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(3).isnan().all()
@@ -253,12 +253,12 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def small(impl: str, **kwargs: Any) -> Inputs:
-    """A problem of several ragged tiles that the interpreter computes quickly."""
+    """A problem of several partly filled tiles, small enough for the interpreter."""
     return make_inputs(37, 150, 32, bias=True, **kwargs).to(device_of(impl))
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
-    """A problem in which planted mistakes must show."""
+    """A problem in which every planted mistake must be detected."""
     return make_inputs(T, V, H, dtype, bias=True, token_weight=True)
 
 
@@ -284,14 +284,14 @@ def every_other(x: Tensor, dim: int) -> Tensor:
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    """Bitwise."""
+    """Check that two outcomes are bitwise equal."""
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
 
 
 def forget_plans() -> None:
-    """Plans are remembered by their arguments; sizes that a test patches are not among those."""
+    """Clear cached plans, which do not depend on the constants that a test patches."""
     for function in vars(plan).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -140,7 +140,7 @@ class TestGroups:
 
 
 class TestNoTokens:
-    """Nothing to count is an attached 0, and the collectives still match."""
+    """The loss is 0 and attached to the graph, and the collectives still match."""
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -204,7 +204,7 @@ class TestLabels:
 
 
 class TestUpstream:
-    """Gradients that come from above."""
+    """Upstream gradients."""
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -252,7 +252,7 @@ def scaled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> O
 
 
 class TestDhidden:
-    """Summed over ranks once: here, or by the caller."""
+    """dhidden is summed over ranks once, here or by the caller."""
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_left_to_the_caller(self, schedule):
@@ -279,7 +279,7 @@ class TestDhidden:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_summed_in_fp32(self, schedule, sequence_parallel):
-        """The sum of bf16 shares adds their roundings; that of fp32 ones rounds once."""
+        """A sum of bf16 shares accumulates rounding errors; a sum of fp32 shares rounds once."""
         problem = UNEVEN.changed(dtype=torch.bfloat16, T=64)
         truth = problem.textbook(torch.float64).dhidden
         errors = []

@@ -28,7 +28,7 @@ GRADIENTS = ("dhidden", "dweight", "dbias")
 
 @dataclass(frozen=True)
 class Drawn:
-    """One call: ``T = P * tokens`` tokens as [s, b], V_all rows of a vocabulary and padding."""
+    """One call: ``T = P * tokens`` tokens as [s, b], V_all vocabulary rows, and padding."""
 
     P: int
     tokens: int
@@ -110,7 +110,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 class Whole:
-    """The whole tensors of a drawn call, and what it should give."""
+    """The whole tensors of a random call, and its expected results."""
 
     def __init__(self, drawn: Drawn):
         self.drawn = drawn
@@ -187,7 +187,7 @@ class Whole:
         return {name: x.detach() for name, x in results.items()}
 
     def scales(self) -> dict[str, float]:
-        """RMS that gradients would have if nothing cancelled: rounding is relative to that."""
+        """RMS of the gradients if nothing cancelled, to which rounding errors are relative."""
         upstream = torch.ones(self.labels.shape).double()
         if self.drawn.reduction == "none":
             upstream = self.dloss.double().abs()

@@ -37,7 +37,7 @@ from tests.problems import (
 @each_schedule
 @poisoned_memory()
 def test_frozen_operands(impl, schedule):
-    """Every subset of trainable operands gets the gradients that all together get."""
+    """Every subset of trainable operands gets the same gradients as all together."""
     inputs = make_inputs(20, 70, 32, bias=True).to(device_of(impl))
     operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
     expected = run_op(inputs, Upstream(), impl=impl, schedule=schedule, label_smoothing=0.1)
@@ -80,7 +80,7 @@ def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
 @each_schedule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_second_backward_is_equal_to_the_first(impl, schedule, dtype):
-    """And upstream gradients do not stay behind: one of 2 in between changes nothing."""
+    """A backward with another upstream gradient in between leaves nothing behind."""
     loss, leaves = graph(small(impl).to(dtype), impl=impl, schedule=schedule, label_smoothing=0.1)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     torch.autograd.grad(2 * loss, leaves, retain_graph=True)
@@ -93,7 +93,7 @@ def test_a_second_backward_is_equal_to_the_first(impl, schedule, dtype):
 @each_dtype
 @poisoned_memory()
 def test_a_retained_graph_of_in_forward_keeps_what_it_saved(impl, dtype, factor):
-    """Its saved gradients may become the results of the last backward, but of no other."""
+    """Only the last backward may return the saved gradients themselves."""
     inputs, upstream = small(impl).to(dtype), Upstream(factor)
     expected = run_op(inputs, upstream, impl=impl, schedule="in_forward")
     loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
@@ -116,7 +116,7 @@ def test_a_retained_graph_of_in_forward_keeps_what_it_saved(impl, dtype, factor)
 
 @both
 def test_results_of_in_forward_do_not_share_memory_with_a_leafs_gradient(impl):
-    """Accumulation adds in place to what an earlier backward left in ``.grad``."""
+    """Accumulation adds in place to the ``.grad`` of an earlier backward."""
     inputs = small(impl)
     expected = run_op(inputs, Upstream(0.5), impl=impl, schedule="in_forward")
     loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
@@ -129,7 +129,7 @@ def test_results_of_in_forward_do_not_share_memory_with_a_leafs_gradient(impl):
 
 @both
 def test_a_gradient_of_metrics_in_between_changes_nothing(impl):
-    """It recomputes the columns that the cache holds, and must leave the cache as it is."""
+    """It recomputes the cached columns, and must not change the cache."""
     inputs = small(impl)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
@@ -162,7 +162,7 @@ def test_a_change_in_place_after_forward_raises(impl, schedule, changed):
 
 
 def test_a_change_in_place_after_in_forward_does_no_harm():
-    """It made its gradients in forward and needs the operands no more."""
+    """in_forward has computed its gradients and no longer needs the operands."""
     inputs = small("eager")
     expected = run_op(inputs, Upstream(), impl="eager", schedule="in_forward")
     loss, leaves = graph(inputs, schedule="in_forward")
@@ -175,7 +175,7 @@ def test_a_change_in_place_after_in_forward_does_no_harm():
 
 @each_schedule
 def test_metrics_and_loss_may_be_changed_in_place(schedule):
-    """What is returned is not what backward reads (or autograd says so)."""
+    """Changing returned tensors does not change backward (or autograd raises)."""
     inputs = small("eager")
     expected = run_op(inputs, Upstream(), impl="eager", schedule=schedule)
     hidden = inputs.hidden.clone().requires_grad_()
@@ -226,7 +226,7 @@ def test_correct_has_no_gradient():
 @both
 @each_schedule
 def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
-    """fp32 parameters, whatever hidden comes in; the same bits as casting by hand."""
+    """fp32 parameters and hidden of any dtype give the same bits as explicit casts."""
     inputs = small(impl)
     options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
     by_hand = run_op(inputs.to(dtype), Upstream(), **options)
@@ -297,7 +297,7 @@ def test_activation_checkpointing(impl, schedule, use_reentrant):
     ],
 )
 def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, reentrant):
-    """A first pass that PyTorch runs with gradients makes them, under in_forward, for nothing."""
+    """The first pass of a checkpoint runs with gradients, so in_forward computes them in vain."""
     T, V, H = 12, 12288, 4  # auto is in_forward here
     hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (T, V))
     labels = torch.randint(V, (T,))

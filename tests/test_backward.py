@@ -98,7 +98,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def problem_of(case: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
-    """Its ignored tokens hold NaN and infinities."""
+    """Return the problem, whose ignored tokens hold NaN and infinities, and its options."""
     how, dtype, _ = CASES[case]
     problem = Problem(T=T, H=H, dtype=dtype, options=options)
     hidden, _, _, labels = problem.tensors
@@ -130,7 +130,7 @@ def test_gradients_by_triton_are_right(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["recompute", "recompute bf16", "recompute fp16"])
 def test_terms_beside_the_exponential(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Softcap with smoothing has three factors per token, of which each takes the scale."""
+    """Softcap with smoothing has three factors per token; each must contain the scale."""
     problem, how = problem_of(case, softcap=5.0, label_smoothing=0.1, logit_scale=0.5)
     assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
     folded = RowGradient.folded
@@ -199,7 +199,7 @@ def test_operands_stay_and_backward_repeats_in_triton(case: str) -> None:
 
 @both
 def test_rows_in_place(impl: str) -> None:
-    """Of the columns and rows of a larger matrix, no others are written."""
+    """Only the given rows and columns of a larger matrix are written."""
     kernels, labels = kernels_of(impl), torch.tensor([3, -100, 0, -100, 7])
     whole = torch.randn(7, 10)
     whole[2, 4], whole[4, 3] = torch.nan, torch.inf
@@ -219,7 +219,7 @@ def test_rows_in_place(impl: str) -> None:
 
 
 def broken(case: str) -> set[str]:
-    """Names of the results that are off."""
+    """Names of the results that exceed their budgets."""
     problem, how = problem_of(case)
     missed = misses(on_threads(P, problem, sequence_parallel=True, **how), problem)
     return {miss.partition(":")[0] for miss in missed}
@@ -253,7 +253,7 @@ def test_scale_folded_and_applied_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("case", ["cached", "cached bf16", "in_forward"])
 def test_in_place_scale_forgotten(mutate: Patch, case: str) -> None:
-    """Of gathered hidden, before dweight."""
+    """Gathered hidden is not scaled before dweight."""
 
     def forget(original: Any, x: Tensor, *args: Any, out: Tensor, **kw: Any) -> None:
         if out.data_ptr() != x.data_ptr():

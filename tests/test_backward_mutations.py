@@ -34,7 +34,7 @@ from tests.problems import (
 
 
 def without(name: str) -> Callable[..., Any]:
-    """A ``row_gradient`` that is not told about one of what scales the gradient."""
+    """A ``row_gradient`` that omits one factor of the gradient."""
 
     def wrong(
         original: Any, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
@@ -99,7 +99,7 @@ def test_norm_not_kept_for_the_gradients(
 
 @both
 def test_norm_that_divides_twice(mutate: Patch, impl: str) -> None:
-    """In forward and in backward: one of them, by dtype, is right."""
+    """Removed from forward and from backward; which one matters depends on the dtype."""
 
     def divide_too(
         original: Any, stats: TokenStats, labels: Tensor, token_weight: Tensor, norm: Any,
@@ -243,7 +243,7 @@ def test_a_metrics_gradient_that_is_dropped(mutate: Patch, name: str) -> None:
 
 
 def test_a_cache_that_backward_changes(mutate: Patch) -> None:
-    """A first backward might be right; the second one says so."""
+    """The first backward may be right; the second one is not."""
 
     def in_place(original: Any, *args: Any) -> Any:
         for start, end, d in original(*args):

@@ -1,4 +1,4 @@
-"""Which collectives a call sends, and that a wrong one is noticed, on simulated ranks."""
+"""Which collectives a call issues on simulated ranks, and that a wrong one is detected."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ class TestCollectives:
 
     @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
     def test_overflowing_rows_change_nothing(self, schedule):
-        """Rows rescued from overflow, and their label's rank, are not seen from outside."""
+        """Rescued rows, and the rank of their labels, do not change the collectives."""
         problem = Problem(H=64, seed=2)
         usual = on_threads(4, problem, schedule=schedule).calls
         hidden, weight, _, labels = problem.tensors
@@ -92,7 +92,7 @@ class TestCollectives:
     @pytest.mark.parametrize("max_logits_bytes", [1, 1 << 14, 1 << 15, 1 << 20])
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_any_budget_gives_one_plan(self, schedule, max_logits_bytes, sequence_parallel):
-        """Shards of different lengths, and still the same collectives: ``joined`` compares."""
+        """Shards of different lengths issue the same collectives, as ``joined`` checks."""
         problem = Problem(T=24, V_all=1021)
         options = {"schedule": schedule, "max_logits_bytes": max_logits_bytes}
         outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
@@ -105,7 +105,7 @@ class TestCollectives:
     def test_each_one_in_flight_is_waited_for(
         self, with_metrics, frozen, schedule, sequence_parallel, monkeypatch
     ):
-        """Else its buffers go while it runs, and CUDA graphs refuse what does not come back."""
+        """Else its buffers may be freed while it runs, and a CUDA graph capture fails."""
         works: list[NotedWork] = []
 
         def note(real):
@@ -143,7 +143,7 @@ class TestCollectives:
 
 
 class TestMutations:
-    """Wrong results must be noticed by the comparison all these tests rest on."""
+    """The comparison that all these tests use must detect wrong results."""
 
     def outcome(self, rank) -> Outcome:
         ranks = run_ranks(rank, 4)

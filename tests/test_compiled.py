@@ -94,7 +94,7 @@ def test_under_no_grad():
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_under_autocast(backend, options):
-    """With backend="eager" operators run under autocast, which must not reach their products."""
+    """With backend="eager" operators run under autocast, which must not reach their GEMMs."""
     compiled = torch.compile(plain_loss, fullgraph=True, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, expected = results(compiled, 9, options), results(plain_loss, 9, options)
@@ -128,7 +128,7 @@ def test_in_forward_with_metrics_is_refused():
     ],
 )
 def test_opcheck(schedule, reduction, with_metrics, dtype):
-    """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
+    """Schema, fake, autograd registration and dynamic shapes, by torch.library.opcheck."""
     hidden, weight, bias, labels = inputs(9, dtype=dtype)
     options = LossOptions(
         reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, schedule=schedule,
@@ -203,14 +203,14 @@ def compare_on_two_ranks() -> None:
 
 
 def test_two_ranks():
-    """In a process of its own: what the compiler leaves behind here forbids backward in a fork."""
+    """In a new process: the compiler's state in this one would break backward after a fork."""
     source = "from tests.test_compiled import compare_on_two_ranks as check; check(); print('same')"
     run = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.endswith("same\n"), run.stderr[-4000:]
 
 
 def test_the_comparison_notices_a_wrong_gradient(monkeypatch):
-    """Half of dweight, from the operator alone: the compiled call must differ."""
+    """The operator returns half of dweight, so the compiled call must differ."""
     from flce_dist.op import compiled as op
 
     def halved(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""DTensors as arguments: what can be right is right and comes back in kind, the rest is refused."""
+"""DTensors as arguments: supported placements give right gradients, others raise."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ NONE = Problem(options={"reduction": "none"})
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    """Of the workers; the last dimension is the tensor-parallel one."""
+    """The mesh of the workers; its last dimension is the tensor-parallel one."""
     names = ("other", "tp")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -41,7 +41,7 @@ def distributed(x: Tensor, mesh: DeviceMesh, placement: Any) -> Tensor:
 
 
 def operands(mesh: DeviceMesh, problem: Problem, **placements: Any) -> dict[str, Any]:
-    """hidden, weight, bias and labels, of which those not named are plain."""
+    """hidden, weight, bias and labels; those without a placement are plain tensors."""
     found: dict[str, Any] = {}
     for name, x in zip(("hidden", "weight", "bias", "labels"), problem.tensors, strict=True):
         placement = placements.get(name)
@@ -58,7 +58,7 @@ def step_rank(
     group: dist.ProcessGroup, shape: tuple[int, ...], problem: Problem, placements: dict[str, Any],
     **options: Any,
 ) -> Outcome:  # fmt: skip
-    """Loss, and gradients put together from all ranks, after checks of their kind."""
+    """Loss and joined gradients of all ranks, after checks of their types and placements."""
     mesh = mesh_of(*shape)
     tensors = operands(mesh, problem, **placements)
     tp_group = mesh.get_group(mesh.ndim - 1) if placements.get("rows", True) else None
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def refused_rank(
     group: dist.ProcessGroup, placements: dict[str, Any], options: dict[str, Any]
 ) -> list[str]:
-    """What the op says, and what check_ranks does."""
+    """The errors of the op and of check_ranks."""
     shape = placements.get("shape", (2,))
     mesh = mesh_of(*shape) if shape else DeviceMesh("cpu", [1, 0])
     tensors = operands(mesh, UNEVEN.changed(T=placements.get("T", 24)), **placements)
@@ -213,11 +213,11 @@ def test_lengths_are_compared_as_wholes(gloo_ranks):
     )
 
 
-# --- beside other parts of PyTorch
+# --- with other parts of PyTorch
 
 
 def in_flight_rank(group: dist.ProcessGroup, local: bool) -> Tensor:
-    """dhidden through a gather that nobody has waited for; the op must be given plain memory."""
+    """dhidden through a gather that nothing has waited for yet."""
     tensors = operands(mesh_of(2), UNEVEN, **SEQUENCE)
     leaf = tensors["hidden"]
     hidden = (1.0 * leaf).redistribute(placements=[WHOLE], async_op=True)

@@ -56,7 +56,7 @@ def test_a_scaled_gradient_in_half_precision(name: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RESULTS[1:])
 def test_one_row_of_a_gradient_that_is_missing(name: str, dtype: torch.dtype) -> None:
-    """The largest row: a share of one rank, a window or a chunk would be more."""
+    """The largest row alone; a rank's share, a window or a chunk would be more."""
     actual = check(inputs(dtype), Upstream())
     gradient = actual[name].reshape(len(actual[name]), -1)
     gradient[gradient.float().norm(dim=1).argmax()] = 0.0
@@ -67,7 +67,7 @@ def test_one_row_of_a_gradient_that_is_missing(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["loss", "lse", "logprob", "entropy", "correct"])
 def test_a_metric_that_is_off_by_a_thousandth(name: str, dtype: torch.dtype) -> None:
-    """Half precision of the operands is no excuse: statistics are fp32."""
+    """The loss's budget does not depend on the operands' dtype: statistics are fp32."""
     actual = check(inputs(dtype), Upstream(), with_metrics=True)
     actual[name] = ~actual[name] if name == "correct" else actual[name] * 1.001
     with pytest.raises(AssertionError, match=f"^{name}: "):

@@ -70,7 +70,7 @@ def test_bits_rest_on_no_blas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 def test_the_problem_has_what_could_go_wrong() -> None:
-    """Rows of the rescue, bins that rise between ranks, and losses that are right."""
+    """The problem has rescued rows and bins that rise between ranks; losses are right."""
     inputs = problem()
     counted = inputs.labels != -100
     hidden, weight = inputs.hidden[counted].double(), inputs.weight[:V_ALL].double()
@@ -101,7 +101,7 @@ def test_the_problem_has_what_could_go_wrong() -> None:
 def test_any_schedule_and_budget(
     monkeypatch: pytest.MonkeyPatch, P: int, options: dict[str, Any]
 ) -> None:
-    """Windows of 32 and 64 columns, cached to the end, for a part, and not at all."""
+    """Windows of 32 and 64 columns; all, some or no columns are cached."""
     monkeypatch.setattr(plan, "_TILE", 32)
     monkeypatch.setattr(plan, "_MIN_WINDOW", 32)
     inputs = problem()
@@ -118,7 +118,7 @@ def test_any_schedule_and_budget(
 @interpreted
 @pytest.mark.parametrize(("P", "reduction"), [(1, "sum"), (2, "mean")])
 def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -> None:
-    """Chunks of 32 tokens and 8: each has the same statistics, and the sum has the same order."""
+    """Chunks of 32 and 8 tokens have the same statistics, summed in the same order."""
     monkeypatch.setattr(plan, "_TILE", 32)
     inputs = problem()
     one = statistics(inputs, schedule="recompute", reduction=reduction)
@@ -192,7 +192,7 @@ def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
 @interpreted
 @pytest.mark.parametrize("at", [5, 200, 409])
 def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """However much larger the exponentials of other ranks and segments are."""
+    """Even if the exponentials of other ranks and segments are far larger."""
     monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 1)
     for spread, P in ((1.0, 4), (40.0, 1)):
         inputs = problem(spread=spread)

@@ -74,7 +74,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], No
 def test_sums_that_depend_on_the_order(
     planted: Callable[[str, Any], None], merged_sums: list[Tensor], name: str, wrong: Any
 ) -> None:
-    """Limbs that are kept are off by less than fp32 shows, nearly always."""
+    """The remaining limbs are nearly always accurate to fp32."""
     inputs = problem()
     planted(name, wrong)
     one, many = statistics(inputs), statistics(inputs, 4)

@@ -62,13 +62,13 @@ def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
 
 
 def test_more_tokens_take_few_chunks():
-    """The first is as long as makes them fewer, the others as long as fits."""
+    """The first is longer if that saves a chunk; the others are as long as the budget allows."""
     chosen = in_forward(16384, 128256, 4096)
     assert chosen.chunks() == [(0, 8192), (8192, 12288), (12288, 16384)]
 
 
 def test_a_chunk_borrows_only_where_that_spares_one():
-    """32768 tokens of a quarter of the rows: two chunks of half of them fit as they are."""
+    """32768 tokens, a quarter of the rows: two chunks of half the tokens fit without borrowing."""
     chosen = in_forward(32768, 32064, 4096)
     assert chosen.chunks() == [(0, 16384), (16384, 32768)] and chosen.lending is None
 
@@ -80,7 +80,7 @@ def test_without_dweight_there_is_nothing_to_borrow():
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    """Windows of a small problem's size; yields the plans that were made."""
+    """Windows sized for a small problem; returns the list of plans made."""
     monkeypatch.setattr(lending, "FIRST_LENT", 16)
     monkeypatch.setattr(planning, "_TILE", 8)
     monkeypatch.setattr(planning, "_MIN_WINDOW", 8)
@@ -121,7 +121,7 @@ def test_gradients_are_right(small_windows, T, columns, dtype, impl):
     if columns == 72 and T == 70:
         assert lent[0].cached_v < 150, "no column was computed again"
     if columns == 48 and T == 70:
-        assert len(lent[0].chunks()) > 1, "no chunk beside the one that borrowed"
+        assert len(lent[0].chunks()) > 1, "no chunk besides the one that borrowed"
 
 
 @both
@@ -166,7 +166,7 @@ def test_every_rank_borrows_from_its_own_shard(
 
 
 def test_windows_in_the_wrong_order_would_show(small_windows, monkeypatch):
-    """Taken from the last to the first, a window is overwritten before it was used."""
+    """From last to first, a window is overwritten before it is used."""
     inputs = make_inputs(70, 150, 32, bias=False)
 
     def dweight():

@@ -259,7 +259,7 @@ def test_wrong_padding_is_named():
 
 
 def test_mutation_a_shard_of_the_wrong_rows_is_noticed(gloo_ranks):
-    """The comparison of initial weights is not blind: rows of the next rank differ."""
+    """The comparison of initial weights detects rows of another rank."""
     whole = gloo_ranks(1).run(init_rank)[0][0]
     shards = gloo_ranks(4).run(init_rank)
     start, end = vocab_range(VOCAB, 1, 4)

@@ -56,7 +56,7 @@ def gradient_bytes(hidden: Tensor, weight: Tensor, labels: Tensor) -> int:
 
 
 def test_the_textbook_needs_the_logits_several_times() -> None:
-    """Proof that the meter would see them."""
+    """The measurement detects such temporaries."""
     hidden, weight, labels = operands()
     with peak_memory("cpu") as peak:
         reference_linear_cross_entropy(hidden, weight, labels)[0].backward()
@@ -80,7 +80,7 @@ def test_recompute_does_not_grow_with_the_logits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) -> None:
-    """The scaled copy of hidden, right factor of dweight, lies where dhidden will be.
+    """The scaled copy of hidden, right factor of dweight, is in dhidden's buffer.
 
     In fp32, because a CPU upcasts half operands, and [T, H] of those are here the largest tensor.
     """
@@ -158,7 +158,7 @@ def test_cached_stays_within_its_budget(schedule: Any, budget: int | None, dtype
 
 @each_dtype
 def test_a_bigger_budget_is_used(dtype: torch.dtype) -> None:
-    """The dial moves memory, and only what lives between forward and backward.
+    """The budget changes only the memory held between forward and backward.
 
     Up to a quarter of the columns are the window's and nothing is cached; from more on, at most 0.3
     of the budget are the window's or that quarter.
@@ -193,7 +193,7 @@ def test_in_forward_stays_within_its_chunk(tokens: int, dtype: torch.dtype) -> N
 def test_in_forward_keeps_its_gradients_in_their_dtype(
     budget: int | None, dtype: torch.dtype
 ) -> None:
-    """However they were accumulated; but fp16 needs the range of fp32 until the mean divides."""
+    """In the operands' dtype; but fp16 needs the range of fp32 until a mean divides."""
     hidden, weight, _ = tensors = operands(dtype)
     _, saved = step_bytes(tensors, schedule="in_forward", max_logits_bytes=budget)
     of_weight = 2 * weight.nbytes if dtype == torch.float16 else weight.nbytes
@@ -206,7 +206,7 @@ def test_in_forward_keeps_its_gradients_in_their_dtype(
 def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept(
     dtype: torch.dtype, budget: int | None, retain_graph: bool
 ) -> None:
-    """Else the saved gradients are the results, and those of the leaves without a copy."""
+    """Otherwise the saved gradients are returned and become ``.grad`` without a copy."""
     hidden, weight, labels = operands(dtype, T=300, V=4096, H=256)
     loss = linear_cross_entropy(
         hidden, weight, labels, schedule="in_forward", max_logits_bytes=budget
@@ -229,7 +229,7 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "auto", "in_forward"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen operands"])
 def test_without_gradients_nothing_is_kept(frozen: bool, schedule: Any, dtype: Any) -> None:
-    """Neither a cache nor gradients' workspace, whatever schedule training uses."""
+    """No cache and no gradient buffers, under any schedule."""
     hidden, weight, labels = operands(dtype)
     hidden.requires_grad_(not frozen)
     weight.requires_grad_(not frozen)

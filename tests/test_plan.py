@@ -1,4 +1,4 @@
-"""The plan: a pure function whose promises hold for any size and budget."""
+"""The plan keeps its promises for any sizes and budget."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from flce_dist.parallel.vocab import real_rows, vocab_range
 GIB = 1 << 30
 SMALLEST = 256  # columns or tokens of the smallest piece
 MANY = 16384  # tokens up to which auto, given no budget, computes nothing again
-WAVE = 8448  # columns whose products fill the last wave of an H200
+WAVE = 8448  # columns whose GEMMs fill the last wave of an H200
 
 sizes = st.one_of(st.integers(0, 600), st.integers(0, 200_000))
 rows = st.one_of(st.integers(1, 600), st.integers(1, 300_000))
@@ -35,7 +35,7 @@ def make(
     H: int = 0,
     reduces: bool = False,
 ) -> Plan:
-    """A plan for operands of ``H`` columns whose dweight lends its memory, or for 0 does not."""
+    """A plan; with ``H`` > 0 dweight [V, H] may lend its memory."""
     return plan(
         T=T,
         V=V,
@@ -59,7 +59,7 @@ def held_bytes(chosen: Plan, itemsize: int) -> int:
 
 
 def most_of_auto(T: int, V: int) -> int:
-    """What ``auto`` may hold that was given no budget: half of the fp32 logits of MANY tokens."""
+    """The most that ``auto`` holds without a budget: half of the fp32 logits of MANY tokens."""
     return max(GIB, 2 * V * min(T, MANY))
 
 
@@ -224,7 +224,7 @@ def test_auto_given_no_budget_computes_nothing_again_of_16_bit_logits(T, V, item
 def test_auto_given_no_budget_takes_a_quarter_of_pytorch(
     T, H, V_all, schedule, logits_mib, per_token_mib, P
 ):
-    """In three products, for which PyTorch with fp32 logits takes 10.9 bytes per logit.
+    """In three GEMMs, for which PyTorch with fp32 logits takes 10.9 bytes per logit.
 
     Beyond gradients: what is held of the logits and dhidden's accumulator; under sequence
     parallelism hidden gathered and, beside an accumulator, what peers read. Then a loss per token,
@@ -280,7 +280,7 @@ def test_same_facts_same_plan(T, V, itemsize, schedule, budget, H):
 
 
 def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
-    """Ranks that planned from their own free memory or row count would issue other collectives."""
+    """If ranks planned from their own free memory or rows, their collectives would differ."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
         "dweight_row_bytes", "reduces", "gathers_from",
@@ -319,7 +319,7 @@ def test_familiar_sizes(arguments, schedule, cached_v, window_v, first_t, chunk_
 
 
 def test_chunks_are_of_like_size():
-    """Rather than full ones and a stump that is too small to fill a GPU."""
+    """Rather than full ones and a remainder too small to fill a GPU."""
     chosen = make(9000, schedule="in_forward", max_logits_bytes=GIB)
     lengths = [end - start for start, end in chosen.chunks()]
     assert max(lengths) - min(lengths) <= SMALLEST * len(lengths)

@@ -35,7 +35,7 @@ def call(rank: int, P: int) -> dict[str, Any]:
 
 
 def verdicts(group: dist.ProcessGroup, odd: int, changes: dict[str, Any]) -> str | None:
-    """What ``check_ranks`` says here if ``odd`` calls with ``changes``; None if all is well."""
+    """The error of ``check_ranks`` if rank ``odd`` calls with ``changes``, or None."""
     mine = call(group.rank(), group.size()) | (changes if group.rank() == odd else {})
     try:
         check_ranks(**mine, tp_group=group)
@@ -45,7 +45,7 @@ def verdicts(group: dist.ProcessGroup, odd: int, changes: dict[str, Any]) -> str
 
 
 def say(changes: dict[str, Any], *, P: int = 3, odd: int = 1) -> str | None:
-    """What every rank says; it must be the same."""
+    """The error of every rank, which must be the same."""
     said = run_ranks(lambda group: verdicts(group, odd, changes), P)
     assert said == said[:1] * P
     return said[0]
@@ -160,7 +160,7 @@ WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
 
 
 def says_of_weight(weight: torch.Tensor, **changes: Any) -> set[str | None]:
-    """What the ranks of 3 say that all pass this weight of V_ALL rows."""
+    """The error if all of 3 ranks pass this weight of V_ALL rows."""
     same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None)
     return set(run_ranks(lambda group: verdicts(group, group.rank(), same | changes), 3))
 
@@ -318,7 +318,7 @@ FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", 
 
 
 def test_all_facts_are_known_here() -> None:
-    """A new option of LossOptions is compared by itself; the cases above want one for it."""
+    """New options of LossOptions are compared automatically; each needs a case above."""
     mine = call(0, 1)
     options = rank_check.LossOptions()
     arguments = rank_check.Arguments(
@@ -330,7 +330,7 @@ def test_all_facts_are_known_here() -> None:
 
 @pytest.mark.parametrize("case", [*DISAGREEMENTS, *OPTIONS])
 def test_a_fact_left_out_would_be_noticed(case: str, mutate: Patch) -> None:
-    """Without the fact that a case is about, nobody would read that case's complaint."""
+    """If the fact of a case is not compared, its error does not appear."""
     changes, expected = DISAGREEMENTS.get(case, ({case: OPTIONS.get(case)}, f"{case} is "))
     if case in ("gap", "overlap"):
         mutate(rank_check, "_seams", lambda _, summaries: [])

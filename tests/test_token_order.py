@@ -36,7 +36,7 @@ T, H, P = IN_PIECES.T, IN_PIECES.H, 4
 
 
 def in_pieces(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
-    """``rank_step``, also in a forked rank, where a fixture's changes would not be seen."""
+    """``rank_step`` under sequence parallelism."""
     return rank_step(group, problem, sequence_parallel=True, **options)
 
 
@@ -86,7 +86,7 @@ def test_triton_writes_pieces_into_one_cache(gloo_ranks):
 
 
 def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
-    """Its gather stands behind the sum that those wait for, and before the sums after them."""
+    """Its gather is issued after the sum that those logits wait for, and before later sums."""
     sums = ("allreduce MAX float32[48]", "allreduce SUM float32[48]")
     scatters = ("reduce_scatter SUM float32[256]", "reduce_scatter SUM float32[1280]")
     gathers = ("allgather float32[64]", "allgather float32[320]")
@@ -106,7 +106,7 @@ def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
 
 
 def test_metrics_and_their_gradients():
-    """Each token's own, in a caller's order: as without a group."""
+    """Metrics of each token, in the caller's order, are those without a group."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, _, labels = IN_PIECES.tensors
     upstream = torch.randn(4, T, generator=generator)
@@ -141,14 +141,14 @@ def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
 
 
 def test_a_piece_that_is_not_waited_for_would_show(gloo_ranks):
-    """Else the tests over gloo could pass by luck."""
+    """A missing wait must fail; else the tests over gloo could pass by luck."""
     ranks = gloo_ranks(2).run(_without_waiting, IN_PIECES)
     with pytest.raises(AssertionError):
         assert misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
 
 
 def _without_waiting(group: dist.ProcessGroup, problem: Problem) -> Outcome:
-    """Rank 1 sends nothing until rank 0 has computed with what it did not wait for."""
+    """Rank 1 sends nothing until rank 0 has computed with data it did not wait for."""
     store = dist.distributed_c10d._get_default_store()
     start, label_logit = CollectiveGather.start, eager.label_logit
 
@@ -184,7 +184,7 @@ def test_the_order_by_an_example():
 
 
 def test_what_is_all_here_is_not_copied():
-    """Whatever its strides: one rank's hidden states may be column-major."""
+    """Also if one rank's hidden is column-major."""
     hidden = torch.randn(8, 6).T
     assert TokenGather(hidden, TokenOrder(1, ((0, 6),))).wait_all() is hidden
 
