@@ -201,7 +201,8 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
 
     call, operands = prepare(arguments, needs)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
-    main_grad = captured(weight, call) if needs[1] else None
+    accumulates = needs[1] and call.options.accumulate_dweight
+    main_grad = captured(weight, call) if accumulates else None
     loss, *metrics = function_of(call).apply(*operands, call, main_grad)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss

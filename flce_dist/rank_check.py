@@ -84,7 +84,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     arguments = in_autocast_dtype(localized(arguments))
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
-    if needs[1]:
+    if needs[1] and call.options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index
     end = start + len(weight)

@@ -65,10 +65,8 @@ class MainGrad:
         return self.closed()
 
 
-def captured(weight: Tensor, call: Call) -> MainGrad | None:
-    """Return the accumulator of a weight that needs a gradient, if the call adds dweight to it."""
-    if not call.options.accumulate_dweight:
-        return None
+def captured(weight: Tensor, call: Call) -> MainGrad:
+    """Return the accumulator of a weight that needs a gradient, for accumulate_dweight=True."""
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "
