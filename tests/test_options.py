@@ -4,15 +4,15 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import torch
+from torch import nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropy, api, check_ranks, megatron, rank_check
-from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist import LinearCrossEntropy, api, check_ranks, rank_check
+from flce_dist.megatron import refusals, use_linear_cross_entropy
 from flce_dist.op import compiled
 from flce_dist.options import LossOptions
 
@@ -56,10 +56,10 @@ def options_of_megatron(**options: Any) -> LossOptions:
     class Layer:
         output_size = 9
 
-    model: Any = SimpleNamespace(config=None, output_layer=Layer())
+    model: Any = nn.Module()
+    model.output_layer = Layer()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron, "_check", lambda *args: None)
-        patch.setattr(megatron, "_output_layer_class", lambda: Layer)
+        patch.setattr(refusals, "checked_class", lambda *args: Layer)
         use_linear_cross_entropy(model, **options)
     return LossOptions(**model.output_layer.loss_keywords)
 

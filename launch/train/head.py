@@ -70,8 +70,8 @@ def our_head(model: Any, given: HeadInput, **changes: Any) -> Tensor:
     keywords = layer.loss_keywords
     layer.loss_keywords = keywords | changes
     try:
-        logits, _ = layer(given.hidden, weight=given.weight)
-        return model.compute_language_model_loss(given.labels, logits)
+        labels = given.labels.transpose(0, 1)
+        return layer.token_loss(given.hidden, given.weight, labels).transpose(0, 1)
     finally:
         layer.loss_keywords = keywords
 
@@ -94,7 +94,7 @@ def megatron_head(model: Any, given: HeadInput) -> Tensor:
     """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    logits = model.output_layer(given.hidden, given.weight, lazy=False)
+    logits, _ = model.output_layer(given.hidden, given.weight)
     labels = given.labels.transpose(0, 1).contiguous()
     return vocab_parallel_cross_entropy(logits, labels).transpose(0, 1)
 

@@ -1,0 +1,201 @@
+"""The output layer that computes a loss instead of logits, whatever its class in megatron-core.
+
+s sequence, b batch, H hidden size, P tensor-parallel size.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist.api import (
+    LossWithMetrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+
+_WINDOW = 8192
+"""Columns of logits that exist at once while the largest logit is searched."""
+
+_FRAMEWORKS = ("torch", "megatron", "megatron_fsdp", "transformer_engine")
+"""Their hooks gather and release parameters; any other may look at the logits."""
+
+
+@dataclass(frozen=True)
+class LazyLogits:
+    """What the output layer returns in the training loss: everything needed to compute it.
+
+    Attributes:
+        hidden: [s, b, H]; this rank's [s / P, b, H] under sequence parallelism.
+        weight: the tied embedding if one was passed, None for the layer's own weight.
+        scale: what the model multiplied the logits by (MuP).
+    """
+
+    layer: Any
+    hidden: Tensor
+    weight: Tensor | None
+    runtime_gather_output: bool | None
+    scale: float = 1.0
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Per-token loss of ``labels`` [s, b] int64, as [s, b] fp32, the same on all P ranks."""
+        return self._in_layer(
+            lambda layer, hidden, weight: layer.token_loss(hidden, weight, labels, scale=self.scale)
+        )
+
+    def __mul__(self, factor: float) -> "LazyLogits":
+        if not isinstance(factor, int | float):
+            return NotImplemented
+        return replace(self, scale=self.scale * factor)
+
+    __rmul__ = __mul__
+
+    def size(self, dim: int) -> int:
+        """The number of rows of this rank's weight; ``dim`` must be -1."""
+        assert dim == -1, "only the vocabulary's size is known without a gather"
+        return self.layer.output_size_per_partition
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b]."""
+        assert dim == -1, "only the maximum over the vocabulary is taken without logits"
+        return self._in_layer(
+            lambda layer, hidden, weight: layer.largest(hidden, weight, scale=self.scale)
+        )
+
+    def _argmax(self, dim: int) -> Tensor:
+        """Column of the largest logit, [s, b]; of gathered logits where there are several ranks."""
+        if self.layer.tp_group.size() == 1:
+            return self.max(dim)[1]
+        with torch.no_grad():
+            logits = self._in_layer(
+                lambda layer, hidden, weight: layer.real_logits(
+                    hidden, weight, self.runtime_gather_output
+                )[0]
+            )
+        return (logits * self.scale).argmax(dim)
+
+    def _in_layer(self, compute: Callable[[Any, Tensor, Tensor], Any]) -> Any:
+        # As a call of the module, so that hooks gather and release parameters for it.
+        return self.layer(self.hidden, self.weight, compute=compute)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0]._argmax(**(kwargs or {})) if func is torch.argmax else NotImplemented
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"no logits exist in the training loss, so they have no {name!r}; a forward hook on "
+            "the output layer makes it return real ones"
+        )
+
+
+class FusedLayer:
+    """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases.
+
+    Attributes:
+        loss_keywords: options of ``linear_cross_entropy``.
+        is_lazy: set by the model while it computes its loss.
+        keeps_metrics, last_metrics: see ``use_linear_cross_entropy``.
+    """
+
+    loss_keywords: dict[str, Any]
+    is_lazy = False
+    keeps_metrics = False
+    last_metrics: LossWithMetrics | None = None
+
+    def answer(
+        self: Any,
+        input_: Tensor,
+        weight: Tensor | None,
+        runtime_gather_output: bool | None,
+        compute: Callable[[Any, Tensor, Tensor], Any] | None,
+    ) -> Any:
+        """Return what ``forward`` does: lazy or real logits with a bias, or what is computed."""
+        if compute is not None:
+            return compute(self, input_, self.weight if weight is None else weight)
+        if self.is_lazy and not self._is_watched():
+            return LazyLogits(self, input_, weight, runtime_gather_output), None
+        return self.real_logits(input_, weight, runtime_gather_output)
+
+    def real_logits(
+        self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [s, b, V] of this rank, or gathered ones of all, and the bias."""
+        logits, bias = self.plain_forward(hidden, weight, runtime_gather_output)
+        scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
+        if scale != 1.0:
+            logits = logits * scale
+        return logits if softcap is None else softcap * (logits / softcap).tanh(), bias
+
+    def token_loss(
+        self: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        scale: float = 1.0,
+        **changes: Any,
+    ) -> Tensor:
+        """Return the loss of ``labels`` [s, b], by default as [s, b] fp32."""
+        fuses = self.gradient_accumulation_fusion
+        if fuses and weight is not self.weight and hasattr(weight, "__fsdp_param__"):
+            raise NotImplementedError(
+                "gradient_accumulation_fusion with Megatron-FSDP and tied embeddings is not "
+                "supported: FSDP overwrites main_grad, and two layers would add to it"
+            )
+        keywords = {"reduction": "none", **self.loss_keywords, **changes}
+        keywords["logit_scale"] *= scale
+        bias = None if self.skip_bias_add else self.bias
+        if bias is not None and keywords["logit_scale"] != 1.0:
+            bias = bias * keywords["logit_scale"]  # Megatron scales logits that contain it
+        keywords.update(
+            bias=bias,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            accumulate_dweight=fuses,
+        )
+        if not self.keeps_metrics:
+            return linear_cross_entropy(hidden, weight, labels, **keywords)
+        result = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
+        detached = (x.detach() for x in result)
+        self.last_metrics = LossWithMetrics(*(x.T if x.dim() == 2 else x for x in detached))
+        return result.loss
+
+    @torch.no_grad()
+    def largest(self: Any, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Largest logit of each token and its row, one window of the vocabulary at a time."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        scale = scale * self.loss_keywords["logit_scale"]
+        best = hidden.new_full(hidden.shape[:-1], -float("inf"))
+        place = torch.zeros_like(best, dtype=torch.long)
+        for start in range(0, weight.shape[0], _WINDOW):
+            logits = hidden @ weight[start : start + _WINDOW].T * scale
+            if self.bias is not None and not self.skip_bias_add:
+                logits = logits + self.bias[start : start + _WINDOW] * scale
+            value, column = logits.max(dim=-1)
+            place = torch.where(value > best, column + start, place)
+            best = torch.maximum(best, value)
+        return best, place
+
+    def _is_watched(self: Any) -> bool:
+        """Whether a hook that is no framework's would miss the logits, or their gradient."""
+        hooks: Iterable[Any] = (
+            *self._forward_hooks.values(),
+            *self._backward_hooks.values(),
+            *self._backward_pre_hooks.values(),
+        )
+        return any(not _is_of_framework(hook) for hook in hooks)
+
+
+def _is_of_framework(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").split(".")[0] in _FRAMEWORKS

@@ -1,0 +1,359 @@
+"""Where the plug-in meets the model: when logits are real, what it copies, keeps and refuses."""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("megatron.core")
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.launch.train.model import token_losses
+from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.megatron.fused_layer import LazyLogits
+from flce_dist.testing import RankPool, relative_rms
+from tests.megatron_models import (
+    CONFIG,
+    VOCAB,
+    as_megatron_has_it,
+    batch,
+    build,
+    build_with_mtp,
+    inputs_of,
+    uneven,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+H, S = CONFIG.model.hidden_size, CONFIG.model.seq_length
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def plugged(sp: bool = True, tied: bool = False, **options: Any) -> Any:
+    return use_linear_cross_entropy(as_megatron_has_it(build(2, sp, tied)[0]), **options)
+
+
+# --- when logits are real
+
+
+def rank_hooks(group: Any) -> None:
+    """A hook sees and may change real logits, of which Megatron's own loss is taken."""
+    model = plugged()
+    plain, seen = token_losses(model, *batch()), []
+
+    def doubles(layer: Any, args: Any, result: Any) -> Any:
+        seen.append(result[0].clone())  # Megatron's loss works in place
+        return result[0] * 2, result[1]
+
+    handle = model.output_layer.register_forward_hook(doubles)
+    changed = token_losses(model, *batch())
+    handle.remove()
+    (logits,) = seen
+    assert isinstance(logits, Tensor) and logits.shape == (S, 3, VOCAB // 2)
+    theirs = type(model).compute_language_model_loss(model, batch()[1], logits)
+    torch.testing.assert_close(plain, theirs, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(changed, plain)
+    assert torch.equal(token_losses(model, *batch()), plain)
+    # A hook on the gradient of logits is another reason.
+    layer, hidden = model.output_layer, torch.randn(S // 2, 3, H)
+    layer.is_lazy = True
+    assert isinstance(layer(hidden)[0], LazyLogits)
+    layer.register_full_backward_hook(lambda *given: None)
+    assert isinstance(layer(hidden)[0], Tensor)
+
+
+def test_a_forward_hook_gets_real_logits(ranks: RankPool) -> None:
+    ranks.run(rank_hooks)
+
+
+def rank_real(group: Any) -> None:
+    model = plugged()
+    hidden = torch.randn(S // 2, 3, H)
+    logits, bias = model.output_layer(hidden)
+    assert type(logits) is Tensor and bias is None
+    ours = model.compute_language_model_loss(batch()[1], logits.clone())
+    theirs = type(model).compute_language_model_loss(model, batch()[1], logits)
+    assert torch.equal(ours, theirs)
+    # After an exception, too.
+    with pytest.raises(Exception, match="labels"):
+        token_losses(model, batch()[0], torch.full((3, S), VOCAB))
+    assert type(model.output_layer(hidden)[0]) is Tensor
+    model = plugged(label_smoothing=0.1)
+    logits, _ = model.output_layer(hidden)
+    with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
+        model.compute_language_model_loss(batch()[1], logits)
+
+
+def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
+    ranks.run(rank_real)
+
+
+def rank_mtp_step(group: Any) -> None:
+    """What 0.18 and later do in ``compute_mtp_single_step``."""
+    model = build_with_mtp(sp=False, depths=1)
+    weight = model.shared_embedding_or_output_weight()
+    hidden = torch.randn(4, 1, H)
+    with torch.inference_mode():
+        logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
+    assert type(logits) is Tensor and logits.shape == (4, 1, VOCAB)
+
+
+def test_a_single_step_of_multi_token_prediction(ranks: RankPool) -> None:
+    ranks.run(rank_mtp_step)
+
+
+def tail_of(model: Any) -> Any:
+    """A model that is the end of ``GPTModel.forward`` as 0.19 has it."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Tail(GPTModel):
+        multiplier = 0.5
+        seen: Any = None
+
+        def forward(self, hidden: Tensor, labels: Any = None, *, output_processor: Any = None):
+            if output_processor is not None:
+                return output_processor(
+                    hidden_states=hidden,
+                    output_layer=self.output_layer,
+                    labels=labels,
+                    compute_language_model_loss=self.compute_language_model_loss,
+                )
+            logits, _ = self.output_layer(hidden, weight=None)
+            logits = logits * self.multiplier
+            self.seen = logits
+            if labels is None:
+                return logits.transpose(0, 1).contiguous()
+            return self.compute_language_model_loss(labels, logits)
+
+    model.__class__ = Tail
+    return model
+
+
+def rank_tail(group: Any) -> None:
+    model = tail_of(plugged())
+    hidden = torch.randn(S // 2, 3, H, requires_grad=True)
+    labels = batch()[1]
+
+    def processor(output_layer: Any, hidden_states: Tensor, labels: Tensor, **given: Any) -> Any:
+        logits, _ = output_layer(hidden_states)
+        assert type(logits) is Tensor
+        return given["compute_language_model_loss"](labels, logits * model.multiplier)
+
+    def results(model: Any) -> list[Tensor]:
+        found = [model(hidden, output_processor=processor, labels=labels), model(hidden)]
+        for loss in (model(hidden, labels), model(hidden, labels=labels)):
+            found += [loss, *torch.autograd.grad(uneven(loss), (hidden, model.output_layer.weight))]
+        return found
+
+    ours = results(model)
+    assert isinstance(model.seen, LazyLogits) and model.seen.scale == 0.5
+    theirs = results(as_megatron_has_it(model))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative_rms(mine, other) < 1e-5
+
+
+def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:
+    ranks.run(rank_tail)
+
+
+# --- other models
+
+
+def rank_t5(group: Any, tied: bool) -> None:
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_local_block_spec,
+        get_t5_encoder_with_local_block_spec,
+    )
+
+    config = build(2, sp=False, tied=False)[0].config
+    config.normalization = "LayerNorm"
+    model = T5Model(
+        config, config, get_t5_encoder_with_local_block_spec(1),
+        get_t5_decoder_with_local_block_spec(1), VOCAB, S, share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )  # fmt: skip
+    layer = use_linear_cross_entropy(model).output_layer
+    assert (layer.bias is not None) == tied
+    if tied:
+        nn.init.normal_(layer.bias)
+    tokens, labels = batch()
+    mask = torch.zeros(3, 1, S, S, dtype=torch.bool)
+    parameters = [layer.bias] if tied else [layer.weight]
+    seen = []
+
+    def results(model: Any) -> Any:
+        loss = model(tokens, tokens, mask, mask, mask, lm_labels=labels)
+        logits = model(tokens, tokens, mask, mask, mask)
+        return loss, *torch.autograd.grad(uneven(loss), parameters), logits
+
+    layer.register_forward_pre_hook(lambda *given: seen.append(1))
+    ours = results(model)
+    assert len(seen) == 3  # twice for a loss: lazily, and to compute it
+    for mine, other in zip(ours, results(as_megatron_has_it(model)), strict=True):
+        assert relative_rms(mine, other) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_t5_and_its_bias(ranks: RankPool, tied: bool) -> None:
+    ranks.run(rank_t5, tied)
+
+
+def rank_development_branch(group: Any) -> None:
+    """Its layer is a subclass that can return a loss itself."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    name = "megatron.core.transformer.linear_cross_entropy"
+
+    class LinearCrossEntropyModule(ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None, **of_loss):
+            assert not of_loss
+            return super().forward(input_, weight, runtime_gather_output)
+
+    LinearCrossEntropyModule.__module__ = name
+    sys.modules[name] = module = ModuleType(name)
+    vars(module)["LinearCrossEntropyModule"] = LinearCrossEntropyModule
+    import megatron.core.transformer as parent
+
+    vars(parent)["linear_cross_entropy"] = module
+    model = as_megatron_has_it(build(2, sp=True, tied=False)[0])
+    model.output_layer.__class__ = LinearCrossEntropyModule
+    layer = use_linear_cross_entropy(model).output_layer
+    assert type(layer).__name__ == "LinearCrossEntropyModule"
+    assert isinstance(layer, LinearCrossEntropyModule)
+    lazily = token_losses(model, *batch())
+    hidden: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda layer, args: hidden.append(args[0]))
+    token_losses(model, *batch())
+    handle.remove()
+    fused = layer(hidden[0], output_cross_entropy_loss=True, labels=batch()[1])
+    assert torch.equal(fused, lazily)
+    total = layer(hidden[0], output_cross_entropy_loss=True, labels=batch()[1], reduction="sum")
+    torch.testing.assert_close(total, lazily.sum())
+    assert type(layer(hidden[0])[0]) is Tensor
+
+
+def test_the_layer_of_the_development_branch(ranks: RankPool) -> None:
+    ranks.run(rank_development_branch)
+
+
+# --- what is kept and copied
+
+
+def rank_metrics(group: Any, sp: bool) -> None:
+    model = plugged(sp, metrics=True)
+    layer = model.output_layer
+    hidden: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda layer, args: hidden.append(args[0]))
+    tokens, labels = batch()
+    loss = token_losses(model, tokens, labels)
+    expected = linear_cross_entropy_with_metrics(
+        hidden[0], layer.weight, labels.T, reduction="none", tp_group=group, sequence_parallel=sp
+    )
+    assert not any(kept.requires_grad for kept in layer.last_metrics)
+    assert torch.equal(layer.last_metrics.loss, loss)
+    for kept, metric in zip(layer.last_metrics, expected, strict=True):
+        assert torch.equal(kept, metric.T)
+    with torch.no_grad():
+        logits = model(*inputs_of(tokens), runtime_gather_output=True)
+    assert torch.equal(layer.last_metrics.correct, logits.argmax(-1) == labels)
+    assert plugged().output_layer.last_metrics is None
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_metrics_come_from_the_same_pass(ranks: RankPool, sp: bool) -> None:
+    ranks.run(rank_metrics, sp)
+
+
+def rank_identity(group: Any) -> None:
+    model = plugged()
+    ours = type(model.output_layer)
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    state = {"metadata": {"dp_cp_group": group}}
+    keys, names = sorted(model.sharded_state_dict(**state)), sorted(model.state_dict())
+    theirs = as_megatron_has_it(model)
+    assert type(theirs.output_layer).__name__ == ours.__name__
+    assert keys == sorted(theirs.sharded_state_dict(**state))
+    assert names == sorted(theirs.state_dict())
+    early = nn.Module()
+    early.post_process = False  # type: ignore[assignment]
+    stages = [early, theirs]
+    assert use_linear_cross_entropy(stages, softcap=5.0) is stages
+    assert theirs.output_layer.loss_keywords["softcap"] == 5.0
+
+
+def test_names_and_checkpoints_stay(ranks: RankPool) -> None:
+    ranks.run(rank_identity)
+
+
+# --- refusals
+
+
+def refused(model: Any, error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        use_linear_cross_entropy(model, **options)
+
+
+def rank_refusals(group: Any) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    model = plugged()
+    refused(model, ValueError, "twice")
+    as_megatron_has_it(model)
+    model.config.defer_embedding_wgrad_compute = True
+    refused(model, NotImplementedError, "config.defer_embedding_wgrad_compute=True")
+    model.config.defer_embedding_wgrad_compute = False
+    model.output_layer.gtp_remat_size = 2
+    refused(model, NotImplementedError, "output_layer is sharded by GTP")
+    del model.output_layer.gtp_remat_size
+    model.embedding.word_embeddings.weight.is_gtp_weight_remat = True
+    refused(model, NotImplementedError, "embedding is sharded by GTP")
+    del model.embedding.word_embeddings.weight.is_gtp_weight_remat
+
+    class Thrice(GPTModel):
+        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+            return 3 * super().compute_language_model_loss(labels, logits)
+
+    model.__class__ = Thrice
+    refused(model, NotImplementedError, "Thrice must have megatron-core's compute_language")
+    model.__class__ = GPTModel
+    model.compute_language_model_loss = lambda labels, logits: logits.sum()
+    refused(model, NotImplementedError, "GPTModel must have megatron-core's compute_language")
+    del model.compute_language_model_loss
+
+    model.config.bf16 = True
+    refused(Float16Module(model.config, model), ValueError, "wrapped in Float16Module")
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    refused(wrapped, ValueError, "wrapped in DistributedDataParallel")
+
+    refused(model, NotImplementedError, 'schedule="in_forward"', schedule="in_forward")
+    wrong: list[Any] = [{"label_smoothing": 2.0}, {"vocab_size": True}, {"vocab_size": 1 << 20}]
+    for option in wrong:
+        refused(model, ValueError, f"^{next(iter(option))} must be ", **option)
+    refused(model, TypeError, "Did you mean 'softcap'", soft_cap=1.0)
+    layer = model.output_layer
+    model.output_layer = nn.Linear(2, 2)
+    refused(model, NotImplementedError, "of megatron-core, got Linear")
+    head = type("TELMHeadColumnParallelLinear", (nn.Linear,), {})
+    model.output_layer = head(2, 2)
+    refused(model, NotImplementedError, "set fp8_output_proj=False")
+    del model.output_layer
+    refused(model, ValueError, "pipeline stages")
+    model.output_layer = layer
+    use_linear_cross_entropy(model)
+
+
+def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
+    ranks.run(rank_refusals)
