@@ -1,9 +1,7 @@
 """Simulated ranks as forked processes with gloo: real collectives, real processes, no network.
 
 Workers are forked, not spawned, because a spawned one would spend seconds importing torch. So a
-process that has already used CUDA cannot start them. Each worker has one torch thread, a default
-process group over the loopback device, and a pipe to the caller that carries pickled arguments and
-results.
+process that has already used CUDA cannot start them. Each rank is an executor with one worker.
 """
 
 import faulthandler
@@ -14,12 +12,14 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 _GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
+_closure: Any = None  # what ``run_closure`` calls, in its workers
 
 
 class RankFailed(RuntimeError):
@@ -40,15 +41,7 @@ class RankPool:
 
     A context manager. Workers start at the first ``run``, and again after a failed one. The
     function and its arguments are pickled, so it must be a module-level function or a partial of
-    one. ``run_ranks(..., backend="gloo")`` takes closures, but forks workers for each call::
-
-        @pytest.fixture(scope="module")
-        def ranks():
-            with RankPool(2) as pool:
-                yield pool
-
-        def test_sum(ranks):
-            assert ranks.run(all_reduce_rank) == [1, 1]
+    one. ``run_ranks(..., backend="gloo")`` takes closures, but forks workers for each call.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0):
@@ -56,9 +49,9 @@ class RankPool:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-        self._store: tempfile.TemporaryDirectory[str] | None = None
+        self._executors: list[ProcessPoolExecutor] = []
+        self._workers: dict[int, BaseProcess] = {}  # by pid, in the order of ranks
+        self._at_close = ExitStack()
 
     def __enter__(self) -> "RankPool":
         return self
@@ -78,121 +71,81 @@ class RankPool:
                 "fn and its arguments must be picklable for RankPool (a module-level function; "
                 f'run_ranks(..., backend="gloo") takes closures), got {fn!r}: {error}'
             ) from error
-        return self._call(task)
+        return self._call(task, None)
 
     def run_closure(self, fn: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-        """Like ``run`` for a closure, which workers get by being forked: the pool must be new."""
-        if self._processes:
-            raise RuntimeError("run_closure needs a pool whose workers have not started yet")
-        self._start(fn)
-        return self._call(pickle.dumps(None))
+        """Like ``run`` for a closure, which new workers get by being forked."""
+        self.close()
+        return self._call(None, fn)
 
     def close(self) -> None:
         """End the workers; a later ``run`` starts new ones."""
-        for pipe in self._pipes:
-            pipe.close()  # an idle worker ends at once, a stuck one is killed
-        for process in self._processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes, self._pipes = [], []
-        if self._store is not None:
-            self._store.cleanup()
-            self._store = None
+        for process in self._workers.values():
+            process.kill()
+        self._at_close.close()
+        self._executors, self._workers = [], {}
 
-    def _call(self, task: bytes) -> list[Any]:
-        if not self._processes:
-            self._start(None)
+    def _call(self, task: bytes | None, closure: Callable[..., Any] | None) -> list[Any]:
         try:
-            for rank, pipe in enumerate(self._pipes):
-                try:
-                    pipe.send_bytes(task)
-                except BrokenPipeError:
-                    raise self._death(rank) from None
-            return self._collect()
+            if not self._executors:
+                self._start(closure)
+            self._check_alive(within_s=0)
+            futures = [executor.submit(_run, task) for executor in self._executors]
+            done, late = wait(futures, self.timeout_s, FIRST_EXCEPTION)
+            for rank, future in enumerate(futures):
+                if future in done and (error := future.exception()):
+                    self._check_alive(within_s=_GRACE_S)
+                    failed = RankFailed(f"rank {rank} of {self.world_size} raised{error.__cause__}")
+                    if isinstance(error, RankFailed):
+                        raise failed
+                    raise error from failed
+            if late:
+                where = self._stacks([futures.index(future) for future in late])
+                raise TimeoutError(unfinished(self.world_size, where, self.timeout_s))
+            return [pickle.loads(future.result()) for future in futures]
         except BaseException:
-            for process in self._processes:
-                process.kill()
             self.close()
             raise
 
-    def _start(self, closure: Callable[[dist.ProcessGroup], Any] | None) -> None:
+    def _start(self, closure: Callable[..., Any] | None) -> None:
         if torch.cuda.is_initialized():
             raise RuntimeError(
                 "forked ranks need a process that has not used CUDA; this one has: use "
                 'backend="threads", or torchrun for ranks on GPUs'
             )
-        self._store = tempfile.TemporaryDirectory(prefix="flce_dist_ranks_")
-        context = multiprocessing.get_context("fork")
-        pipes = [context.Pipe() for _ in range(self.world_size)]
-        self._pipes = [ours for ours, _ in pipes]
-        with warnings.catch_warnings():
-            # Python 3.12 warns of threads, which torch keeps idle; workers use none of their locks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for rank in range(self.world_size):
-                inherited = self._pipes + [end for r, (_, end) in enumerate(pipes) if r != rank]
-                process = context.Process(
-                    target=_worker,
-                    args=(rank, self.world_size, pipes[rank][1], inherited),
-                    kwargs=dict(store=self._store.name, timeout_s=self.timeout_s, closure=closure),
-                    daemon=True,
-                )
-                process.start()
-                self._processes.append(process)
-        for _, theirs in pipes:
-            theirs.close()
+        folder = tempfile.TemporaryDirectory(prefix="flce_dist_ranks_")
+        self._folder = Path(self._at_close.enter_context(folder))
+        fork = multiprocessing.get_context("fork")
+        for rank in range(self.world_size):
+            settings = rank, self.world_size, self._folder, self.timeout_s, closure
+            executor = ProcessPoolExecutor(1, fork, _start_rank, settings)
+            self._executors.append(self._at_close.enter_context(executor))
+            (self._folder / f"stack{rank}").touch()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads; workers use none of their locks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                executor.submit(os.getpid)  # forks
+            self._workers.update(executor._processes)
 
-    def _collect(self) -> list[Any]:
-        results: dict[int, Any] = {}
-        rank_of: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + self.timeout_s
-        while len(results) < self.world_size:
-            pending = [pipe for pipe, rank in rank_of.items() if rank not in results]
-            ready = wait(pending, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                stuck = [rank for rank in range(self.world_size) if rank not in results]
-                where = {rank: self._stack(rank) for rank in stuck}
-                raise TimeoutError(unfinished(self.world_size, where, self.timeout_s))
-            for pipe in ready:
-                rank = rank_of[pipe]
-                try:
-                    ok, value = pickle.loads(self._pipes[rank].recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    raise self._death(rank) from None
-                if not ok:
-                    self._raise(rank, *value)
-                results[rank] = value
-        return [results[rank] for rank in range(self.world_size)]
+    def _check_alive(self, *, within_s: float) -> None:
+        """Raise if a worker has died, or does so within that time."""
+        sentinels = [process.sentinel for process in self._workers.values()]
+        for dead in connection.wait(sentinels, within_s):
+            rank = sentinels.index(dead)  # type: ignore[arg-type]
+            self._executors[rank].shutdown()  # has joined the worker
+            code = list(self._workers.values())[rank].exitcode
+            assert code is not None
+            how = f"ended with exit code {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            raise RankFailed(f"rank {rank} of {self.world_size} {how} before it returned")
 
-    def _raise(self, rank: int, error: BaseException | None, report: str) -> None:
-        sentinels = [process.sentinel for process in self._processes]
-        for dead in wait(sentinels, _GRACE_S):
-            raise self._death(sentinels.index(dead))  # type: ignore[arg-type]
-        failed = RankFailed(f"rank {rank} of {self.world_size} raised\n{report}")
-        if error is None:
-            raise failed
-        raise error from failed
-
-    def _stack(self, rank: int) -> str:
-        """Return a rank's present stack, which it writes to a file on a signal."""
-        assert self._store is not None
-        pid = self._processes[rank].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGUSR1)
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Return where ranks are now: they write that to a file on a signal."""
+        for rank in ranks:
+            os.kill(list(self._workers)[rank], signal.SIGUSR1)
         time.sleep(_GRACE_S)
-        return (Path(self._store.name) / f"stack{rank}").read_text()
-
-    def _death(self, rank: int) -> RankFailed:
-        process = self._processes[rank]
-        process.join(_GRACE_S)
-        code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
-        return RankFailed(f"rank {rank} of {self.world_size} {how} before it returned")
+        return {rank: (self._folder / f"stack{rank}").read_text() for rank in sorted(ranks)}
 
 
 def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
@@ -202,76 +155,48 @@ def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
     return f"ranks {ranks} of {world_size} did not finish within {timeout_s:g} s{stacks}"
 
 
-def _worker(
-    rank: int,
-    world_size: int,
-    pipe: Connection,
-    inherited: list[Connection],
-    *,
-    store: str,
-    timeout_s: float,
-    closure: Callable[[dist.ProcessGroup], Any] | None,
-) -> None:
-    """Serve calls until the pipe closes, because the caller closed it or has ended."""
+def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, closure: Any) -> None:
+    """Set up a worker, before its first task."""
+    global _closure
+    _closure = closure
     gc.freeze()  # collecting a process group of the caller's would wait for threads not forked
-    for end in inherited:
-        end.close()  # if held open here, a sibling would not notice that the caller has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles it and ends the workers
-    stack_file = (Path(store) / f"stack{rank}").open("w")
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    stack_file = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     torch.set_num_threads(1)  # and no OpenMP region: its threads did not survive the fork
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
-    _forget_inherited_groups()
-    while True:
-        try:
-            task = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            if not dist.is_initialized():
-                dist.init_process_group(
-                    "gloo",
-                    rank=rank,
-                    world_size=world_size,
-                    store=dist.FileStore(str(Path(store) / "store"), world_size),
-                    # The caller's own timeout comes first and names every rank that is late.
-                    timeout=timedelta(seconds=2 * timeout_s),
-                )
-            fn, args, kwargs = (closure, (), {}) if task is None else task
-            assert fn is not None
-            reply = pickle.dumps((True, _portable(fn(dist.group.WORLD, *args, **kwargs))))
-        except BaseException as error:
-            reply = _pickled_error(error)
-        try:
-            pipe.send_bytes(reply)
-        except BrokenPipeError:
-            return
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    c10d = dist.distributed_c10d
+    c10d._world = c10d._World()  # a fork must not use the connections of the caller's groups
+    c10d.GroupMember.WORLD = None
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        # The caller's own timeout comes first and names every rank that is late.
+        timeout=timedelta(seconds=2 * timeout_s),
+    )
 
 
-def _forget_inherited_groups() -> None:
-    """Drop the caller's process groups, whose connections a fork must not use."""
-    if dist.is_initialized():
-        c10d = dist.distributed_c10d
-        c10d._world = c10d._World()
-        c10d.GroupMember.WORLD = None
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
-def _loopback() -> str:
-    """Return the loopback device's name: simulated ranks need no network and no host name."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _portable(result: Any) -> Any:
-    """Detach and copy tensors, so that only their values are sent, not storage or history."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), result)
-
-
-def _pickled_error(error: BaseException) -> bytes:
-    report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    error.__traceback__ = error.__cause__ = error.__context__ = None
+def _run(task: bytes | None) -> bytes:
+    """Return the pickled result of a call in a worker: of tensors only the values."""
     try:
-        reply = pickle.dumps((False, (error, report)))
-        pickle.loads(reply)  # some exceptions can be pickled but not unpickled
-    except Exception:
-        reply = pickle.dumps((False, (None, report)))
-    return reply
+        fn, args, kwargs = pickle.loads(task) if task is not None else (_closure, (), {})
+        result = fn(dist.group.WORLD, *args, **kwargs)
+        result = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), result)
+        return pickle.dumps(result)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))  # some exceptions can be pickled but not unpickled
+        except Exception:
+            raise RankFailed("an exception that cannot be pickled") from error
+        raise
