@@ -11,20 +11,21 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as native
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from flce_dist.testing.forked_ranks import RankFailed, unfinished
 
 # Private parts of torch, without types.
 c10d: Any = dist.distributed_c10d
-c10d_native: Any = native
+native: Any = torch._C._distributed_c10d
 
 _BACKEND = "flce_threads"
 _ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
@@ -43,8 +44,9 @@ class _Meeting:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._gone: dict[int, str] = {}  # global rank -> how it ended
-        self._calls: dict[str, dict[int, str]] = {}  # group -> rank -> call, of the current turn
-        self._met: dict[str, tuple[int, dict[int, str]]] = {}  # group -> (turns, calls of the last)
+        self._turns = Counter[tuple[str, int]]()  # (group, global rank) -> collectives so far
+        # (group, turn) -> global rank -> call
+        self._calls = defaultdict[tuple[str, int], dict[int, str]](dict)
 
     def leave(self, rank: int, how: str) -> None:
         with self._changed:
@@ -54,19 +56,15 @@ class _Meeting:
     def agree(self, group: str, members: list[int], rank: int, call: str) -> None:
         """Return once all members are about to make the same ``call``; raise if they are not."""
         with self._changed:
-            turn = self._met.get(group, (0, {}))[0]
-            calls = self._calls.setdefault(group, {})
+            self._turns[group, rank] += 1
+            calls = self._calls[group, self._turns[group, rank]]
             calls[rank] = call
-            if len(calls) == len(members):
-                self._met[group] = (turn + 1, self._calls.pop(group))
-                self._changed.notify_all()
-            while self._met.get(group, (0, {}))[0] == turn:
-                gone = [member for member in members if member in self._gone]
-                if gone:
-                    how = self._gone[gone[0]]
-                    raise _PeerGone(f"rank {rank} waits in {call}, but rank {gone[0]} {how}")
+            self._changed.notify_all()
+            while len(calls) < len(members):
+                for gone in self._gone.keys() & set(members) - calls.keys():
+                    how = self._gone[gone]
+                    raise _PeerGone(f"rank {rank} waits in {call}, but rank {gone} {how}")
                 self._changed.wait()
-            calls = self._met[group][1]
         if len(set(calls.values())) > 1:
             listed = "; ".join(f"rank {r}: {calls[r]}" for r in sorted(calls))
             raise RuntimeError(f"ranks disagree on a collective: {listed}")
@@ -112,20 +110,17 @@ def run_threads(
     fn: Callable[[dist.ProcessGroup], Any], world_size: int, timeout_s: float
 ) -> list[Any]:
     """``run_ranks`` over threads."""
-    meeting = _Meeting()
+    meeting, store = _Meeting(), dist.HashStore()
     results: dict[int, Any] = {}
     errors: list[tuple[int, BaseException]] = []
 
-    def rank_main(rank: int, store: dist.Store) -> None:
+    def rank_main(rank: int) -> None:
         _this_rank.meeting = meeting
         how = "has returned"
+        timeout = timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(
-                _BACKEND,
-                rank=rank,
-                world_size=world_size,
-                store=store,
-                timeout=timedelta(seconds=timeout_s),
+                _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
             )
             results[rank] = fn(c10d._get_default_group())
         except BaseException as error:
@@ -134,13 +129,12 @@ def run_threads(
         meeting.leave(rank, how)
 
     with _one_world:
-        c10d_native._set_thread_isolation_mode(True)
+        native._set_thread_isolation_mode(True)
         world, c10d._world = c10d._world, multi_threaded_pg.ThreadLocalWorld()
         excepthook = sys.excepthook  # each init_process_group wraps it once more
         try:
-            store = dist.HashStore()
             threads = [
-                threading.Thread(target=rank_main, args=(rank, store), daemon=True)
+                threading.Thread(target=rank_main, args=(rank,), daemon=True)
                 for rank in range(world_size)
             ]
             for thread in threads:
@@ -148,30 +142,23 @@ def run_threads(
             deadline = time.monotonic() + timeout_s
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
-            stuck = {
-                rank: _stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()
-            }
+            stuck = {r: _stack(thread) for r, thread in enumerate(threads) if thread.is_alive()}
         finally:
             sys.excepthook = excepthook
             c10d._world = world
             multi_threaded_pg.ProcessLocalGroup.reset()
-            c10d_native._set_thread_isolation_mode(False)
+            native._set_thread_isolation_mode(False)
 
-    _raise_first(list(errors), world_size)
+    if errors:
+        # The first error of a rank that did not merely wait for one that had ended.
+        rank, error = min(list(errors), key=lambda item: isinstance(item[1], _PeerGone))
+        report = "".join(traceback.format_exception(error))
+        raise error from RankFailed(f"rank {rank} of {world_size} raised\n{report}")
     if stuck:
         for rank in stuck:
             meeting.leave(rank, "has timed out")  # wakes the ranks that wait for each other
         raise TimeoutError(unfinished(world_size, stuck, timeout_s))
     return [results[rank] for rank in range(world_size)]
-
-
-def _raise_first(errors: list[tuple[int, BaseException]], world_size: int) -> None:
-    if not errors:
-        return
-    # The first error of a rank that did not merely wait for one that had ended.
-    rank, error = min(errors, key=lambda item: isinstance(item[1], _PeerGone))
-    report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    raise error from RankFailed(f"rank {rank} of {world_size} raised\n{report}")
 
 
 def _stack(thread: threading.Thread) -> str:
