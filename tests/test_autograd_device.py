@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from flce_dist.kernels import eager
+from flce_dist.kernels import eager, gpu
 from flce_dist.op import autograd
 from flce_dist.parallel import collectives
 from tests.problems import Upstream, each_schedule, run, small
@@ -41,7 +41,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         return launch
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in eager.__all__:
+    for name in (name for name in vars(gpu) if not name.startswith("_")):
         monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
     return seen
 
