@@ -35,18 +35,16 @@ def relative_rms(actual: Tensor, reference: Tensor) -> float:
     NaN or inf. Shapes must be equal: a broadcast would compare something else.
     """
     if actual.shape != reference.shape:
-        raise ValueError(
-            f"actual must have reference's shape {tuple(reference.shape)}, got "
-            f"{tuple(actual.shape)}"
-        )
+        expected, got = tuple(reference.shape), tuple(actual.shape)
+        raise ValueError(f"actual must have reference's shape {expected}, got {got}")
     reference = reference.detach().double()
     difference = (actual.detach().double() - reference).norm().item()
     if not math.isfinite(difference):
         return math.nan
+    if difference == 0.0:
+        return 0.0
     scale = reference.norm().item()
-    if scale == 0.0:
-        return 0.0 if difference == 0.0 else math.inf
-    return difference / scale
+    return difference / scale if scale else math.inf
 
 
 def error_budget(
