@@ -130,9 +130,9 @@ class Window(NamedTuple):
 class Gradients:
     """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
 
-    ``dweight`` has the rows of ``weight``; those beyond V become 0. If it ``accumulates``, all is
-    added to what it holds, and they stay. It can sum several chunks in
-    the accumulation dtype, but only takes one chunk in the operands' dtype.
+    ``dweight`` has the rows of ``weight``. It can sum several chunks in the accumulation dtype, but
+    only takes one chunk in the operands' dtype. Rows beyond V become 0. If dweight ``accumulates``,
+    gradients are added to its values instead, and rows beyond V stay.
     """
 
     call: Call

@@ -1,4 +1,4 @@
-"""dweight is added into the caller's accumulator, ``weight.main_grad``: ``accumulate_dweight``.
+"""``accumulate_dweight``: backward adds dweight to the trainer's ``weight.main_grad``.
 
 Attributes of the weight are those of Megatron and TransformerEngine: ``main_grad``,
 ``grad_added_to_main_grad``, and with Megatron-FSDP ``get_main_grad`` and ``overwrite_main_grad``.
@@ -17,7 +17,7 @@ from flce_dist.op.prepare import Call
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where backward adds dweight; not saved by autograd, which would forbid to change it.
+    """Where backward adds dweight. Autograd does not save it, since saved tensors must not change.
 
     Attributes:
         weight: what the caller passed, before autocast.
@@ -44,10 +44,10 @@ class MainGrad:
         return main_grad, task == before
 
     def closed(self) -> Tensor | None:
-        """Say that dweight was added; return the gradient that autograd gets in its place.
+        """Mark dweight as added; return the dummy gradient that autograd gets in its place.
 
-        It is zeros [V, H] of one element: autograd allocates them when this backward has freed its
-        memory.
+        The dummy is one zero expanded to [V, H]. Autograd allocates its own copy only after this
+        backward has freed its memory.
         """
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None

@@ -38,7 +38,7 @@ class Plan:
     others are recomputed in backward, ``window_v`` columns at a time. The first chunk has
     ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``. Where tokens are
     gathered from other ranks, the first ``head_t`` of the first chunk are a piece of their own.
-    ``logits_bytes`` is the most that cache and window take together, beside what ``lending``
+    ``logits_bytes`` is the most that cache and window take together, in addition to what ``lending``
     places in dweight's memory. Cached columns and lending are those of the first chunk; later ones
     cache all.
     """
@@ -173,7 +173,7 @@ def _auto_budget(
     row_bytes: tuple[int, int],
     reduces: bool,
 ) -> int:
-    """Return the bytes of ``auto`` that was given none: 1 GiB, or what spares the fourth product.
+    """Return the bytes of ``auto`` that was given none: 1 GiB, or what spares the fourth GEMM.
 
     That is half of what the fp32 logits of up to 16,384 tokens take: as many 16-bit exponentials.
     In_forward takes less: half of dweight holds some of them, in one window, or, of twice as many
@@ -201,7 +201,7 @@ def _auto_in_forward(
     at_once = _in_forward(tokens, V, itemsize, budget, converts, row_bytes)
     if at_once.first_t == tokens.T:
         return at_once
-    # What accumulates over chunks is there instead of dweight, and at the end, rounded, beside it.
+    # The accumulator replaces dweight, and at the end exists together with it, rounded.
     rounded, accumulator = (V * n for n in row_bytes)
     rest = budget - (accumulator - rounded)
     at_end = accumulator if accumulator > rounded else 0
