@@ -1,9 +1,7 @@
 """Where the plug-in meets the model: when logits are real, what it copies, keeps and refuses."""
 
 import pickle
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -164,87 +162,6 @@ def rank_tail(group: Any) -> None:
 
 def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:
     ranks.run(rank_tail)
-
-
-# --- other models
-
-
-def rank_t5(group: Any, tied: bool) -> None:
-    from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.models.T5.t5_spec import (
-        get_t5_decoder_with_local_block_spec,
-        get_t5_encoder_with_local_block_spec,
-    )
-
-    config = build(2, sp=False, tied=False)[0].config
-    config.normalization = "LayerNorm"
-    model = T5Model(
-        config, config, get_t5_encoder_with_local_block_spec(1),
-        get_t5_decoder_with_local_block_spec(1), VOCAB, S, share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-    )  # fmt: skip
-    layer = use_linear_cross_entropy(model).output_layer
-    assert (layer.bias is not None) == tied
-    if tied:
-        nn.init.normal_(layer.bias)
-    tokens, labels = batch()
-    mask = torch.zeros(3, 1, S, S, dtype=torch.bool)
-    parameters = [layer.bias] if tied else [layer.weight]
-    seen = []
-
-    def results(model: Any) -> Any:
-        loss = model(tokens, tokens, mask, mask, mask, lm_labels=labels)
-        logits = model(tokens, tokens, mask, mask, mask)
-        return loss, *torch.autograd.grad(uneven(loss), parameters), logits
-
-    layer.register_forward_pre_hook(lambda *given: seen.append(1))
-    ours = results(model)
-    assert len(seen) == 3  # twice for a loss: lazily, and to compute it
-    for mine, other in zip(ours, results(as_megatron_has_it(model)), strict=True):
-        assert relative_rms(mine, other) < 1e-5
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_t5_and_its_bias(ranks: RankPool, tied: bool) -> None:
-    ranks.run(rank_t5, tied)
-
-
-def rank_development_branch(group: Any) -> None:
-    """Its layer is a subclass that can return a loss itself."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    name = "megatron.core.transformer.linear_cross_entropy"
-
-    class LinearCrossEntropyModule(ColumnParallelLinear):
-        def forward(self, input_, weight=None, runtime_gather_output=None, **of_loss):
-            assert not of_loss
-            return super().forward(input_, weight, runtime_gather_output)
-
-    LinearCrossEntropyModule.__module__ = name
-    sys.modules[name] = module = ModuleType(name)
-    vars(module)["LinearCrossEntropyModule"] = LinearCrossEntropyModule
-    import megatron.core.transformer as parent
-
-    vars(parent)["linear_cross_entropy"] = module
-    model = as_megatron_has_it(build(2, sp=True, tied=False)[0])
-    model.output_layer.__class__ = LinearCrossEntropyModule
-    layer = use_linear_cross_entropy(model).output_layer
-    assert type(layer).__name__ == "LinearCrossEntropyModule"
-    assert isinstance(layer, LinearCrossEntropyModule)
-    lazily = token_losses(model, *batch())
-    hidden: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda layer, args: hidden.append(args[0]))
-    token_losses(model, *batch())
-    handle.remove()
-    fused = layer(hidden[0], output_cross_entropy_loss=True, labels=batch()[1])
-    assert torch.equal(fused, lazily)
-    total = layer(hidden[0], output_cross_entropy_loss=True, labels=batch()[1], reduction="sum")
-    torch.testing.assert_close(total, lazily.sum())
-    assert type(layer(hidden[0])[0]) is Tensor
-
-
-def test_the_layer_of_the_development_branch(ranks: RankPool) -> None:
-    ranks.run(rank_development_branch)
 
 
 # --- what is kept and copied
