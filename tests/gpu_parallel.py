@@ -37,6 +37,7 @@ CHECKS: dict[str, Check] = {
     "exceptions": parallel_device_checks.raised_and_called_again,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
+    "main_grad": parallel_autograd_checks.into_main_grad,
     "checkpointing": parallel_autograd_checks.activation_checkpointing,
     "compile": parallel_autograd_checks.under_compile,
     "dtensors": parallel_autograd_checks.with_dtensors,

@@ -21,6 +21,7 @@ from tests.parallel_checks import (
     Options,
     Ranks,
     Truth,
+    differences,
     different_ways,
     differing,
     outcome,
@@ -88,6 +89,42 @@ class Heads:
             gradients = torch.autograd.grad(losses[i], [hidden[i], *shared], self.one.upstream)
             found[i] = outcome(losses[i], gradients)
         return [found[i] for i in range(HEADS)]
+
+
+def into_main_grad(ranks: Ranks) -> Iterator[str]:
+    """Two microbatches add dweight to main_grad in fp32 and in the operands' dtype."""
+    one = problem(ranks.device)
+    for way, options in different_ways(one, ranks.P).items():
+        for sp in (False, True):
+            given = {"sequence_parallel": sp, **options}
+            plain = step(ranks, one, **given)
+            rms = plain.dweight.double().square().mean().sqrt().item()
+            for dtype in dict.fromkeys((torch.float32, one.dtype)):
+                main_grad = torch.full_like(plain.dweight, rms, dtype=dtype)
+                before = main_grad.double()
+                for microbatch in (1, 2):
+                    found = step(ranks, one, call=adding_to(main_grad), **given)
+                    yield from said(way, sp, differing_from(plain, found))
+                    expected = before + microbatch * plain.dweight.double()
+                    error = relative_rms(main_grad, expected)
+                    if not error < 2 * torch.finfo(one.dtype).eps:
+                        yield from said(way, sp, [f"main_grad in {dtype}: error {error:.2g}"])
+
+
+def adding_to(main_grad: Tensor) -> Callable[..., Tensor]:
+    """``linear_cross_entropy`` with fusion; the gradient in dweight's place is zeros."""
+
+    def call(hidden: Tensor, weight: Any, labels: Tensor, **options: Any) -> Tensor:
+        weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+        return linear_cross_entropy(hidden, weight, labels, accumulate_dweight=True, **options)
+
+    return call
+
+
+def differing_from(plain: Outcome, fused: Outcome) -> list[str]:
+    messages = [] if not fused.dweight.any() else ["the gradient of weight is not zeros"]
+    names = differences(plain, fused._replace(dweight=plain.dweight))
+    return messages + ([f"{', '.join(names)} not the same bits"] if names else [])
 
 
 def several_heads(ranks: Ranks) -> Iterator[str]:

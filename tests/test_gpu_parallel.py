@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import rank_check
-from flce_dist.op import compiled
+from flce_dist.op import compiled, main_grad
 from flce_dist.parallel import collectives, peer_copies
 from tests import (
     gpu_parallel,
@@ -160,6 +160,16 @@ def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
     replace_op(patch, wrong)
 
 
+def every_other_dweight_dropped(patch: pytest.MonkeyPatch) -> None:
+    calls, opened = itertools.count(), main_grad.MainGrad.opened
+
+    def wrong(self: main_grad.MainGrad) -> tuple[torch.Tensor, bool]:
+        buffer, accumulates = opened(self)
+        return buffer.clone() if next(calls) % 2 else buffer, accumulates
+
+    patch.setattr(main_grad.MainGrad, "opened", wrong)
+
+
 def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
@@ -237,6 +247,7 @@ MISTAKES: list[tuple[str, Plant, str]] = [
     ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
     ("heads", every_other_weight_detached, "recompute: dweight: error"),
     ("heads", never_the_same, "head 0, backward in either order, SP: loss, dhidden, dweight"),
+    ("main_grad", every_other_dweight_dropped, "cached, SP: main_grad in torch.float32: error"),
     ("checkpointing", never_the_same, "use_reentrant=True, SP: dhidden, dweight, dbias not"),
     ("checkpointing", never_the_same, "in_forward, chunks, SP: loss: error"),
     ("compile", compiled_dweight_halved, "cached, SP: dweight not the same bits"),
