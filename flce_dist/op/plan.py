@@ -38,9 +38,9 @@ class Plan:
     others are recomputed in backward, ``window_v`` columns at a time. The first chunk has
     ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``. Where tokens are
     gathered from other ranks, the first ``head_t`` of the first chunk are a piece of their own.
-    ``logits_bytes`` is the most that cache and window take together, in addition to what ``lending``
-    places in dweight's memory. Cached columns and lending are those of the first chunk; later ones
-    cache all.
+    ``logits_bytes`` is the most that cache and window take together, in addition to what
+    ``lending`` places in dweight's memory. Cached columns and lending are those of the first chunk;
+    later ones cache all.
     """
 
     schedule: Literal["recompute", "cached", "in_forward"]
