@@ -90,7 +90,8 @@ def check_main_grad(main_grad: object, weight: Tensor, dtype: torch.dtype) -> No
     if main_grad is None:
         raise ValueError(
             "weight must have an attribute main_grad, [V, H], or get_main_grad, with "
-            "accumulate_dweight=True, got a weight without"
+            "accumulate_dweight=True (Megatron's gradient_accumulation_fusion, whose DDP sets it), "
+            "got neither"
         )
     wide = torch.promote_types(dtype, torch.float32)
     _tensor("weight.main_grad", main_grad, (wide, dtype))
