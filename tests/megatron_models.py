@@ -74,9 +74,7 @@ def build_with_mtp(sp: bool, depths: int) -> Any:
 
 def as_megatron_has_it(model: Any) -> Any:
     """Undo ``use_linear_cross_entropy``."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    model.output_layer.__class__ = ColumnParallelLinear
+    _, model.output_layer.__class__ = type(model.output_layer).__bases__
     del model.compute_language_model_loss
     model._forward_pre_hooks.clear()
     model._forward_hooks.clear()

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -137,11 +139,14 @@ def test_mamba_and_hybrid_models(ranks: RankPool) -> None:
     ranks.run(rank_hybrid)
 
 
-def rank_development_branch(group: Any) -> None:
-    """Its layer is a subclass that can return a loss itself."""
+def development_layer() -> Any:
+    """The development branch's layer; in a release, a subclass in its place."""
+    import megatron.core.transformer as parent
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     name = "megatron.core.transformer.linear_cross_entropy"
+    if find_spec(name) is not None:
+        return import_module(name).LinearCrossEntropyModule
 
     class LinearCrossEntropyModule(ColumnParallelLinear):
         def forward(self, input_, weight=None, runtime_gather_output=None, **of_loss):
@@ -151,9 +156,13 @@ def rank_development_branch(group: Any) -> None:
     LinearCrossEntropyModule.__module__ = name
     sys.modules[name] = module = ModuleType(name)
     vars(module)["LinearCrossEntropyModule"] = LinearCrossEntropyModule
-    import megatron.core.transformer as parent
-
     vars(parent)["linear_cross_entropy"] = module
+    return LinearCrossEntropyModule
+
+
+def rank_development_branch(group: Any) -> None:
+    """Its layer is a subclass that can return a loss itself."""
+    LinearCrossEntropyModule = development_layer()
     model = as_megatron_has_it(build(2, sp=True, tied=False)[0])
     model.output_layer.__class__ = LinearCrossEntropyModule
     layer = use_linear_cross_entropy(model).output_layer
@@ -161,7 +170,11 @@ def rank_development_branch(group: Any) -> None:
     assert isinstance(layer, LinearCrossEntropyModule)
     lazily = token_losses(model, *batch())
     hidden: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda layer, args: hidden.append(args[0]))
+
+    def catch(layer: Any, args: Any, kwargs: Any) -> None:
+        hidden.append(args[0] if args else kwargs["input_"])
+
+    handle = layer.register_forward_pre_hook(catch, with_kwargs=True)
     token_losses(model, *batch())
     handle.remove()
     fused = layer(hidden[0], output_cross_entropy_loss=True, labels=batch()[1])

@@ -171,7 +171,11 @@ def rank_metrics(group: Any, sp: bool) -> None:
     model = plugged(sp, metrics=True)
     layer = model.output_layer
     hidden: list[Tensor] = []
-    layer.register_forward_pre_hook(lambda layer, args: hidden.append(args[0]))
+
+    def catch(layer: Any, args: Any, kwargs: Any) -> None:
+        hidden.append(args[0] if args else kwargs["input_"])
+
+    layer.register_forward_pre_hook(catch, with_kwargs=True)
     tokens, labels = batch()
     loss = token_losses(model, tokens, labels)
     expected = linear_cross_entropy_with_metrics(

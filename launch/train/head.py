@@ -52,7 +52,8 @@ def head_input(model: Any, tokens: Tensor, labels: Tensor) -> HeadInput:
 
     def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         weight = kwargs.get("weight")
-        caught.append((args[0], layer.weight if weight is None else weight))
+        hidden = args[0] if args else kwargs["input_"]
+        caught.append((hidden, layer.weight if weight is None else weight))
 
     handle = model.output_layer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
