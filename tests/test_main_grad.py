@@ -122,6 +122,24 @@ def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name):
 
 
 @each_schedule
+def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
+    """dweight is not rounded to fp16 before it is added."""
+    hidden = torch.rand(64, 8, generator=torch.Generator().manual_seed(0)).half()
+    main_grads = []
+    for name in ("recompute", schedule):
+        weight: Any = nn.Parameter(torch.zeros(5, 8, dtype=torch.float16))
+        weight.main_grad = torch.zeros(5, 8)
+        loss = linear_cross_entropy(
+            hidden, weight, torch.zeros(64).long(), reduction="sum", schedule=name,
+            accumulate_dweight=True,
+        )  # fmt: skip
+        (loss * 8000).backward()
+        main_grads.append(weight.main_grad)
+    assert main_grads[0].abs().max() > torch.finfo(torch.float16).max
+    assert relative_rms(main_grads[1], main_grads[0]) < 2e-3
+
+
+@each_schedule
 @pytest.mark.parametrize("impl", ["eager", "triton"])
 def test_loss_and_dhidden_are_those_without(impl, schedule):
     inputs = problem(torch.bfloat16).to(device_of(impl))

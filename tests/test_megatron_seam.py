@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,6 +159,13 @@ def rank_tail(group: Any) -> None:
     theirs = results(as_megatron_has_it(model))
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_rms(mine, other) < 1e-5
+
+
+def test_a_scale_after_a_softcap_is_refused() -> None:
+    """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
+    logits = LazyLogits(mock.Mock(loss_keywords={"softcap": 5.0}), torch.zeros(1), None, None)
+    with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
+        logits * 0.5
 
 
 def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:

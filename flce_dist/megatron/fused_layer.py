@@ -49,6 +49,11 @@ class LazyLogits:
     def __mul__(self, factor: float) -> "LazyLogits":
         if not isinstance(factor, int | float):
             return NotImplemented
+        if self.layer.loss_keywords["softcap"] is not None:
+            raise NotImplementedError(
+                "softcap is not supported with a model that scales logits after it (MuP), got "
+                f"softcap={self.layer.loss_keywords['softcap']} and a factor of {factor}"
+            )
         return replace(self, scale=self.scale * factor)
 
     __rmul__ = __mul__

@@ -90,7 +90,13 @@ class InForwardFunction(torch.autograd.Function):
         def gradients(upstream: tuple[Tensor | None, ...]) -> Results:
             # If backward cannot run again, the saved gradients themselves become the results.
             saved, once = SavedGradients(*ctx.saved_tensors), not _keeps_graph()
-            dhidden, dweight, dbias = scaled(ctx.call, saved, upstream, reuses_saved=once)
+            dhidden, dweight, dbias = scaled(
+                ctx.call,
+                saved,
+                upstream,
+                reuses_saved=once,
+                rounds_dweight=ctx.main_grad is None,  # fp16 may overflow, an fp32 main_grad not
+            )
             if ctx.main_grad is not None:
                 assert dweight is not None
                 dweight = ctx.main_grad.add(dweight)

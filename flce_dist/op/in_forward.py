@@ -74,11 +74,17 @@ def in_forward(
 
 
 def scaled(
-    call: Call, saved: SavedGradients, upstream: Sequence[Tensor | None], *, reuses_saved: bool
+    call: Call,
+    saved: SavedGradients,
+    upstream: Sequence[Tensor | None],
+    *,
+    reuses_saved: bool,
+    rounds_dweight: bool = True,
 ) -> Results:
     """Return the saved gradients times the scalar upstream gradient of the loss.
 
-    With ``reuses_saved`` they are scaled in place, which costs nothing if the factor is 1.
+    With ``reuses_saved`` they are scaled in place, which costs nothing if the factor is 1. dweight
+    stays in its saved dtype unless ``rounds_dweight``.
     """
     dloss, *dmetrics = upstream
     if dloss is None or any(d is not None for d in dmetrics):
@@ -88,17 +94,22 @@ def scaled(
         )
     norm, *gradients = saved
     factor = dloss if norm is None else dloss / norm
-    results: list[Tensor | None] = []
-    for gradient in gradients:
+
+    def times_factor(gradient: Tensor | None, *, rounds: bool = True) -> Tensor | None:
         if gradient is None:
-            results.append(None)
-            continue
-        in_place = reuses_saved and gradient.dtype == call.dtype
-        result = gradient if in_place else torch.empty_like(gradient, dtype=call.dtype)
+            return None
+        dtype = call.dtype if rounds else gradient.dtype
+        in_place = reuses_saved and gradient.dtype == dtype
+        result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
         call.kernels.scale(gradient, factor, out=result)
-        results.append(result)
-    dhidden, dweight, dbias = results
-    return dhidden, dweight, dbias
+        return result
+
+    dhidden, dweight, dbias = gradients
+    return (
+        times_factor(dhidden),
+        times_factor(dweight, rounds=rounds_dweight),
+        times_factor(dbias),
+    )
 
 
 def _new_gradients(

@@ -35,10 +35,11 @@ class MainGrad:
         if main_grad is None:
             main_grad = weight.get_main_grad()
             checks.check_main_grad(main_grad, weight, self.dtype)
-        weight.main_grad = main_grad
+        weight.main_grad = main_grad  # as Megatron does: buffers may have been exchanged since
         if not getattr(weight, "overwrite_main_grad", self.buffer is None):
             return main_grad, True
-        # Of several uses in one backward only the first overwrites.
+        # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
+        # backward of its own, in which the first use overwrites as well.
         task, before = _graph_task(), getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
         return main_grad, task == before
