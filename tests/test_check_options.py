@@ -37,6 +37,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduce_dhidden": ("a bool", FLAGS),
     "reduce_in_fp32": ("a bool", FLAGS),
     "tp_invariant": ("a bool", FLAGS),
+    "accumulate_dweight": ("a bool", FLAGS),
     "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
