@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.op.backward import Results, backward
-from flce_dist.op.forward import Saved, forward
+from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
 from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands
@@ -36,15 +36,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None
     ):
-        ctx.set_materialize_grads(False)
         operands = Operands(hidden, weight, bias, labels, token_weight)
         with computing_on(hidden):
             loss, metrics, saved = forward(call, operands)
-        ctx.call, ctx.main_grad = call, main_grad
-        ctx.save_for_backward(*operands, *saved)
-        if metrics.correct is not None:
-            ctx.mark_non_differentiable(metrics.correct)
-        return loss, *metrics
+        return _remember(ctx, call, main_grad, (*operands, *saved), loss, metrics)
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -75,15 +70,10 @@ class InForwardFunction(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None
     ):
-        ctx.set_materialize_grads(False)
         operands = Operands(hidden, weight, bias, labels, token_weight)
         with computing_on(hidden):
             loss, metrics, saved = in_forward(call, operands, ctx.needs_input_grad[:3])
-        ctx.call, ctx.main_grad = call, main_grad
-        ctx.save_for_backward(*saved)
-        if metrics.correct is not None:
-            ctx.mark_non_differentiable(metrics.correct)
-        return loss, *metrics
+        return _remember(ctx, call, main_grad, saved, loss, metrics)
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -103,6 +93,23 @@ class InForwardFunction(torch.autograd.Function):
             return dhidden, dweight, dbias
 
         return first_order(gradients, upstream)
+
+
+def _remember(
+    ctx: Any,
+    call: Call,
+    main_grad: MainGrad | None,
+    saved: tuple[Tensor | None, ...],
+    loss: Tensor,
+    metrics: Metrics,
+) -> tuple[Tensor | None, ...]:
+    """Keep for backward what it needs; return the outputs of a Function."""
+    ctx.set_materialize_grads(False)
+    ctx.call, ctx.main_grad = call, main_grad
+    ctx.save_for_backward(*saved)
+    if metrics.correct is not None:
+        ctx.mark_non_differentiable(metrics.correct)
+    return loss, *metrics
 
 
 @contextmanager
