@@ -23,6 +23,15 @@ from flce_dist.op import checks, dtensor
 from flce_dist.options import LossOptions, options_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.vocab_order import (
+    MAP,
+    VocabOrder,
+    as_vocab_order,
+    check_on_ranks,
+    mismatch,
+    row_of_id,
+    rows_of,
+)
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own
@@ -44,6 +53,9 @@ class LinearCrossEntropy(nn.Module):
         bias: whether to add a bias, [V], initially 0, to the logits.
         padded_vocab_size: rows of the whole weight, at least ``vocab_size`` (the default). Rows
             beyond ``vocab_size`` are excluded from the loss and get a zero gradient.
+        vocab_order: which token each row is of, for example by ``frequency_order``; the same on all
+            ranks. Labels, ``ignore_index`` and gathered logits keep the tokenizer's ids; weight and
+            bias have the new order. Default: row i is of token i.
         tp_group: ranks that share the vocabulary; None for one process.
         init_method: fills a CPU fp32 tensor [64, H] in place from the default random generator, as
             Megatron's do. It is called once per block of rows, so a row must not depend on the
@@ -59,7 +71,8 @@ class LinearCrossEntropy(nn.Module):
 
     With a tp_group ``state_dict`` holds DTensors, so ``torch.distributed.checkpoint`` can save with
     one P and load with another. ``load_state_dict`` accepts such DTensors, this rank's rows, or
-    whole parameters. ``copy.deepcopy`` shares the group.
+    whole parameters. ``copy.deepcopy`` shares the group. With a ``vocab_order`` the state dict also
+    holds ``row_of_token`` [V_all], and rows of another order, or of none, are refused.
 
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
@@ -68,6 +81,7 @@ class LinearCrossEntropy(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    row_of_token: Tensor | None
 
     def __init__(
         self,
@@ -76,6 +90,7 @@ class LinearCrossEntropy(nn.Module):
         *,
         bias: bool = False,
         padded_vocab_size: int | None = None,
+        vocab_order: VocabOrder | Tensor | None = None,
         tp_group: dist.ProcessGroup | None = None,
         init_method: Callable[[Tensor], Any] = _normal,
         device: torch.device | str | None = None,
@@ -111,13 +126,27 @@ class LinearCrossEntropy(nn.Module):
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
         self._mark_parameters()
+        self._set_order(vocab_order)
         self.reset_parameters()
+
+    def _set_order(self, vocab_order: VocabOrder | Tensor | None) -> None:
+        self.vocab_order, rows = None, None
+        self._ignored_row = self.options.ignore_index
+        if vocab_order is not None:
+            self.vocab_order = as_vocab_order(vocab_order, self.vocab_size)
+            if not self.weight.is_meta:
+                check_on_ranks(self.vocab_order, self.weight, self.tp_group)
+            rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
+            self._ignored_row = row_of_id(self._ignored_row, self.vocab_order)
+        self.register_buffer(MAP, rows)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight and zero the bias. One all-reduce of 8 bytes per group."""
         if self.weight.is_meta:
             return
+        if self.vocab_order is not None and self.row_of_token is not None:
+            self.row_of_token.copy_(self.vocab_order.row_of_token)
         seed = self._shared_seed()
         state = torch.get_rng_state()
         weight, (rows, columns) = dtensor.local_part(self.weight)
@@ -139,14 +168,16 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        return linear_cross_entropy(hidden, self.weight, labels, **self._arguments(token_weight))
+        return linear_cross_entropy(
+            hidden, self.weight, self._rows(labels), **self._arguments(token_weight)
+        )
 
     def forward_with_metrics(
         self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None
     ) -> LossWithMetrics:
         """Return ``(loss, lse, logprob, entropy, correct)``."""
         return linear_cross_entropy_with_metrics(
-            hidden, self.weight, labels, **self._arguments(token_weight)
+            hidden, self.weight, self._rows(labels), **self._arguments(token_weight)
         )
 
     @torch.no_grad()
@@ -155,8 +186,9 @@ class LinearCrossEntropy(nn.Module):
 
         Args:
             hidden: as in ``forward``.
-            gather: True returns [..., V_all] on every rank. False returns the columns of this
-                rank's rows, [..., V] with padding; only sequence parallelism then communicates.
+            gather: True returns [..., V_all] on every rank, by token id. False returns the columns
+                of this rank's rows, [..., V] with padding, in the order of rows; only sequence
+                parallelism then communicates.
         """
         group = self.tp_group
         if self.sequence_parallel:
@@ -173,7 +205,13 @@ class LinearCrossEntropy(nn.Module):
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         columns = collectives.gather_tokens(columns, group)
-        return columns[: self.vocab_size].movedim(0, -1)
+        columns = columns[: self.vocab_size]
+        if self.row_of_token is not None:
+            columns = columns[self.row_of_token]
+        return columns.movedim(0, -1)
+
+    def _rows(self, labels: Tensor) -> Tensor:
+        return labels if self.row_of_token is None else rows_of(labels, self.row_of_token)
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range
@@ -187,6 +225,8 @@ class LinearCrossEntropy(nn.Module):
             f"bias={self.bias is not None}",
             f"sequence_parallel={self.sequence_parallel}",
         ]
+        if self.vocab_order is not None:
+            parts.append("vocab_order=True")
         shown = {"vocab_size", "vocab_range", "sequence_parallel"}
         for name, default in vars(LossOptions()).items():
             value = getattr(self.options, name)
@@ -197,6 +237,7 @@ class LinearCrossEntropy(nn.Module):
     def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
         options = dict(vars(self.options))
         del options["with_metrics"]  # not a keyword, see LossOptions
+        options["ignore_index"] = self._ignored_row
         return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)
 
     def _shared_seed(self) -> int:
@@ -240,6 +281,13 @@ class LinearCrossEntropy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        error_msgs: list[str] = args[-1]
+        if any(prefix + name in state_dict for name in self._parameters):
+            key = prefix + MAP
+            problem = mismatch(state_dict.get(key), self.vocab_order, key)
+            if problem is not None:
+                error_msgs.append(problem)
+                return
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)

@@ -1,0 +1,163 @@
+"""Rows of the output layer in an order of their own: tokens of like frequency share a tile.
+
+V_all = vocabulary, P = tensor-parallel ranks. Labels and input ids stay those of the tokenizer
+wherever a user sees them; ``LinearCrossEntropy`` and the plug-in for megatron-core turn them into
+rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flce_dist.parallel import collectives
+
+TILE = 256
+"""Rows whose gradients are computed, or approximated, together."""
+SHARDS = 64
+"""An order gives equal work to P ranks if P divides this."""
+
+MAP = "row_of_token"
+"""Name of the layer's buffer, and so of its tensor in checkpoints."""
+_COMMAND = "python -m flce_dist.launch.vocab_order convert"
+
+
+class VocabOrder(NamedTuple):
+    """A permutation of the vocabulary and its inverse, each [V_all] int64 on the CPU."""
+
+    token_of_row: Tensor
+    row_of_token: Tensor
+
+
+def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> VocabOrder:
+    """Return the order that puts tokens of like frequency into the same tile of 256 rows.
+
+    Tokens are sorted by count (equal ones by id) and cut into tiles, which are dealt to 64 shards
+    of the rows: each shard gets a tile of the most frequent tokens before any gets a second. After
+    any number of tiles the ranks of each P that divides 64 have as many as each other, or one more,
+    and they take turns in who gets the more frequent one. Inside a shard frequent tiles come first.
+
+    The rarest ``V_all % 256`` tokens are the last rows. Tiles are counted from row 0, so they
+    coincide with those of P ranks if each rank holds a multiple of 256 rows; otherwise a tile of a
+    rank consists of two neighbours, and more tiles are kept.
+
+    Args:
+        counts: [V_all] of any real dtype, how often each token occurs. Only its order matters.
+        padded_vocab_size: rows of the whole weight if they are more than V_all; they determine
+            which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
+    """
+    if counts.dim() != 1 or not counts.numel():
+        raise ValueError(f"counts must be [V_all], got {tuple(counts.shape)}")
+    V_all = len(counts)
+    rows = V_all if padded_vocab_size is None else padded_vocab_size
+    if rows < V_all:
+        raise ValueError(f"padded_vocab_size must be at least V_all = {V_all}, got {rows}")
+    tokens = counts.cpu().argsort(descending=True, stable=True)
+    whole = V_all - V_all % TILE
+    token_of_row = tokens.clone()
+    places = torch.tensor(_dealt(whole // TILE, rows), dtype=torch.long, device="cpu")
+    token_of_row[:whole].view(len(places), TILE)[places] = tokens[:whole].view(len(places), TILE)
+    return as_vocab_order(token_of_row, V_all)
+
+
+def _dealt(tiles: int, rows: int) -> list[int]:
+    """Return the places of ``tiles`` tiles, in the order in which they are dealt."""
+    shard_rows = -(-rows // SHARDS)
+    places: list[list[int]] = [[] for _ in range(SHARDS)]
+    for place in range(tiles):
+        places[(place * TILE + TILE // 2) // shard_rows].append(place)
+    dealt = []
+    for number in range(SHARDS * max(map(len, places))):
+        # The halves of the shards take turns by the Thue-Morse sequence; so do the halves of each.
+        shard = 0
+        for level in range(SHARDS.bit_length() - 1):
+            shard = 2 * shard + (number >> level).bit_count() % 2
+        dealt += places[shard][number // SHARDS :][:1]
+    return dealt
+
+
+def as_vocab_order(order: VocabOrder | Tensor, vocab_size: int) -> VocabOrder:
+    """Return ``order``, of which the tokens of its rows are enough, checked.
+
+    Raises:
+        ValueError: it is no permutation of ``vocab_size`` tokens.
+    """
+    tokens: Any = order.token_of_row if isinstance(order, VocabOrder) else order
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"vocab_order must be a VocabOrder or an int64 tensor, got {kind}")
+    if tokens.shape != (vocab_size,):
+        raise ValueError(
+            f"vocab_order must have the token of each of vocab_size = {vocab_size} rows, "
+            f"got {tuple(tokens.shape)}"
+        )
+    tokens = tokens.detach().to("cpu", torch.int64, copy=True)
+    rows = tokens.argsort()
+    if not torch.equal(tokens[rows], torch.arange(vocab_size, device="cpu")):
+        raise ValueError(f"vocab_order must contain each of {vocab_size} token ids once")
+    return VocabOrder(tokens, rows.
+
+
+def rows_of(tokens: Tensor, row_of_token: Tensor) -> Tensor:
+    """Return the rows of token ids of any shape; what is no token, such as -100, stays as it is."""
+    if isinstance(tokens, DTensor):
+        rows = rows_of(tokens.to_local(), row_of_token)
+        return DTensor.from_local(
+            rows, tokens.device_mesh, tokens.placements, run_check=False,
+            shape=tokens.shape, stride=tokens.stride(),
+        )  # fmt: skip
+    if tokens.dtype not in (torch.int64, torch.int32):
+        return tokens  # the op refuses it
+    known = (tokens >= 0) & (tokens < len(row_of_token))
+    rows = row_of_token[torch.where(known, tokens, 0)]
+    return torch.where(known, rows.to(tokens.dtype), tokens)
+
+
+def row_of_id(token: int, order: VocabOrder) -> int:
+    """``rows_of`` for one number of the host, such as ignore_index."""
+    return int(order.row_of_token[token]) if 0 <= token < len(order.row_of_token) else token
+
+
+def check_on_ranks(order: VocabOrder, like: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on all ranks of ``group`` if they differ. One all-reduce of 16 bytes.
+
+    ``like`` is a tensor on the device of the group's collectives.
+    """
+    factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
+    digest = (order.row_of_token * factors).sum()  # modulo 2**64
+    both = torch.stack([digest, -digest]).to(collectives.message_device(like, group))
+    collectives.all_reduce_max(both, group)
+    if both.tolist() != [int(digest), -int(digest)]:
+        raise ValueError("vocab_order must be the same on all ranks of tp_group, but they differ")
+
+
+def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
+    """Return why rows of a checkpoint may not be loaded into a layer, or None if they may.
+
+    Args:
+        saved: what the checkpoint holds as ``key``, the row of each token, or None.
+        own: the layer's order.
+    """
+    if saved is None:
+        return (
+            None
+            if own is None
+            else (
+                f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
+                f"layer has a vocab_order; convert the checkpoint by `{_COMMAND} --to ordered`"
+            )
+        )
+    if own is None:
+        return (
+            f"the checkpoint's rows have a vocab_order ({key}), but this layer has none; pass "
+            f"vocab_order, or convert the checkpoint by `{_COMMAND} --to plain`"
+        )
+    if torch.equal(saved.cpu(), own.row_of_token):
+        return None
+    return (
+        f"the checkpoint's rows have another vocab_order ({key}) than this layer; make the layer "
+        f"with vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint by "
+        f"`{_COMMAND}` --to plain, and then --to ordered"
+    )

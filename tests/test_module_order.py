@@ -1,0 +1,208 @@
+"""LinearCrossEntropy with a vocab_order: the same training, up to the order of its rows."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from flce_dist import frequency_order
+from flce_dist.module import LinearCrossEntropy
+from flce_dist.vocab_order import rows_of
+from tests.module_layouts import LAYOUTS, VOCAB, H, Layout, each_layout, make, whole
+
+T, PADDED = 16, 512
+
+
+def order_of(seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return frequency_order(torch.rand(VOCAB, generator=generator), padded_vocab_size=PADDED)
+
+
+ORDER = order_of()
+
+
+def ordered(x: Tensor) -> Tensor:
+    """Rows of the whole padded parameter in the new order."""
+    return torch.cat([x[ORDER.token_of_row], x[VOCAB:]])
+
+
+def plain(x: Tensor) -> Tensor:
+    return torch.cat([x[ORDER.row_of_token], x[VOCAB:]])
+
+
+def inputs(ignore_index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(T, H, generator=generator)
+    labels = torch.randint(VOCAB, (T,), generator=generator)
+    labels[3] = ignore_index
+    labels[4] = ORDER.token_of_row[ignore_index]  # the token whose row has the ignored id
+    return hidden, labels
+
+
+def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Of this rank's layer; gradients as whole parameters."""
+    group, sp = layer.tp_group, layer.sequence_parallel
+    if sp:
+        assert group is not None
+        hidden = hidden.chunk(group.size())[group.rank()]
+    hidden = hidden.clone().requires_grad_()
+    out = layer.forward_with_metrics(hidden, labels)
+    loss = layer(hidden, labels)
+    loss.backward()
+    assert hidden.grad is not None
+    logits = layer.logits(hidden)
+    found = dict(out._asdict(), again=loss.detach(), logits=logits, dhidden=hidden.grad)
+    for name, parameter in layer.named_parameters():
+        parameter.detach().copy_(getattr(layer, name).grad)
+        found[f"d{name}"] = whole(layer.state_dict())[name]
+    return {name: x.detach().clone() for name, x in found.items()}
+
+
+def both_rank(
+    group: dist.ProcessGroup, ignore_index: int, sp: bool, mutation: str = ""
+) -> list[dict[str, Tensor]]:
+    """Results without an order and with one, the latter back in the tokenizer's order."""
+    options: dict[str, Any] = dict(
+        bias=True, padded_vocab_size=PADDED, sequence_parallel=sp, ignore_index=ignore_index,
+        label_smoothing=0.1, z_loss_weight=1e-3,
+    )  # fmt: skip
+    tp_group = group if group.size() > 1 else None
+    reference = make(tp_group, **options)
+    layer = make(tp_group, seed=1, vocab_order=ORDER, **options)
+    bias = torch.randn(PADDED, generator=torch.Generator().manual_seed(3))
+    state = {"weight": whole(reference.state_dict())["weight"], "bias": bias}
+    reference.load_state_dict(state)
+    rows = {name: x if mutation == "rows" else ordered(x) for name, x in state.items()}
+    layer.load_state_dict({**rows, "row_of_token": ORDER.row_of_token})
+    hidden, labels = inputs(ignore_index)
+    expected = results(reference, hidden, labels)
+    if mutation == "labels":
+        assert layer.row_of_token is not None
+        layer.row_of_token.copy_(torch.arange(VOCAB))
+    if mutation == "ignored":
+        layer._ignored_row = ignore_index
+    found = results(layer, hidden, labels)
+    return [expected, {**found, **{name: plain(found[name]) for name in ("dweight", "dbias")}}]
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 17])
+@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
+def test_training_is_the_same_up_to_the_order_of_rows(gloo_ranks, P, sp, ignore_index):
+    for expected, found in gloo_ranks(P).run(both_rank, ignore_index, sp):
+        assert found.keys() == expected.keys()
+        assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6, msg=name)
+        assert found["again"] == found["loss"]
+
+
+@pytest.mark.parametrize(
+    "mutation, differs",
+    [
+        ("labels", {"loss", "dweight", "logits"}),
+        ("rows", {"loss", "dweight", "logits"}),
+        ("ignored", {"loss", "dweight", "lse"}),
+    ],
+)
+def test_mutations_are_noticed(gloo_ranks, mutation, differs):
+    for expected, found in gloo_ranks(2).run(both_rank, 17, True, mutation):
+        for name in differs:
+            assert not torch.allclose(found[name], expected[name], 1e-5, 1e-6), name
+
+
+def test_shards_of_logits_stay_in_the_order_of_rows() -> None:
+    layer = make(None, vocab_order=ORDER)
+    hidden = torch.randn(3, H)
+    local, gathered = layer.logits(hidden, gather=False), layer.logits(hidden)
+    assert torch.equal(gathered, local[:, ORDER.row_of_token])
+    assert not torch.equal(gathered, local)
+
+
+def test_labels_out_of_range_are_refused_as_ever() -> None:
+    layer = make(None, vocab_order=ORDER, padded_vocab_size=PADDED)
+    for label in (VOCAB, PADDED, -1):
+        with pytest.raises(ValueError, match=f"labels must be within .*, got {label} at token 1"):
+            layer(torch.randn(2, H), torch.tensor([5, label]))
+    with pytest.raises(ValueError, match="labels"):
+        layer(torch.randn(2, H), torch.zeros(2))
+
+
+def test_it_compiles() -> None:
+    layer = make(None, vocab_order=ORDER, reduction="sum")
+    hidden, labels = inputs(-100)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden, labels), layer(hidden, labels))
+
+
+def test_copies_and_the_repr_have_the_order() -> None:
+    layer = make(None, vocab_order=ORDER.token_of_row)
+    assert "vocab_order=True" in repr(layer) and "vocab_order" not in repr(make(None))
+    copied = copy.deepcopy(layer)
+    hidden, labels = inputs(-100)
+    assert torch.equal(copied(hidden, labels), layer(hidden, labels))
+    with pytest.raises(ValueError, match=r"each of vocab_size = 507 rows, got \(512,\)"):
+        make(None, vocab_order=torch.arange(512), padded_vocab_size=512)
+
+
+# --- checkpoints
+
+
+def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
+    layer = layout.make(padded_vocab_size=PADDED, vocab_order=ORDER)
+    dcp.save(layer.state_dict(), checkpoint_id=path, no_dist=layout.size == 1)
+
+
+def load_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
+    expected = make(None, padded_vocab_size=PADDED).weight
+    for on_meta in (False, True):
+        layer = layout.make(seed=1, padded_vocab_size=PADDED, vocab_order=ORDER, on_meta=on_meta)
+        state = layer.state_dict()
+        dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
+        layer.load_state_dict(state)
+        assert torch.equal(whole(layer.state_dict())["weight"], expected)
+        assert layer.row_of_token is not None
+        assert torch.equal(layer.row_of_token, ORDER.row_of_token)
+    other = layout.make(padded_vocab_size=PADDED, vocab_order=order_of(seed=1))
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
+    with pytest.raises(RuntimeError, match="another vocab_order"):
+        other.load_state_dict(state)
+
+
+@each_layout
+def test_a_checkpoint_reshards_with_its_order(gloo_ranks, layout, tmp_path):
+    saved = LAYOUTS[-1]
+    gloo_ranks(saved.size).run(save_rank, saved, tmp_path)
+    gloo_ranks(layout.size).run(load_rank, layout, tmp_path)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_rows_of_another_order_or_none_are_refused(strict: bool) -> None:
+    layer, without = make(None, vocab_order=ORDER), make(None)
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match=r"no row_of_token.* convert .*convert --to ordered"):
+        layer.load_state_dict(without.state_dict(), strict=strict)
+    with pytest.raises(RuntimeError, match=r"rows have a vocab_order .*convert --to plain"):
+        without.load_state_dict(layer.state_dict(), strict=strict)
+    other = make(None, vocab_order=order_of(seed=1))
+    with pytest.raises(RuntimeError, match=r"another vocab_order .*\.argsort\(\)"):
+        layer.load_state_dict(other.state_dict(), strict=strict)
+    assert torch.equal(layer.weight, before)
+    # What the message says.
+    order = other.state_dict()["row_of_token"].argsort()
+    make(None, vocab_order=order).load_state_dict(other.state_dict(), strict=strict)
+    assert layer.row_of_token is not None
+    assert torch.equal(layer.row_of_token, ORDER.row_of_token)
+
+
+def test_other_layers_load_without_it() -> None:
+    """A state dict of the rest of the model says nothing about rows."""
+    model = torch.nn.ModuleDict({"trunk": torch.nn.Linear(2, 2), "head": make(None)})
+    model["head"] = make(None, vocab_order=ORDER)
+    model.load_state_dict({"trunk.bias": torch.ones(2)}, strict=False)
+    assert torch.equal(rows_of(torch.tensor(3), ORDER.row_of_token), ORDER.row_of_token[3])

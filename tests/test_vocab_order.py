@@ -1,0 +1,149 @@
+"""Orders of the vocabulary: permutations in which every rank keeps as many tiles as the others."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import VocabOrder, frequency_order, vocab_range
+from flce_dist.testing import run_ranks
+from flce_dist.vocab_order import TILE, as_vocab_order, check_on_ranks, rows_of
+
+
+def zipf(vocab_size: int, seed: int = 0) -> Tensor:
+    """Counts that fall as 1 / rank, in an order of no meaning."""
+    counts = 1e9 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    return counts[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))].long()
+
+
+def kept_by_rank(counts: Tensor, order: VocabOrder, P: int, rows: int, tokens: int = 128) -> Tensor:
+    """Tiles of each rank that a block of tokens is expected to keep for its labels, [P] fp64."""
+    share = counts.double()[order.token_of_row] / counts.sum()
+    share = torch.cat([share, share.new_zeros(rows - len(share))])
+    kept = []
+    for rank in range(P):
+        tiles = share[slice(*vocab_range(rows, rank, P))].split(TILE)
+        kept.append(sum(1 - (1 - float(tile.sum())) ** tokens for tile in tiles))
+    return torch.tensor(kept)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 507, 1000, 16384, 50257, 128256, 131072])
+@pytest.mark.parametrize("padding", [0, 1, 300])
+def test_an_order_is_a_permutation_and_its_inverse(vocab_size: int, padding: int) -> None:
+    order = frequency_order(zipf(vocab_size), padded_vocab_size=vocab_size + padding)
+    ids = torch.arange(vocab_size)
+    assert torch.equal(order.token_of_row.sort().values, ids)
+    assert torch.equal(order.row_of_token[order.token_of_row], ids)
+    assert order.token_of_row.dtype == order.row_of_token.dtype == torch.int64
+
+
+@pytest.mark.parametrize("vocab_size", [507, 50257, 131072])
+def test_a_tile_has_tokens_of_like_frequency(vocab_size: int) -> None:
+    counts = zipf(vocab_size)
+    order = frequency_order(counts)
+    in_rows = counts[order.token_of_row]
+    by_frequency = sorted(in_rows.split(TILE), key=lambda tile: -int(tile[0]))
+    assert torch.equal(torch.cat(by_frequency), counts.sort(descending=True).values)
+    assert in_rows[-1] == counts.min() or vocab_size % TILE == 0  # a ragged tile is the rarest
+
+
+def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
+    counts = torch.zeros(1000, dtype=torch.long)
+    counts[700] = 1
+    order = frequency_order(counts)
+    first = int(order.row_of_token[700])
+    assert first % TILE == 0 and order.token_of_row[first:][:4].tolist() == [700, 0, 1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(order, frequency_order(counts), strict=True))
+    assert torch.equal(frequency_order(counts.float()).token_of_row, order.token_of_row)
+
+
+@pytest.mark.parametrize("P", [1, 2, 4, 8, 16, 32, 64])
+def test_every_rank_gets_the_same_tiles_or_one_more(P: int) -> None:
+    """However many of the most frequent tiles are kept."""
+    vocab_size = 131072
+    counts = vocab_size - torch.arange(vocab_size)
+    level = frequency_order(counts).token_of_row.view(-1, TILE)[:, 0] // TILE
+    rank = torch.arange(len(level)) * P // len(level)
+    dealt = torch.nn.functional.one_hot(rank[level.argsort()], P).cumsum(0)
+    assert (dealt.max(1).values - dealt.min(1).values).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "vocab_size, padding, limit",
+    # Where a rank's rows are no multiple of 256, tiles of its own are made of two neighbours.
+    [(131072, 0, 1.04), (128256, 768, 1.04), (128256, 0, 1.15), (50257, 47, 1.2)],
+)
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_ranks_are_expected_to_keep_alike(
+    vocab_size: int, padding: int, limit: float, P: int
+) -> None:
+    counts, rows = zipf(vocab_size), vocab_size + padding
+    order = frequency_order(counts, padded_vocab_size=rows)
+    kept = kept_by_rank(counts, order, P, rows)
+    assert kept.max() / kept.mean() < limit
+    assert kept.sum() < 1.12 * kept_by_rank(counts, order, 1, rows).sum()
+    # An order by frequency alone leaves more work to the first rank.
+    tokens = counts.argsort(descending=True)
+    unbalanced = kept_by_rank(counts, VocabOrder(tokens, tokens.argsort()), P, rows)
+    assert unbalanced.max() / unbalanced.mean() > 1.3
+    # And in the tokenizer's order twice as many tiles are kept.
+    ids = torch.arange(vocab_size)
+    plain = kept_by_rank(counts, VocabOrder(ids, ids), P, rows)
+    assert plain.sum() > 1.8 * kept.sum()
+
+
+def test_on_64_ranks_a_rank_has_one_of_the_most_frequent_tiles() -> None:
+    counts = zipf(131072)
+    order = frequency_order(counts)
+    kept = kept_by_rank(counts, order, 64, 131072)
+    assert kept.max() - kept.min() < 1.0
+    top = counts.argsort(descending=True)[: 64 * TILE : TILE]
+    assert (order.row_of_token[top] // 2048).sort().values.tolist() == list(range(64))
+
+
+def test_rows_of_labels() -> None:
+    order = as_vocab_order(torch.tensor([2, 0, 3, 1]), 4)
+    labels = torch.tensor([[0, 1, 2], [3, -100, 4]])
+    for dtype in (torch.int64, torch.int32):
+        rows = rows_of(labels.to(dtype), order.row_of_token)
+        assert rows.dtype == dtype
+        assert rows.tolist() == [[1, 3, 0], [2, -100, 4]]
+    assert rows_of(labels.float(), order.row_of_token).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 1, 2], "be a VocabOrder or an int64 tensor, got list"),
+        (torch.arange(3.0), "be a VocabOrder or an int64 tensor, got torch.float32"),
+        (torch.arange(4), r"each of vocab_size = 3 rows, got \(4,\)"),
+        (torch.tensor([0, 1, 1]), "each of 3 token ids once"),
+        (torch.tensor([0, 1, 3]), "each of 3 token ids once"),
+        (torch.tensor([0, 1, -1]), "each of 3 token ids once"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^vocab_order must .*{message}$"):
+        as_vocab_order(order, 3)
+
+
+def test_wrong_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"counts must be \[V_all\], got \(2, 3\)"):
+        frequency_order(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="padded_vocab_size must be at least V_all = 5, got 4"):
+        frequency_order(torch.zeros(5), padded_vocab_size=4)
+
+
+def check_rank(group: Any, seed: int = 0) -> None:
+    check_on_ranks(frequency_order(zipf(600, seed)), torch.empty(0), group)
+
+
+def test_ranks_with_different_orders_are_refused_on_each() -> None:
+    run_ranks(check_rank, 3)
+
+    def rank(group: Any) -> None:
+        with pytest.raises(ValueError, match="must be the same on all ranks"):
+            check_rank(group, seed=group.rank() // 2)
+
+    run_ranks(rank, 3)
