@@ -97,7 +97,7 @@ def as_vocab_order(order: VocabOrder | Tensor, vocab_size: int) -> VocabOrder:
     rows = tokens.argsort()
     if not torch.equal(tokens[rows], torch.arange(vocab_size, device="cpu")):
         raise ValueError(f"vocab_order must contain each of {vocab_size} token ids once")
-    return VocabOrder(tokens, rows.
+    return VocabOrder(tokens, rows)
 
 
 def rows_of(tokens: Tensor, row_of_token: Tensor) -> Tensor:
