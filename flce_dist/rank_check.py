@@ -8,8 +8,7 @@ sends its error, so no rank waits for it.
 
 import ctypes
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,10 +20,6 @@ from flce_dist.op.dtensor import localized
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import LossOptions, options_of
-from flce_dist.parallel import collectives
-
-_BYTES = 4096  # per rank's summary: about 1 KiB of facts, plus a plan or an error
-_LONGEST = 1000  # characters of a plan or an error
 
 
 def check_ranks(
@@ -39,7 +34,7 @@ def check_ranks(
 ) -> None:
     """Check that all ranks of ``tp_group`` will make the same ``linear_cross_entropy`` call.
 
-    Call it on every rank of the group before the first step. It takes one all-gather of 4 KiB per
+    Call it on every rank of the group before the first step. It gathers about 1 KiB from each
     rank, and the host waits for the device to read labels, token_weight and a few rows of weight.
     Labels must be in range, on GPUs too.
 
@@ -71,8 +66,12 @@ def check_ranks(
     try:
         summary = _summary(arguments)
     except Exception as error:  # of any type, for example TypeError for a wrong argument
-        failure, summary = error, {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
-    complaint = _complaint(_gather(summary, hidden, tp_group))
+        failure, summary = error, {"error": f"{type(error).__name__}: {error}"}
+    summaries: list[Any] = [None] * tp_group.size()
+    # NCCL sends from the current GPU.
+    with torch.cuda.device_of(hidden if isinstance(hidden, Tensor) else torch.empty(0)):
+        dist.all_gather_object(summaries, summary, group=tp_group)
+    complaint = _complaint(summaries)
     if complaint is not None:
         raise ValueError(complaint) from failure
 
@@ -92,12 +91,12 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     counted = labels[labels != call.options.ignore_index]
     return {
         "arguments": _facts(arguments, call.options, needs),
-        "rows": [min(row, call.vocab_size) for row in (start, end)],
+        "rows": (min(start, call.vocab_size), min(end, call.vocab_size)),
         "values": {
             "hash of labels": _hash(labels),
             "hash of token_weight": None if token_weight is None else _hash(token_weight),
         },
-        "plan": {"plan": repr(call.plan)[:_LONGEST]},
+        "plan": {"plan": repr(call.plan)},
         "weight": {
             "rows": len(weight),
             "hash": _hash_of_rows(weight),
@@ -110,9 +109,9 @@ def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dic
     """Return what must be equal on all ranks. Each rank has checked its tensors against hidden."""
     hidden, bias, token_weight = arguments.hidden, arguments.bias, arguments.token_weight
     return {
-        "hidden.shape": tuple(hidden.shape),
+        "hidden.shape": list(hidden.shape),
         "hidden.dtype": str(hidden.dtype),
-        "labels.shape": tuple(arguments.labels.shape),
+        "labels.shape": list(arguments.labels.shape),
         "bias": None if bias is None else str(bias.dtype),
         "token_weight": None if token_weight is None else str(token_weight.dtype),
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
@@ -141,38 +140,20 @@ def _hash_of_rows(weight: Tensor) -> str | None:
     return None if (sample == sample[0, 0]).all() else _hash(sample)
 
 
-def _gather(
-    summary: dict[str, Any], hidden: Tensor, tp_group: dist.ProcessGroup
-) -> list[dict[str, Any]]:
-    """Return every rank's summary, decoded from JSON, in rank order; collective.
-
-    It is sent from the CPU if the group has a backend for that, so that ranks whose hidden is on
-    different devices still communicate.
-    """
-    device = collectives.message_device(hidden, tp_group)
-    text = json.dumps(summary, default=repr).encode()
-    if len(text) > _BYTES:
-        text = json.dumps({"error": f"a summary of {len(text)} bytes, over {_BYTES}"}).encode()
-    mine = torch.tensor(list(text.ljust(_BYTES)), dtype=torch.uint8, device=device)
-    everyone = mine.new_empty(collectives.group_size(tp_group) * _BYTES)
-    collectives.all_gather(everyone, mine, group=tp_group)
-    return [json.loads(bytes(row)) for row in everyone.view(-1, _BYTES).tolist()]
-
-
 def _complaint(summaries: list[dict[str, Any]]) -> str | None:
     """Return the error text for the ranks' calls, or None."""
-    errors = [summary.get("error") for summary in summaries]
-    if any(error is not None for error in errors):
-        wrong = [f"{_ranks(r)}: {e}" for e, r in _groups(errors) if e is not None]
+    errors = _groups(summary.get("error") for summary in summaries)
+    wrong = [f"{_ranks(ranks)}: {error}" for error, ranks in errors.items() if error is not None]
+    if wrong:
         return "ranks must call with valid arguments, got on " + "; on ".join(wrong)
-    compare: Sequence[Callable[[list[dict[str, Any]]], list[str]]] = (
-        lambda every: _differences([one["arguments"] for one in every]),
-        _seams,
-        lambda every: _differences([one["values"] for one in every]),
-        lambda every: _differences([one["plan"] for one in every]),
-    )
     # A later difference may be a consequence of an earlier one.
-    for found in (differences(summaries) for differences in compare):
+    for name, differences in (
+        ("arguments", _differences),
+        ("rows", _seams),
+        ("values", _differences),
+        ("plan", _differences),
+    ):
+        found = differences([one[name] for one in summaries])
         if found:
             return "ranks must call alike: " + "; ".join(found)
     return _one_weight([one["weight"] for one in summaries])
@@ -200,38 +181,32 @@ def _differences(facts: list[dict[str, Any]]) -> list[str]:
     """Return each fact that differs between ranks, with its values."""
     found = []
     for name in facts[0]:
-        groups = _groups([one[name] for one in facts])
+        groups = _groups(repr(one[name]) for one in facts)
         if len(groups) > 1:
-            values = " and ".join(f"{value!r} on {_ranks(ranks)}" for value, ranks in groups)
+            values = " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
             found.append(f"{name} is {values}")
     return found
 
 
-def _seams(summaries: list[dict[str, Any]]) -> list[str]:
+def _seams(rows: list[tuple[int, int]]) -> list[str]:
     """Return each rank whose rows do not begin where those of the previous rank end.
 
     The first rank has checked that its rows begin at 0, the last that its rows reach vocab_size.
     Padding beyond vocab_size is not included and may lie anywhere.
     """
-    rows = [one["rows"] for one in summaries]
     return [
         f"vocabulary rows of rank {rank} must begin at {rows[rank - 1][1]}, where those of rank "
-        f"{rank - 1} end, got {tuple(rows[rank])}"
+        f"{rank - 1} end, got {rows[rank]}"
         for rank in range(1, len(rows))
         if rows[rank][0] != rows[rank - 1][1]
     ]
 
 
-def _groups(values: list[Any]) -> list[tuple[Any, list[int]]]:
+def _groups(values: Iterable[str | None]) -> dict[str | None, list[int]]:
     """Return each distinct value with its ranks."""
-    groups: list[tuple[Any, list[int]]] = []
+    groups: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
-        for other, ranks in groups:
-            if other == value:
-                ranks.append(rank)
-                break
-        else:
-            groups.append((value, [rank]))
+        groups.setdefault(value, []).append(rank)
     return groups
 
 

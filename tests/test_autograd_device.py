@@ -65,7 +65,7 @@ def test_mutation_a_pass_on_another_device_is_noticed(launches, monkeypatch):
     ("backends", "device"), [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
 def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends, device):
-    """The seed of the module and the summaries of check_ranks, for tensors on cuda:1."""
+    """The seed of the module, for a weight on cuda:1."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda:1")

@@ -4,7 +4,8 @@ T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -240,9 +241,10 @@ def test_nobody_waits_for_a_rank_that_cannot_call(changes: dict[str, Any], compl
     assert re.match(expected, said or ""), said
 
 
-def test_a_long_complaint_is_cut_to_its_place() -> None:
-    said = say(dict(reduction="mean" + '\0"' * 4096))
-    assert said is not None and "reduction must be one of" in said and len(said) < 1200
+def test_a_long_complaint_arrives_whole() -> None:
+    wrong = "mean" + '\0"' * 4096
+    said = say(dict(reduction=wrong))
+    assert said is not None and "reduction must be one of" in said and said.endswith(repr(wrong))
 
 
 def agreeing(group: dist.ProcessGroup, changes: dict[str, Any]) -> list[Any]:
@@ -282,12 +284,34 @@ def test_equal_numbers_of_other_types_agree() -> None:
     assert say(dict(label_smoothing=0, logit_scale=1, labels=torch.arange(T).int())) is None
 
 
-def test_one_collective_of_4_kib() -> None:
+def test_about_1_kib_of_each_rank_is_gathered() -> None:
     def rank(group: Any) -> list[str]:
         check_ranks(**call(group.rank(), 2), tp_group=group)
         return group.calls
 
-    assert run_ranks(rank, 2) == [["allgather uint8[4096]"]] * 2
+    first, second = run_ranks(rank, 2)
+    assert first == second and first[0] == "allgather int64[1]"
+    (size,) = re.findall(r"^allgather uint8\[(\d+)\]$", "\n".join(first), re.MULTILINE)
+    assert 512 < int(size) < 2048
+
+
+def test_it_sends_from_the_device_of_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        current.append(x.device)
+        yield
+        current.pop()
+
+    def gather(summaries: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
+        assert current == [torch.device("cpu")]
+        summaries[:] = [mine]
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    run_ranks(lambda group: check_ranks(**call(0, 1), tp_group=group), 1)
+    assert current == []
 
 
 def test_alone_only_its_own_arguments_are_checked() -> None:
