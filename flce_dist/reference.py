@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.parallel.collectives import all_gather
+from flce_dist.parallel.collectives import all_reduce_max, all_reduce_sum
 
 
 def reference_linear_cross_entropy(
@@ -41,11 +41,11 @@ def reference_linear_cross_entropy(
         if vocab_range is None:
             start = dist.get_rank(tp_group) * weight.shape[0]
             vocab_range = (start, start + weight.shape[0])
-        weight = _GatherRows.apply(weight, vocab_range, tp_group)
-        bias = None if bias is None else _GatherRows.apply(bias, vocab_range, tp_group)
+        weight = _all_rows(weight, vocab_range, tp_group)
+        bias = None if bias is None else _all_rows(bias, vocab_range, tp_group)
         if sequence_parallel:
             start = dist.get_rank(tp_group) * hidden.shape[0]
-            hidden = _GatherRows.apply(hidden, (start, start + hidden.shape[0]), tp_group)
+            hidden = _all_rows(hidden, (start, start + hidden.shape[0]), tp_group)
 
     # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
     counted = labels != ignore_index
@@ -83,33 +83,16 @@ def reference_linear_cross_entropy(
     return loss, lse, label_logprob, entropy, correct
 
 
-class _GatherRows(torch.autograd.Function):
-    """Gathers every rank's rows (also uneven shards) in the order of their ranges.
+def _all_rows(rows: Tensor, row_range: tuple[int, int], group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's rows (also uneven shards) in the order of their ranges.
 
     All ranks then compute the same loss from the same numbers, so the gradient of a rank's own rows
     is already complete and needs no sum over ranks.
     """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, row_range: tuple[int, int], group: dist.ProcessGroup) -> Tensor:
-        ctx.row_range = row_range
-        mine = torch.tensor(row_range, device=rows.device)
-        ranges = mine.new_empty(2 * dist.get_world_size(group))
-        all_gather(ranges, mine, group=group)
-        starts, ends = ranges[0::2].tolist(), ranges[1::2].tolist()
-
-        longest = max(end - start for start, end in zip(starts, ends, strict=True))
-        padded = rows.new_zeros(longest, *rows.shape[1:])
-        padded[: rows.shape[0]] = rows
-        gathered = rows.new_empty(longest * len(starts), *rows.shape[1:])
-        all_gather(gathered, padded, group=group)
-        blocks = gathered.split(longest) if longest else [gathered] * len(starts)
-        out = rows.new_empty(max(ends), *rows.shape[1:])
-        for block, start, end in zip(blocks, starts, ends, strict=True):
-            out[start:end] = block[: end - start]
-        return out
-
-    @staticmethod
-    def backward(ctx, dout: Tensor):
-        start, end = ctx.row_range
-        return dout[start:end], None, None
+    here = slice(*row_range)
+    end = all_reduce_max(torch.tensor(row_range[1], device=rows.device), group)
+    every = rows.new_zeros(int(end), *rows.shape[1:])
+    every[here] = rows.detach()
+    all_reduce_sum(every, group)
+    every[here] = rows
+    return every
