@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.op import checks, compiled
-from flce_dist.op.autograd import function_of
+from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
@@ -203,7 +203,7 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     accumulates = needs[1] and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
-    loss, *metrics = function_of(call).apply(*operands, call, main_grad)
+    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, main_grad)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)

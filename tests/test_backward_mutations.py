@@ -120,7 +120,7 @@ def test_upstream_gradient_ignored_by_in_forward(mutate: Patch) -> None:
     def ignore(original: Any, ctx: Any, dloss: Tensor, *dmetrics: Tensor) -> Any:
         return original(ctx, torch.ones_like(dloss), *dmetrics)
 
-    mutate(autograd.InForwardFunction, "backward", ignore)
+    mutate(autograd.LinearCrossEntropyFunction, "backward", ignore)
     check(inputs(), Upstream(1.0), schedule="in_forward")
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), Upstream(3.0), schedule="in_forward")

@@ -1,6 +1,6 @@
 """The op as torch.compile sees it: two opaque operators with fakes and a gradient.
 
-``torch.ops.flce_dist.forward`` and ``.backward`` call what the Functions of ``autograd.py`` call.
+``torch.ops.flce_dist.forward`` and ``.backward`` call what the Function of ``autograd.py`` calls.
 They serve compiled code only: a call through the dispatcher and back into Python takes the host
 longer than ``Function.apply``, which would delay small shapes.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import new_window
 from flce_dist.op import checks
-from flce_dist.op.autograd import computing_on
-from flce_dist.op.backward import Results, backward
-from flce_dist.op.forward import Saved, forward, shard_logits
-from flce_dist.op.in_forward import SavedGradients, in_forward, saved_dtype, scaled
+from flce_dist.op.autograd import run_backward, run_forward
+from flce_dist.op.backward import Results
+from flce_dist.op.forward import shard_logits
+from flce_dist.op.in_forward import saved_dtype
 from flce_dist.op.prepare import Arguments, Call, Operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 from flce_dist.parallel import collectives
@@ -84,12 +84,8 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     needs, shape = spec[-1], labels.shape
-    saved: SavedGradients | Saved
-    with torch.no_grad(), computing_on(hidden):
-        if call.plan.schedule == "in_forward":
-            loss, metrics, saved = in_forward(call, operands, needs)
-        else:
-            loss, metrics, saved = forward(call, operands)
+    with torch.no_grad():
+        loss, metrics, saved = run_forward(call, operands, needs)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
     outputs += _present([x if x is None else x.reshape(shape) for x in metrics], loss)
     return outputs + (_present(saved, loss) if any(needs) else [])
@@ -148,11 +144,9 @@ def _backward(
     ]
     gradients: Results = (None, None, None)
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
-        with torch.no_grad(), computing_on(hidden):
-            if call.plan.schedule == "in_forward":  # an operator must not return its inputs
-                gradients = scaled(call, SavedGradients(*kept), upstream, reuses_saved=False)
-            else:
-                gradients = backward(call, operands, Saved(*kept), upstream, needs)
+        tensors = (*kept, *operands)
+        with torch.no_grad():  # an operator must not return its inputs
+            gradients = run_backward(call, tensors, upstream, needs, reuses_saved=False)
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
