@@ -28,7 +28,7 @@ class TileConfig:
 INTERPRETED = "interpreted"
 
 # (architecture, bytes of an operand's element) -> tile.
-_TILES = {
+TILES = {
     ("sm_80", 2): TileConfig(128, 128, 32, 8, 8, 3),
     ("sm_80", 4): TileConfig(64, 64, 32, 8, 4, 3),
     ("sm_90", 2): TileConfig(128, 256, 64, 8, 8, 3),
@@ -57,24 +57,12 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
 
     ``stores`` says whether the kernel stores tiles, which takes shared memory from the stages.
     """
-    config = _TILES[arch, itemsize]
+    config = TILES[arch, itemsize]
     if T <= 64:
         config = _ONE_BLOCK.get((arch, itemsize), config)
     if arch == "sm_90" and itemsize == 2 and T <= config.BLOCK_T and not stores:
         config = replace(config, num_stages=config.num_stages + 1)
     return config
-
-
-def all_configs() -> list[tuple[str, int, bool, TileConfig]]:
-    """Every ``(arch, itemsize, stores, config)`` that a GPU may get, for ahead-of-time checks."""
-    configs = {
-        (arch, itemsize, stores, tile_config(arch, itemsize, T, stores)): None
-        for arch, itemsize in _TILES
-        if arch != INTERPRETED
-        for T in (64, 128, 8192)
-        for stores in (False, True)
-    }
-    return list(configs)
 
 
 def has_tma(arch: str) -> bool:

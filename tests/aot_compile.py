@@ -39,6 +39,18 @@ HOT = (
 )  # fmt: skip
 
 
+def all_configs() -> list[tuple[str, int, bool, TileConfig]]:
+    """Every ``(arch, itemsize, stores, config)`` that a GPU may get."""
+    configs = {
+        (arch, itemsize, stores, tuning.tile_config(arch, itemsize, T, stores)): None
+        for arch, itemsize in tuning.TILES
+        if arch != tuning.INTERPRETED
+        for T in (64, 128, 8192)
+        for stores in (False, True)
+    }
+    return list(configs)
+
+
 class AbsentGpu:
     """What triton asks of a driver while it compiles. One device number per chip: it caches."""
 
@@ -187,7 +199,7 @@ def orders_of_a_group(ttgir: str) -> set[str]:
 
 
 def main() -> None:
-    for arch, itemsize, stores, config in tuning.all_configs():
+    for arch, itemsize, stores, config in all_configs():
         capability = int(arch.removeprefix("sm_"))
         triton.runtime.driver.set_active(AbsentGpu(capability))
         kernels = [
