@@ -103,9 +103,9 @@ class LinearCrossEntropy(nn.Module):
         )
         if padded_vocab_size is None:
             padded_vocab_size = vocab_size
-        self.hidden_size = checks.integer("hidden_size", hidden_size)
-        self.vocab_size = checks.integer("vocab_size", vocab_size)
-        self.padded_vocab_size = checks.integer("padded_vocab_size", padded_vocab_size)
+        self.hidden_size = checks.count("hidden_size", hidden_size)
+        self.vocab_size = checks.count("vocab_size", vocab_size)
+        self.padded_vocab_size = checks.count("padded_vocab_size", padded_vocab_size)
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.options import COUNT, DECLARED, Declared, LossOptions, Range
+from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -111,11 +111,9 @@ def check_main_grad(main_grad: object, weight: Tensor, dtype: torch.dtype) -> No
 
 def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
     """Check that this rank is a member of ``tp_group``."""
-    if tp_group is None:
-        if sequence_parallel:
-            raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
-        return
-    if not isinstance(tp_group, dist.ProcessGroup):
+    if tp_group is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         raise ValueError(
             "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
             f"got {tp_group!r}"
@@ -123,19 +121,11 @@ def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> 
 
 
 def check_parallel_shapes(
-    hidden: Tensor,
-    labels: Tensor,
-    V: int,
-    *,
-    P: int,
-    rank: int,
-    sequence_parallel: bool,
-    vocab_size: int | None,
-    vocab_range: tuple[int, int] | None,
+    hidden: Tensor, labels: Tensor, V: int, options: LossOptions, *, P: int, rank: int
 ) -> None:
     """Check the shapes against the group: labels of all tokens, weight of this rank's rows."""
-    expected = tuple(hidden.shape[:-1])
-    if sequence_parallel:
+    vocab_size, expected = options.vocab_size, tuple(hidden.shape[:-1])
+    if options.sequence_parallel:
         if hidden.dim() < 2:
             raise ValueError(
                 "hidden must be [T / P, ..., H] under sequence_parallel=True, "
@@ -143,12 +133,12 @@ def check_parallel_shapes(
             )
         expected = (expected[0] * P, *expected[1:])
     if tuple(labels.shape) != expected:
-        whole = f" for the tokens of all {P} ranks" if sequence_parallel else ""
+        whole = f" for the tokens of all {P} ranks" if options.sequence_parallel else ""
         raise ValueError(
             f"labels must be {expected} from hidden {tuple(hidden.shape)}{whole}, "
             f"got {tuple(labels.shape)}"
         )
-    if vocab_range is None:
+    if options.vocab_range is None:
         if V == 0:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
         if vocab_size is not None and not 1 <= vocab_size <= V * P:
@@ -157,7 +147,7 @@ def check_parallel_shapes(
                 f"got {vocab_size}"
             )
         return
-    start, end = vocab_range
+    start, end = options.vocab_range
     if vocab_size is None:
         raise ValueError(
             "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
@@ -166,12 +156,12 @@ def check_parallel_shapes(
     if start < 0 or end - start != V:
         raise ValueError(
             f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
-            f"got {vocab_range}"
+            f"got {options.vocab_range}"
         )
     if (rank == 0 and start != 0) or (rank == P - 1 and end < vocab_size):
         raise ValueError(
             f"vocab_range of the {P} ranks must cover [0, {vocab_size}), "
-            f"got {vocab_range} on rank {rank}"
+            f"got {options.vocab_range} on rank {rank}"
         )
 
 
@@ -240,9 +230,9 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
         )
 
 
-def integer(name: str, value: object, limits: Range = COUNT) -> int:
-    """Return the argument as an int within ``limits``; integers of numpy are converted."""
-    return _value(name, value, Declared(int, False, (), limits))
+def count(name: str, value: object) -> int:
+    """Return the argument as an int of at least 1; integers of numpy are converted."""
+    return _value(name, value, Declared(int, False, (), COUNT))
 
 
 def _value(name: str, value: object, declared: Declared) -> Any:

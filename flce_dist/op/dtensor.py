@@ -26,7 +26,6 @@ _OF_ROWS = (
     "FSDP2 gathers a parameter only during its module's forward"
 )
 
-
 DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
 """Types of arguments that ``localized`` replaces."""
 
@@ -52,23 +51,18 @@ def localized(arguments: Arguments) -> Arguments:
         _local("labels", labels, Replicate(), tp_group),
         _local("bias", bias, rows, tp_group, _OF_ROWS),
         _local("token_weight", token_weight, Replicate(), tp_group),
-        options if tp_group is None else _checked_wholes(options, hidden, weight, bias, tp_group),
+        options if tp_group is None else _checked_wholes(arguments),
         tp_group,
     )
 
 
-def _checked_wholes(
-    options: LossOptions,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tp_group: dist.ProcessGroup,
-) -> LossOptions:
+def _checked_wholes(arguments: Arguments) -> LossOptions:
     """Check global sizes: a wrong one might show in the local tensors of some ranks only.
 
     Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight, whose shards
     may be uneven.
     """
+    hidden, weight, _, bias, _, options, tp_group = arguments
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[0] % P:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,12 +92,11 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
         return arguments
     dtype = torch.get_autocast_dtype(device_type)
 
-    def to(x: Tensor) -> Tensor:
+    def to(x: Any) -> Any:
         takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if takes_part else x
 
-    bias = None if bias is None else to(bias)
-    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=bias)
+    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=to(bias))
 
 
 def gradients_needed(arguments: Arguments) -> list[bool]:
@@ -119,16 +118,7 @@ def prepare(
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     V, H = weight.shape
-    checks.check_parallel_shapes(
-        hidden,
-        labels,
-        V,
-        P=P,
-        rank=rank,
-        sequence_parallel=options.sequence_parallel,
-        vocab_size=options.vocab_size,
-        vocab_range=options.vocab_range,
-    )
+    checks.check_parallel_shapes(hidden, labels, V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
