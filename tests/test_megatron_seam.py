@@ -268,6 +268,9 @@ def rank_refusals(group: Any) -> None:
     refused(wrapped, ValueError, "wrapped in DistributedDataParallel")
 
     refused(model, NotImplementedError, 'schedule="in_forward"', schedule="in_forward")
+    refused(model, ValueError, 'reduction must be "none" or "sum"', reduction="mean")
+    with mock.patch.object(model.output_layer.config, "mtp_num_layers", 1):
+        refused(model, NotImplementedError, "multi-token prediction", reduction="sum")
     wrong: list[Any] = [{"label_smoothing": 2.0}, {"vocab_size": True}, {"vocab_size": 1 << 20}]
     for option in wrong:
         refused(model, ValueError, f"^{next(iter(option))} must be ", **option)

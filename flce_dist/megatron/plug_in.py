@@ -22,7 +22,6 @@ from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.options import LossOptions, options_of
 
 _FIXED = {
-    "reduction": "none",
     "sequence_parallel": False,  # the layer passes its own setting
     "vocab_range": None,
     "reduce_dhidden": True,
@@ -51,14 +50,17 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
         **options: ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size,
             schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``. Real logits have
             logit_scale and softcap applied, and keep the padding columns from ``vocab_size`` on.
+            reduction="sum" makes the model return the sum of the loss, a scalar: for training loops
+            that mask no token, which schedule="in_forward" needs.
 
     Raises:
         ValueError: the model is wrapped or has no output layer, the layer is already replaced, or
             an option is wrong.
         NotImplementedError: with defer_embedding_wgrad_compute, weights sharded by GTP, an output
             layer of another class (such as MXFP8's), a compute_language_model_loss of the model's
-            own, or schedule="in_forward", which requires a summed loss.
+            own, schedule="in_forward" without reduction="sum", or that with multi-token prediction.
     """
+    options = {"reduction": "none", **options}
     chosen = options_of(use_linear_cross_entropy, options, **_FIXED)
     for stage in model if isinstance(model, list) else [model]:
         refusals.check_wrapping(stage)
@@ -82,15 +84,16 @@ def _replace(model: Any, chosen: LossOptions, metrics: bool) -> None:
 
 
 def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
-    """``compute_language_model_loss``: labels [b, s] to the loss [b, s] fp32.
+    """``compute_language_model_loss``: labels [b, s] to the loss [b, s] fp32, or to its sum.
 
     The loss of real logits is Megatron's, which knows none of our options.
     """
     if isinstance(logits, LazyLogits):
-        return logits.loss(labels.transpose(0, 1)).transpose(0, 1).contiguous()
-    layer, default = model.output_layer, vars(LossOptions())
+        loss = logits.loss(labels.transpose(0, 1))
+        return loss.transpose(0, 1).contiguous() if loss.dim() == 2 else loss
+    layer, default = model.output_layer, vars(LossOptions(reduction="none"))
     keywords = layer.loss_keywords
-    for name in ("ignore_index", "label_smoothing", "z_loss_weight", "vocab_size"):
+    for name in ("reduction", "ignore_index", "label_smoothing", "z_loss_weight", "vocab_size"):
         same = (default[name], layer.output_size) if name == "vocab_size" else (default[name],)
         if keywords[name] not in same:
             raise NotImplementedError(

@@ -54,12 +54,19 @@ def checked_class(model: Any, layer: Any) -> type:
 
 def checked_options(options: LossOptions, layer: Any) -> LossOptions:
     """Return the options with values of Python's types."""
-    if options.schedule == "in_forward":
+    if options.schedule == "in_forward" and options.reduction == "none":
         raise NotImplementedError(
             'schedule="in_forward" needs a summed loss, but Megatron asks for one per token; '
-            'use "auto", "cached" or "recompute"'
+            'use "auto", "cached" or "recompute", or reduction="sum" in a loop of your own'
         )
     options = checks.check_options(options)
+    if options.reduction == "mean":
+        raise ValueError('reduction must be "none" or "sum" in a model of Megatron, got "mean"')
+    if options.reduction == "sum" and getattr(layer.config, "mtp_num_layers", None):
+        raise NotImplementedError(
+            'reduction="sum" is not supported with multi-token prediction, which masks the loss of '
+            f"single tokens, got mtp_num_layers={layer.config.mtp_num_layers}"
+        )
     if options.vocab_size is not None and options.vocab_size > layer.output_size:
         raise ValueError(
             f"vocab_size must be at most the {layer.output_size} rows of model.output_layer, "
