@@ -15,9 +15,11 @@ from flce_dist.launch.train.model import (
     ParallelRMSNorm,
     build_model,
     initialize_megatron,
+    layer_spec,
     token_losses,
 )
 from flce_dist.megatron import use_linear_cross_entropy
+from tests.tiny_training import forget_earlier_runs
 
 VOCAB = 96
 CONFIG = RunConfig(
@@ -29,9 +31,7 @@ CONFIG = RunConfig(
 
 def build(tp: int, sp: bool, tied: bool, vocab: int = VOCAB) -> tuple[Any, Groups]:
     """A ``GPTModel`` with the plug-in."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+    forget_earlier_runs()
     config = replace(
         CONFIG,
         model=replace(CONFIG.model, tie_embeddings=tied),
@@ -45,17 +45,12 @@ def build(tp: int, sp: bool, tied: bool, vocab: int = VOCAB) -> tuple[Any, Group
 def build_with_mtp(sp: bool, depths: int) -> Any:
     """A tied model with multi-token prediction, which calls the output layer 1 + depths times."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     config = copy.copy(build(2, sp, tied=True)[0].config)
     config.mtp_num_layers, config.mtp_loss_scaling_factor = depths, 0.1
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
-    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=ParallelRMSNorm)
+    block = TransformerBlockSubmodules(layer_specs=[layer_spec()], layer_norm=ParallelRMSNorm)
     mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
     for depth in mtp.layer_specs:
         depth.submodules.enorm = depth.submodules.hnorm = ParallelRMSNorm

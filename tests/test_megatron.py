@@ -4,6 +4,7 @@ megatron-core keeps its process groups in globals of the process, so threads wou
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.model import token_losses
+from flce_dist.launch.train.config import ParallelConfig
+from flce_dist.launch.train.model import build_model, token_losses
 from flce_dist.megatron import fused_layer
 from flce_dist.testing import RankPool, relative_rms
 from tests.megatron_models import (
@@ -166,7 +168,10 @@ def test_padding_of_the_vocabulary_takes_no_part(pools: dict[int, RankPool]) -> 
 
 def rank_two_models(group: Any) -> None:
     model, _ = build(1, sp=False, tied=False)
-    other, _ = build(1, sp=False, tied=False)
+    single = ParallelConfig(tensor=1, sequence_parallel=False)
+    untied = replace(CONFIG.model, tie_embeddings=False)
+    config = replace(CONFIG, model=untied, parallel=single)
+    other: Any = build_model(config, VOCAB, torch.device("cpu"))
     names = sorted(model.state_dict())
     with torch.no_grad():
         other.output_layer.weight.zero_()

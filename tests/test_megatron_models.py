@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.model import ParallelRMSNorm, token_losses
+from flce_dist.launch.train.model import ParallelRMSNorm, layer_spec, token_losses
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.testing import RankPool, relative_rms
 from tests.megatron_models import (
@@ -79,7 +79,6 @@ def test_t5_and_its_bias(ranks: RankPool, tied: bool) -> None:
 
 def hybrid_model(config: Any) -> Any:
     """An attention and an MLP layer: those with a state space need a GPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import (
@@ -101,7 +100,7 @@ def hybrid_model(config: Any) -> Any:
         pattern = "hybrid_override_pattern"
 
     block.TENorm = lambda config, hidden_size, **_: ParallelRMSNorm(config, hidden_size)
-    gpt = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    gpt = layer_spec().submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=ParallelRMSNorm,
         self_attention=gpt.self_attention,

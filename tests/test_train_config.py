@@ -42,6 +42,18 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
         ),
         ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
         (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
+        (["--parallel.context", "3"], 4, r"tensor \* parallel\.context = 6, got 4"),
+        (["--parallel.context", "2", "--model.seq-length", "62"], 4, r"2 \* parallel\.context = 4"),
+        (
+            ["--parallel.tensor", "4", "--parallel.context", "2", "--model.seq-length", "36"],
+            8,
+            r"seq_length / parallel\.context must be divisible by parallel\.tensor = 4, got 18",
+        ),
+        (
+            ["--head.kind", "megatron_fused", "--head.z-loss-weight", "1e-4"],
+            2,
+            r"head\.z_loss_weight is an option of head\.kind=linear_cross_entropy, got 0\.0001",
+        ),
         (["--model.ffn-hidden-size", "33"], 2, r"model\.ffn_hidden_size must be divisible by"),
         (["--model.seq-length", "33"], 2, r"seq_length must be divisible by .* = 2, got 33"),
         (["--model.num-heads", "128"], 2, r"even for rotary embeddings, got 1"),

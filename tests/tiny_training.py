@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flce_dist.launch.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from flce_dist.launch.train.data import Corpus
@@ -39,6 +40,19 @@ CONFIG = RunConfig(
     data=DataConfig(batch_size=2, validation_batches=1),
     optimizer=OptimizerConfig(lr=0.02, warmup_steps=1, decay_steps=4),
 )
+
+
+def forget_earlier_runs() -> None:
+    """Destroy the process groups of Megatron in this rank: each keeps threads, some of which spin.
+
+    Collective. In a persistent worker hundreds of groups would be left otherwise.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def corpus(rows: int = 10) -> Corpus:

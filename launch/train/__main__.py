@@ -1,8 +1,8 @@
-"""Train a GPT on real text: tensor- and sequence-parallel, killed and continued at will.
+"""Train a GPT on real text: tensor-, context- and data-parallel, killed and continued at will.
 
     python -m flce_dist.launch.train --config configs/quickstart.yaml
 
-starts ``parallel.tensor`` ranks on this host. For other numbers of ranks, and several hosts::
+starts the ranks of one replica on this host. For other numbers of ranks, and several hosts::
 
     torchrun --nproc-per-node 4 -m flce_dist.launch.train --config configs/quickstart.yaml
 
@@ -61,7 +61,7 @@ def start(arguments: list[str]) -> int:
     """Check the configuration, and start the ranks of this host."""
     from flce_dist.launch.train.start import start_ranks
 
-    ranks = load_config(arguments).parallel.tensor
+    ranks = load_config(arguments).parallel.replica
     return start_ranks(ranks, ["-m", "flce_dist.launch.train", *arguments])
 
 

@@ -46,7 +46,10 @@ def compare_heads(
     heads: dict[str, Head] = {
         "linear_cross_entropy": plain,
         "with recompute": partial(
-            plain, schedule="recompute", max_logits_bytes=max(1, logits_bytes // 16)
+            plain,
+            schedule="recompute",
+            max_logits_bytes=max(1, logits_bytes // 16),
+            reduction="none",
         ),
         "Megatron": megatron_head,
     }
@@ -69,7 +72,7 @@ def compare_heads(
         "gradients_mib": sum(grad.numel() * grad.element_size() for grad in gradients) / MIB,
         "heads": {
             name: {
-                "loss": result.loss.mean().item(),
+                "loss": result.loss.sum().item() / labels.numel(),
                 "time_ms": statistics.median(times_ms[name]),
                 "peak_mib": result.peak_bytes / MIB,
                 **_differences(result, theirs, group),
@@ -96,7 +99,8 @@ def print_table(numbers: dict[str, Any]) -> None:
         ("time_ms", "time, ms", ".1f"),
         ("peak_mib", "peak memory, MiB", ".1f"),
     ):
-        table.add_row(label, *(format(head[key], form) for head in numbers["heads"].values()))
+        values = (head[key] for head in numbers["heads"].values())
+        table.add_row(label, *("" if value is None else format(value, form) for value in values))
     gradients = f"{numbers['gradients_mib']:.1f}"
     table.add_row("of it the gradients, MiB", *[gradients] * len(numbers["heads"]))
     Console().print(table)
@@ -144,9 +148,10 @@ def _shape(numbers: dict[str, Any]) -> str:
 
 def _differences(
     result: HeadResult, theirs: HeadResult, group: dist.ProcessGroup
-) -> dict[str, float]:
+) -> dict[str, float | None]:
+    is_sum = result.loss.dim() == 0
     return {
-        "loss_difference": (result.loss - theirs.loss).abs().max().item(),
+        "loss_difference": None if is_sum else (result.loss - theirs.loss).abs().max().item(),
         "dhidden_relative_rms": _relative_rms(result.dhidden, theirs.dhidden, group),
         "dweight_relative_rms": _relative_rms(result.dweight, theirs.dweight, group),
     }

@@ -47,18 +47,24 @@ class DataConfig:
     text: Path | None = None
     """A UTF-8 text file; without one, the reference manual that every CPython carries."""
     batch_size: Annotated[int, SIZE] = 2
-    """Sequences per step and data-parallel rank."""
+    """Sequences of one microbatch."""
+    microbatches: Annotated[int, SIZE] = 1
+    """Microbatches of a step on each data-parallel replica, whose gradients are accumulated."""
     validation_fraction: Annotated[float, BETWEEN_0_AND_1] = 0.05
     """Share of the text, at its end, that is never trained on."""
     validation_batches: Annotated[int, SIZE] = 4
-    """Batches of one validation, on each data-parallel rank the same."""
+    """Batches of one validation, on each data-parallel replica the same."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Options of ``LinearCrossEntropy``, which declares their ranges and judges them."""
+    """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
 
-    schedule: Literal["auto", "cached", "recompute"] = "auto"
+    kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
+        "linear_cross_entropy"
+    )
+    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without."""
+    schedule: Literal["auto", "cached", "recompute", "in_forward"] = "auto"
     max_logits_bytes: int | None = None
     impl: Literal["triton", "eager"] | None = None
     """None: triton on GPUs, eager on CPU."""
@@ -66,6 +72,12 @@ class HeadConfig:
     z_loss_weight: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of ``use_linear_cross_entropy``."""
+        options = {name: value for name, value in vars(self).items() if name != "kind"}
+        # Only a sum can be differentiated before its upstream gradient is known.
+        return options | {"reduction": "sum" if self.schedule == "in_forward" else "none"}
 
 
 @dataclass(frozen=True)
@@ -84,9 +96,16 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor: Annotated[int, SIZE] = 2
-    """Ranks that share one model; the other factor of the world size is data-parallel."""
+    """Ranks that share the weights of one replica."""
+    context: Annotated[int, SIZE] = 1
+    """Ranks that share its sequences; replicas are the last factor of the number of ranks."""
     sequence_parallel: bool = True
     """Split activations between layers by token. Means nothing where tensor is 1."""
+
+    @property
+    def replica(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.context
 
 
 @dataclass(frozen=True)
@@ -103,7 +122,7 @@ class RunConfig:
     anew_if_damaged: bool = False
     """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
-    """At the end, compare our head against Megatron's own on one batch."""
+    """At the end of a run with our head, compare it against Megatron's own on one batch."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -129,7 +148,7 @@ def load_config(
 
     Args:
         argv: command line without the program's name.
-        world_size: number of ranks; None for ``parallel.tensor``.
+        world_size: number of ranks; None for one replica.
         show_errors: whether a wrong command line is explained on stderr before ``SystemExit``.
 
     Raises:
@@ -143,20 +162,26 @@ def load_config(
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
         show_errors=show_errors,
     )
-    check_config(config, world_size=world_size or config.parallel.tensor)
+    check_config(config, world_size=world_size or config.parallel.replica)
     return config
 
 
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, tensor = config.model, config.parallel.tensor
+    model, tensor, context = config.model, config.parallel.tensor, config.parallel.context
     _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
-    _divides("parallel.tensor", tensor, "the number of ranks that torchrun starts", world_size)
+    ranks = "the number of ranks that torchrun starts"
+    if context == 1:
+        _divides("parallel.tensor", tensor, ranks, world_size)
+    else:
+        _divides("parallel.tensor * parallel.context", tensor * context, ranks, world_size)
+        _divides("2 * parallel.context", 2 * context, "model.seq_length", model.seq_length)
     _divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
     _divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     if config.parallel.sequence_parallel:
-        _divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
+        each, of = model.seq_length // context, "" if context == 1 else " / parallel.context"
+        _divides("parallel.tensor", tensor, f"model.seq_length{of}", each)
     _require(
         model.hidden_size // model.num_heads % 2 == 0,
         "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
@@ -167,10 +192,20 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         f"data.text must be a file, got {config.data.text}",
     )
     _check_optimizer(config.optimizer)
+    _check_head(config.head)
+
+
+def _check_head(config: HeadConfig) -> None:
     try:  # errors begin with the name of an option
-        LinearCrossEntropy(1, 1, reduction="none", device="meta", **vars(config.head))
+        LinearCrossEntropy(1, 1, device="meta", **config.options())
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
+    for name, value in vars(config).items():
+        _require(
+            config.kind == HeadConfig.kind or name == "kind" or value == getattr(HeadConfig, name),
+            f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
+            f"head.kind={config.kind}",
+        )
 
 
 def _check_optimizer(config: OptimizerConfig) -> None:

@@ -1,7 +1,8 @@
 """The head alone (output layer and loss), ours and Megatron's, on the inputs the model gives it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,12 @@ class HeadInput:
 
 
 Head = Callable[[Any, HeadInput], Tensor]
-"""Takes the model and its input, returns the loss [b, s]."""
+"""Takes the model and its input, returns the loss [b, s], or its sum."""
 
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Per-token loss [b, s], this rank's gradients of its sum, and the memory they took.
+    """Per-token loss [b, s] or its sum, this rank's gradients of the sum, and their memory.
 
     ``peak_bytes``, the gradients included, is that of the rank that needed most.
     """
@@ -68,13 +69,10 @@ def head_input(model: Any, tokens: Tensor, labels: Tensor) -> HeadInput:
 def our_head(model: Any, given: HeadInput, **changes: Any) -> Tensor:
     """Compute the loss by linear_cross_entropy with the model's keywords and some changes."""
     layer = model.output_layer
-    keywords = layer.loss_keywords
-    layer.loss_keywords = keywords | changes
-    try:
+    with _gradients_returned(layer):
         labels = given.labels.transpose(0, 1)
-        return layer.token_loss(given.hidden, given.weight, labels).transpose(0, 1)
-    finally:
-        layer.loss_keywords = keywords
+        loss = layer.token_loss(given.hidden, given.weight, labels, **changes)
+    return loss.T if loss.dim() == 2 else loss
 
 
 def check_head(model: Any, given: HeadInput, group: dist.ProcessGroup) -> None:
@@ -84,7 +82,6 @@ def check_head(model: Any, given: HeadInput, group: dist.ProcessGroup) -> None:
         given.hidden,
         given.weight,
         given.labels.transpose(0, 1),
-        reduction="none",
         tp_group=group,
         sequence_parallel=layer.sequence_parallel,
         **layer.loss_keywords,
@@ -92,12 +89,20 @@ def check_head(model: Any, given: HeadInput, group: dist.ProcessGroup) -> None:
 
 
 def megatron_head(model: Any, given: HeadInput) -> Tensor:
-    """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
+    with _gradients_returned(model.output_layer):
+        logits, _ = model.output_layer(given.hidden, given.weight)
+    return type(model).compute_language_model_loss(model, given.labels, logits)
 
-    logits, _ = model.output_layer(given.hidden, given.weight)
-    labels = given.labels.transpose(0, 1).contiguous()
-    return vocab_parallel_cross_entropy(logits, labels).transpose(0, 1)
+
+@contextmanager
+def _gradients_returned(layer: Any) -> Iterator[None]:
+    """Without ``gradient_accumulation_fusion``, so that the run's main_grad stays as it is."""
+    fuses, layer.gradient_accumulation_fusion = layer.gradient_accumulation_fusion, False
+    try:
+        yield
+    finally:
+        layer.gradient_accumulation_fusion = fuses
 
 
 def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> HeadResult:

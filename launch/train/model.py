@@ -13,16 +13,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.train.attention import CausalAttention
+from flce_dist.launch.train.config import HeadConfig, RunConfig
+from flce_dist.launch.train.cpu import run_megatron_on_cpu
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.megatron.fused_layer import FusedLayer
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The two process groups of this rank. World size = tensor size * data size."""
+    """The process groups of this rank. World size = tensor size * context size * data size.
+
+    Attributes:
+        copies: ranks with the same weights: context times data, among which gradients are averaged
+            and the optimizer's state is split.
+    """
 
     tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
     data: dist.ProcessGroup
+    copies: dist.ProcessGroup
 
 
 class ParallelRMSNorm(nn.RMSNorm):
@@ -39,17 +50,21 @@ class ParallelRMSNorm(nn.RMSNorm):
 
 def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
     """Create megatron-core's process groups and random generators; collective."""
-    if device.type == "cpu":
-        # megatron-core asks for the current GPU wherever it makes a buffer, and takes any device.
-        torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
-
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(config.parallel.tensor)
+    if device.type == "cpu":
+        run_megatron_on_cpu()
+    parallel_state.initialize_model_parallel(
+        config.parallel.tensor,
+        context_parallel_size=config.parallel.context,
+        create_gloo_process_groups=False,
+    )
     groups = Groups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
+        copies=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     torch.manual_seed(config.seed)
     # The inference tracker is the one that forks no GPU generator.
@@ -58,9 +73,8 @@ def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
 
 
 def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.Module:
-    """Return the ``GPTModel`` of this rank; forward(tokens, labels) gives the loss [b, s]."""
+    """Return the ``GPTModel`` of this rank, with the head of ``config.head``."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -80,6 +94,7 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         ffn_hidden_size=model.ffn_hidden_size,
         tensor_model_parallel_size=tensor,
         sequence_parallel=config.parallel.sequence_parallel and tensor > 1,
+        context_parallel_size=config.parallel.context,
         params_dtype=dtype,
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=True,
@@ -90,6 +105,8 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization="RMSNorm",
+        cross_entropy_loss_fusion=config.head.kind == "megatron_fused",
+        cross_entropy_fusion_impl="native",
         # These fusions are compiled or GPU-only; the head is what this run is about.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -97,13 +114,16 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = ParallelRMSNorm
-    layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    is_ours = config.head.kind == HeadConfig.kind
+    if not is_ours and vocab_size % tensor:
+        raise ConfigError(
+            f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
+            f"divide the {vocab_size} entries, got {tensor}"
+        )
     gpt = GPTModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * model.num_layers, layer_norm=ParallelRMSNorm
+            layer_specs=[layer_spec()] * model.num_layers, layer_norm=ParallelRMSNorm
         ),
         # Each rank holds the same number of rows; the head leaves out those beyond vocab_size.
         vocab_size=-(-vocab_size // tensor) * tensor,
@@ -111,13 +131,43 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
     ).to(device)
-    use_linear_cross_entropy(gpt, vocab_size=vocab_size, **vars(config.head))
+    if is_ours:
+        use_linear_cross_entropy(gpt, vocab_size=vocab_size, **config.head.options())
     return gpt
 
 
+def layer_spec() -> Any:
+    """Return Megatron's own layer, without TransformerEngine, with our norm and attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = ParallelRMSNorm
+    layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    return layer
+
+
+def distribute(model: nn.Module) -> Any:
+    """Wrap a model in Megatron's DDP, whose fp32 ``main_grad`` the head's backward adds to."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        model,
+    )
+    if isinstance(model.output_layer, FusedLayer):
+        # Of this layer alone: Megatron's need a CUDA extension for it.
+        layer: Any = model.output_layer
+        layer.gradient_accumulation_fusion = True
+    return wrapped
+
+
 def token_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss [b, s] fp32 of ``labels`` [b, s] after ``tokens`` [b, s], causally."""
-    s = tokens.shape[1]
-    positions = torch.arange(s, device=tokens.device).expand_as(tokens)
-    future = torch.ones(1, 1, s, s, dtype=torch.bool, device=tokens.device).triu(1)
-    return model(tokens, positions, future, labels=labels)
+    """Return the loss [b, s] fp32 of ``labels`` [b, s] after ``tokens`` [b, s], causally.
+
+    Under context parallelism these are this rank's tokens. With head.schedule=in_forward it is
+    their sum.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None, labels=labels)

@@ -1,16 +1,13 @@
-"""Gradients summed over ranks, clipped, and AdamW on fp32 weights.
-
-Megatron's own optimizer needs GPUs; this one does the same arithmetic anywhere, plainly.
-"""
+"""Megatron's distributed optimizer: AdamW on fp32 shards, each rank's its own."""
 
 import math
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from flce_dist.launch.train.config import OptimizerConfig
-from flce_dist.launch.train.model import Groups
+from flce_dist.launch.train.cpu import optimizer_names
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -23,79 +20,70 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over fp32 masters of the model's parameters (an fp32 parameter is its own master)."""
+    """Megatron's optimizer over a model in Megatron's DDP, with a learning rate for each step.
 
-    def __init__(self, model: nn.Module, groups: Groups, config: OptimizerConfig):
-        self.config = config
-        self.groups = groups
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.masters: dict[str, Tensor] = {
-            name: p if p.dtype == torch.float32 else p.detach().float()
-            for name, p in self.parameters.items()
-        }
-        matrices = [master for master in self.masters.values() if master.ndim > 1]
-        vectors = [master for master in self.masters.values() if master.ndim <= 1]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=(config.beta1, config.beta2),
-        )
+    Attributes:
+        parameters: this rank's parameters by name, the same on all copies of the weights.
+        shards: what this rank updates of them, flat and in fp32: views of fp32 parameters, copies
+            of bf16 ones. A name may be missing where other copies hold all of it.
+        adamw: PyTorch's optimizer over the shards.
+    """
+
+    def __init__(self, model: Any, config: OptimizerConfig, device: torch.device):
+        from megatron.core import optimizer as megatron
+
+        self.config, self.device = config, device
+        self.parameters = dict(model.module.named_parameters())
+        dtype = next(iter(self.parameters.values())).dtype
+        megatron.clip_grads.l2_norm_impl = _norm
+        with optimizer_names(device):
+            self.megatron = megatron.get_megatron_optimizer(
+                megatron.OptimizerConfig(
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    adam_beta1=config.beta1,
+                    adam_beta2=config.beta2,
+                    clip_grad=config.clip_norm,
+                    bf16=dtype == torch.bfloat16,
+                    params_dtype=dtype,
+                    use_distributed_optimizer=True,
+                ),
+                [model],
+                use_gloo_process_groups=False,
+            )
+        (distributed,) = self.megatron.chained_optimizers
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self.shards: dict[str, Tensor] = {}
+        for whole, shards in (
+            (distributed.model_fp32_groups, distributed.shard_fp32_groups),
+            (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
+        ):
+            for group, group_shards in zip(whole, shards, strict=True):
+                self.shards |= {names[p]: x for p, x in zip(group, group_shards, strict=True)}
+        self.adamw: torch.optim.Optimizer = distributed.optimizer
+        for group in self.adamw.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
         # What AdamW would create at its first step, so that a checkpoint has where to load into.
-        for master in self.masters.values():
-            self.adamw.state[master] = {
+        for shard in self.shards.values():
+            self.adamw.state[shard] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
             }
 
     def step(self, step: int) -> float:
-        """Update the parameters from their gradients and drop those; return the gradient norm.
+        """Clip the finished gradients and update the parameters; return the gradient norm.
 
-        Collective: one all-reduce over the tensor-parallel group per norm weight (sequence
-        parallelism), one over the data-parallel group per parameter, and one of a scalar.
+        Collective: one all-reduce of the norm, and an all-gather of the parameters among copies.
         """
-        for name, parameter in self.parameters.items():
-            grad = parameter.grad
-            assert grad is not None, f"{name} got no gradient"
-            if getattr(parameter, "sequence_parallel", False):
-                dist.all_reduce(grad, group=self.groups.tensor)
-            master = self.masters[name]
-            master.grad = grad if grad.dtype == torch.float32 else grad.float()
-            dist.all_reduce(master.grad, group=self.groups.data)
-            master.grad /= self.groups.data.size()
-        norm = self._clip()
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, self.config)
-        self.adamw.step()
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is not parameter:
-                parameter.data.copy_(master)
-            parameter.grad = master.grad = None
-        return norm
-
-    def _clip(self) -> float:
-        """Scale gradients to ``clip_norm`` where their norm over all shards is larger."""
-        grads = {name: master.grad for name, master in self.masters.items()}
-        sharded, replicated = torch.zeros(2, device=next(iter(self.masters.values())).device)
-        for name, grad in grads.items():
-            assert grad is not None
-            if is_sharded(self.parameters[name]):
-                sharded += grad.square().sum()
-            else:
-                replicated += grad.square().sum()
-        dist.all_reduce(sharded, group=self.groups.tensor)
-        norm = float((sharded + replicated).sqrt())
-        scale = self.config.clip_norm / (norm + 1e-6)
-        if scale < 1.0:
-            for grad in grads.values():
-                assert grad is not None
-                grad *= scale
-        return norm
+        with optimizer_names(self.device):
+            _, norm, _ = self.megatron.step()
+            self.megatron.zero_grad()
+        return float(norm)
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether megatron-core split this parameter over the tensor-parallel group."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
+def _norm(chunk: int, overflow: Tensor, grads: list[list[Tensor]], each: bool) -> Any:
+    """Megatron's own, where APEX is not installed, reads the norm of each tensor on the host."""
+    return torch.nn.utils.get_total_norm(grads[0])[None], None

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,30 +13,51 @@ from torch import Tensor
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, load, newest_whole, save
 from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
-from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train.config import HeadConfig, RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train.cpu import zigzag
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.head import check_head, head_input, our_head, run_head
+from flce_dist.launch.train.head import (
+    Head,
+    check_head,
+    head_input,
+    megatron_head,
+    our_head,
+    run_head,
+)
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
-from flce_dist.launch.train.model import Groups, build_model, initialize_megatron, token_losses
+from flce_dist.launch.train.model import (
+    Groups,
+    build_model,
+    distribute,
+    initialize_megatron,
+    token_losses,
+)
 from flce_dist.launch.train.optimizer import Optimizer
 from flce_dist.launch.train.ranks import on_rank_0, said, say, together, writing
 from flce_dist.launch.train.state import (
     model_state,
+    optimizer_state,
     random_state,
-    restore_model,
+    restore,
     restore_random,
 )
 from flce_dist.launch.yaml_config import ConfigError
 
 
 class Trainer:
-    """One rank's share of a run: model, optimizer, data, and how far it has come."""
+    """One rank's share of a run: model, optimizer, data, and how far it has come.
+
+    Attributes:
+        model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
+    """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
         self.groups: Groups = initialize_megatron(config, device)
         self.model = build_model(config, corpus.vocab_size, device)
-        self.optimizer = Optimizer(self.model, self.groups, config.optimizer)
+        self.distributed = distribute(self.model)
+        self.optimizer = Optimizer(self.distributed, config.optimizer, device)
+        self.is_ours = config.head.kind == HeadConfig.kind
         self.step = self.samples = 0
         self.stopping = False
         self.checkpoints = config.out_dir / "checkpoints"
@@ -61,19 +83,19 @@ class Trainer:
         mine = load(checkpoint, dist.get_rank())
         restore_random(mine, self.device)
         shared = mine
-        if self.groups.data.rank() > 0:
-            shared = load(checkpoint, dist.get_global_rank(self.groups.data, 0))
-        names = [name for name in shared if not name.startswith("random.")]
-        restore_model(self.optimizer, {name: shared[name] for name in names})
+        if self.groups.copies.rank() > 0:
+            shared = load(checkpoint, dist.get_global_rank(self.groups.copies, 0))
+        restore(model_state(self.optimizer), _named("model.", shared))
+        restore(optimizer_state(self.optimizer), _named("optimizer.", mine))
 
     def save(self) -> None:
-        """Write a checkpoint; collective. Of data-parallel replicas the first writes the model.
+        """Write a checkpoint; collective. Of copies of the weights the first is written.
 
         Raises:
             RunError: on every rank, if any rank's state is not finite or cannot be written.
         """
-        state = random_state(self.device)
-        if self.groups.data.rank() == 0:
+        state = random_state(self.device) | optimizer_state(self.optimizer)
+        if self.groups.copies.rank() == 0:
             state |= model_state(self.optimizer)
         together(lambda: _require_finite_state(self.step, state))
         position = Position(step=self.step, samples=self.samples, config=self.identity)
@@ -85,51 +107,95 @@ class Trainer:
         Both are the same on every rank, and not finite if any rank's is not. ``stopping`` says
         afterwards, on every rank alike, whether any was told to ``stop``.
         """
-        size, ranks = self.config.data.batch_size, self.groups.data.size()
-        first = self.samples + self.groups.data.rank() * size
-        loss = self._loss(*self.corpus.train_batch(first, size))
-        loss.backward()
+        from megatron.core.distributed import finalize_model_grads
+
+        microbatches, losses = self.config.data.microbatches, []
+        self.distributed.zero_grad_buffer()
+        for i in range(microbatches):
+            loss = self._loss(*self.corpus.train_batch(*self._samples(self.samples, i)))
+            (loss / microbatches).backward()
+            losses.append(loss.detach())
+        finalize_model_grads([self.distributed])
         self.step += 1
-        self.samples += size * ranks
+        self.samples += self.samples_per_step
+        means = self._mean(torch.stack(losses).mean(), float(stop))
         norm = self.optimizer.step(self.step)
-        mean, norm, stops = self._mean(loss, norm, float(stop))
+        mean, stops = means()
         self.stopping = stops > 0
         return mean, norm
 
+    @property
+    def samples_per_step(self) -> int:
+        data = self.config.data
+        return data.batch_size * data.microbatches * self.groups.data.size()
+
+    def _samples(self, start: int, i: int) -> tuple[int, int]:
+        """First sample and number of samples of this replica's ``i``-th microbatch."""
+        size, data = self.config.data.batch_size, self.groups.data
+        return start + (i * data.size() + data.rank()) * size, size
+
     def validate(self) -> float:
         """Return the mean loss over the validation batches."""
-        size, ranks = self.config.data.batch_size, self.groups.data.size()
         losses = []
         with torch.no_grad():
             for i in range(self.config.data.validation_batches):
-                batch = self.corpus.validation_batch(i * ranks + self.groups.data.rank(), size)
-                losses.append(self._loss(*batch))
-        (mean,) = self._mean(torch.stack(losses).mean())
+                losses.append(self._loss(*self.corpus.validation_batch(*self._samples(0, i))))
+        (mean,) = self._mean(torch.stack(losses).mean())()
         return mean
 
     def probe_batch(self) -> tuple[Tensor, Tensor]:
         """The first validation batch, on the device."""
         tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
-        return tokens.to(self.device), labels.to(self.device)
+        return self._to_device(tokens), self._to_device(labels)
 
     def head_peak_mib(self) -> float:
         """Check the head and measure its peak memory on one batch, without a trace in the run."""
         given = head_input(self.model, *self.probe_batch())
-        check_head(self.model, given, self.groups.tensor)
+        head: Head = megatron_head
+        if self.is_ours:
+            head = our_head
+            check_head(self.model, given, self.groups.tensor)
         # The first run on a GPU also makes the workspaces that libraries keep.
-        run_head(our_head, self.model, given, self.groups.tensor)
-        return run_head(our_head, self.model, given, self.groups.tensor).peak_bytes / 2**20
+        run_head(head, self.model, given, self.groups.tensor)
+        return run_head(head, self.model, given, self.groups.tensor).peak_bytes / 2**20
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return token_losses(self.model, tokens.to(self.device), labels.to(self.device)).mean()
+        """Return the mean loss of this rank's tokens, of which all ranks have the same number."""
+        tokens, labels = self._to_device(tokens), self._to_device(labels)
+        return token_losses(self.distributed, tokens, labels).sum() / labels.numel()
 
-    def _mean(self, *numbers: Tensor | float) -> list[float]:
-        """Return means over all ranks; those of one tensor-parallel group hold the same loss."""
-        each = [torch.as_tensor(number, device=self.device).detach() for number in numbers]
+    def _to_device(self, x: Tensor) -> Tensor:
+        """Copy this rank's share of sequences [b, s] to the device, without waiting for it."""
+        share = zigzag(x, 1, self.groups.context.rank(), self.groups.context.size())
+        if self.device.type == "cpu":
+            return share
+        return share.pin_memory().to(self.device, non_blocking=True)
+
+    def _mean(self, *numbers: Tensor | float) -> Callable[[], list[float]]:
+        """Return a function that returns means over all ranks, once the device has come there.
+
+        Ranks of one tensor-parallel group hold the same loss.
+        """
+        each = [
+            x.detach() if isinstance(x, Tensor) else torch.full((), x, device=self.device)
+            for x in numbers
+        ]
         means = torch.stack(each) / dist.get_world_size()
         dist.all_reduce(means)
-        values: list[float] = means.tolist()
+        if self.device.type != "cuda":
+            return means.tolist
+        host, done = means.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+
+        def values() -> list[float]:
+            done.synchronize()
+            return host.tolist()
+
         return values
+
+
+def _named(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Checkpoint | None:
@@ -203,7 +269,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     on_rank_0(begin)
     terminations: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: terminations.append(number))
-    tokens_per_step = config.data.batch_size * trainer.groups.data.size() * config.model.seq_length
+    tokens_per_step = trainer.samples_per_step * config.model.seq_length
     while trainer.step < config.steps and not trainer.stopping:
         start = time.perf_counter()
         failed = log is not None and log.failure is not None
@@ -232,7 +298,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             print(f"SIGTERM: stopped after step {trainer.step}; the same command continues the run")
         return 128 + signal.SIGTERM
     on_rank_0(lambda: plot_loss_curve(config.out_dir))
-    if config.compare:
+    if config.compare and trainer.is_ours:
         numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
         if log:
             print_table(numbers)

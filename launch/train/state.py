@@ -8,28 +8,27 @@ from flce_dist.launch.train.optimizer import Optimizer
 
 
 def model_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return this rank's parameters and optimizer state: the tensors themselves, no copies.
+    """Return this rank's parameters, no copies; those with copies of the weights hold the same."""
+    return {f"model.{name}": x.detach() for name, x in optimizer.parameters.items()}
 
-    Data-parallel replicas hold the same.
-    """
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer state of this rank's shards, no copies; no other rank holds it."""
     state: dict[str, Tensor] = {}
-    for name, parameter in optimizer.parameters.items():
-        master = optimizer.masters[name]
-        state[f"model.{name}"] = parameter.detach()
-        if master is not parameter:
-            state[f"optimizer.{name}.master"] = master
-        for key, value in optimizer.adamw.state[master].items():
+    for name, shard in optimizer.shards.items():
+        if optimizer.parameters[name].dtype != shard.dtype:
+            state[f"optimizer.{name}.fp32"] = shard.detach()
+        for key, value in optimizer.adamw.state[shard].items():
             state[f"optimizer.{name}.{key}"] = value
     return state
 
 
-def restore_model(optimizer: Optimizer, saved: dict[str, Tensor]) -> None:
-    """Copy what ``model_state`` returned in an earlier process into model and optimizer.
+def restore(state: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Copy what one of the functions above returned in an earlier process into what it returns now.
 
     Raises:
         RunError: if names or shapes differ.
     """
-    state = model_state(optimizer)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     others = {name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()}
     if shapes != others:
