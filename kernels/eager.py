@@ -75,20 +75,8 @@ def linear_stats(
     sums: Tensor,
 ) -> None:
     """Write this shard's ``others_max`` [T] and ``sums`` [k, T], and the columns of ``cache``."""
-    others_max.fill_(-torch.inf)
-    sums.zero_()
-    reference = first_reference(label_logit)[:, None]
-    for start, z, other in _windows(logits):
-        window_max = z.masked_fill(~other, -torch.inf).amax(1)
-        torch.maximum(others_max, window_max, out=others_max)
-        z_above = z - reference
-        e = z_above.exp().masked_fill_(~other, 0.0)
-        sums[0] += e.sum(1)
-        if with_entropy:
-            sums[1] += (e * z_above.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
-        if with_sum_z:
-            sums[-1] += z_above.masked_fill(~other, 0.0).sum(1)
-        _store(cache, slice(None), start, e, z, other, logits.softcap)
+    reference = first_reference(label_logit)
+    _statistics(logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums)
 
 
 def rescue(
@@ -108,15 +96,11 @@ def rescue(
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
         return sums
-    sums[: 1 + with_entropy, rows] = 0.0
     few = replace(logits, hidden=logits.hidden[rows], labels=logits.labels[rows])
-    for start, z, other in _windows(few):
-        z_above = z - reference[rows, None]
-        e = z_above.exp().masked_fill_(~other, 0.0)
-        sums[0, rows] += e.sum(1)
-        if with_entropy:
-            sums[1, rows] += (e * z_above.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
-        _store(cache, rows, start, e, z, other, logits.softcap)
+    reference, others_max = reference[rows], others_max[rows]
+    again = sums.new_empty(1 + with_entropy, len(rows))
+    _statistics(few, reference, rows, cache, False, with_entropy, others_max, again)
+    sums[: 1 + with_entropy, rows] = again
     return sums
 
 
@@ -145,6 +129,34 @@ def dlogits(
         out[:, start : start + z.shape[1]] = d
 
 
+def _statistics(
+    logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
+    with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
+    """Write what ``linear_stats`` writes, relative to ``reference`` [T], for T rows of the cache.
+
+    The cache keeps ``e * softcap'(z)``, the derivative of e by the uncapped logit.
+    """
+    others_max.fill_(-torch.inf)
+    sums.zero_()
+    for start, z, other in _windows(logits):
+        torch.maximum(others_max, z.masked_fill(~other, -torch.inf).amax(1), out=others_max)
+        x = z - reference[:, None]
+        e = x.exp().masked_fill_(~other, 0.0)
+        sums[0] += e.sum(1)
+        if with_entropy:
+            sums[1] += (e * x.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
+        if with_sum_z:
+            sums[-1] += x.masked_fill(~other, 0.0).sum(1)
+        for first, window in cache.with_starts():  # it may hold some of these columns or none
+            a, b = max(start, first), min(start + z.shape[1], first + window.shape[1])
+            if a < b:
+                part = slice(a - start, b - start)
+                de = e[:, part] * softcap_grad(z[:, part], logits.softcap)
+                de = de.masked_fill_(~other[:, part], 0.0)
+                window[rows, a - first : b - first] = de.to(window.dtype)
+
+
 def _windows(logits: ShardLogits) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield ``(start, z [T, W], other [T, W])``; other is False at labels and in ignored rows."""
     hidden = gemm.operand(logits.hidden)
@@ -162,26 +174,3 @@ def _windows(logits: ShardLogits) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 def _softcap(z: Tensor, softcap: float | None) -> Tensor:
     return z if softcap is None else softcap * torch.tanh(z / softcap)
-
-
-def _store(
-    cache: ColumnCache,
-    rows: Tensor | slice,
-    start: int,
-    e: Tensor,
-    z: Tensor,
-    other: Tensor,
-    softcap: float | None,
-) -> None:
-    """Store ``e * softcap'(z)``, the derivative of e [T, W] by the uncapped logit, in the cache.
-
-    e, z and other belong to the columns from ``start``; the cache may hold some of them or none.
-    """
-    end = start + z.shape[1]
-    for first, window in cache.with_starts():
-        a, b = max(start, first), min(end, first + window.shape[1])
-        if a < b:
-            part = slice(a - start, b - start)
-            de = e[:, part] * softcap_grad(z[:, part], softcap)
-            de = de.masked_fill_(~other[:, part], 0.0)
-            window[rows, a - first : b - first] = de.to(window.dtype)

@@ -82,17 +82,11 @@ class TileLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Constexprs of ``logits_tile``, and launch options."""
-        config, logits = self.config, self.logits
         return {
-            "HAS_BIAS": logits.bias is not None,
-            "HAS_SOFTCAP": logits.softcap is not None,
+            "HAS_BIAS": self.logits.bias is not None,
+            "HAS_SOFTCAP": self.logits.softcap is not None,
             "TMA": self.tma,
-            "BLOCK_T": config.BLOCK_T,
-            "BLOCK_V": config.BLOCK_V,
-            "BLOCK_H": config.BLOCK_H,
-            "GROUP_T": config.GROUP_T,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
+            **vars(self.config),
         }
 
 

@@ -6,11 +6,12 @@ T = tokens, V = vocabulary rows here, H = hidden size.
 import triton
 import triton.language as tl
 
-from flce_dist.kernels.token_loss_formulas import LOWEST
+from flce_dist.kernels.token_loss_formulas import LOWEST, RESCUE_ABOVE
 
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOWEST = tl.constexpr(LOWEST)
+_RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,9 +47,9 @@ def first_reference(label_logit):
 
 
 @triton.jit
-def is_rescued(label_logit, others_max, ABOVE: tl.constexpr):
-    """As in ``token_loss_formulas.py``; ABOVE is its ``RESCUE_ABOVE``."""
-    return (others_max - label_logit > ABOVE) | (label_logit < _LOWEST)
+def is_rescued(label_logit, others_max):
+    """As in ``token_loss_formulas.py``."""
+    return (others_max - label_logit > _RESCUE_ABOVE) | (label_logit < _LOWEST)
 
 
 @triton.jit

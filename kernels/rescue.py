@@ -36,15 +36,14 @@ from flce_dist.kernels.primitives import (
     times_exponent,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 
 
 @triton.jit
-def _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE: tl.constexpr):
+def _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T):
     """Return ``(flagged, reference)``: whether tokens are rescued, false beyond T; the maximum."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
-    return is_rescued(label_logit, maximum, ABOVE), tl.maximum(maximum, label_logit)
+    return is_rescued(label_logit, maximum), tl.maximum(maximum, label_logit)
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _rescue_kernel(
     T, V, H,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
     vocab_start_index, ignore_index, logit_scale, softcap,
-    ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
@@ -66,14 +65,14 @@ def _rescue_kernel(
     any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
     for start in range(0, T, BLOCK_SCAN):
         offs = start + tl.arange(0, BLOCK_SCAN)
-        flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs, T, ABOVE)
+        flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs, T)
         any_flagged |= flagged.to(tl.int32)
     num_t = tl.cdiv(T, BLOCK_T) * tl.max(any_flagged, axis=0)  # 0 if none is flagged
     part_ptr += tl.program_id(0).to(tl.int64) * T
     plane = tl.num_programs(0).to(tl.int64) * T
     for pid_t in range(0, num_t):
         offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        flagged, reference = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+        flagged, reference = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T)
         if tl.max(flagged.to(tl.int32), axis=0) > 0:
             column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
             bin = tl.zeros((BLOCK_T,), tl.int32)  # as the largest exponential is 1
@@ -142,12 +141,12 @@ def _replace_sums_kernel(
     sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
     num_ranges, N, T,
     stride_range, stride_sums,
-    ABOVE: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_T tokens. N programs of the first kernel worked on each range."""
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T, ABOVE)
+    flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T)
     any_flagged = tl.max(flagged.to(tl.int32), axis=0)
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
@@ -203,7 +202,6 @@ def rescue(
             T, end - start, logits.H,
             *launch.strides(), 0 if window is None else window.stride(0),
             logits.vocab_start_index + start, *launch.scalars(),
-            ABOVE=RESCUE_ABOVE,
             WITH_ENTROPY=with_entropy,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
@@ -217,7 +215,6 @@ def rescue(
         sums,
         len(ranges), programs, T,
         part.stride(0), sums.stride(0),
-        ABOVE=RESCUE_ABOVE,
         WITH_ENTROPY=with_entropy,
         WITH_SUM_Z=final.shape[0] > limbs,
         BLOCK_N=32, BLOCK_T=128,

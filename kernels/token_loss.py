@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.kernels.exact_sums import load_limbs
 from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
-from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE, LossTerms, TokenStats
+from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _token_loss_kernel(
     others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
     T, stride_sums,
     ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
-    ABOVE: tl.constexpr, HAS_WEIGHT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _token_loss_kernel(
         tl.store(sum_ez_ptr + offs_t, (high + middle + low).to(tl.float32), mask=mask)
         sums_ptr += 3 * stride_sums
 
-    rescued = is_rescued(label_logit, others_max, ABOVE)
+    rescued = is_rescued(label_logit, others_max)
     reference = tl.where(rescued, tl.maximum(others_max, label_logit), label_logit)
     label_above = label_logit - reference
     log_total = log_total_of(others, label_above)
@@ -125,7 +125,6 @@ def token_loss(
         T, sums.stride(0),
         terms.ignore_index, terms.softcap or 1.0,
         terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
-        ABOVE=RESCUE_ABOVE,
         HAS_WEIGHT=token_weight is not None,
         WITH_ENTROPY=with_entropy,
         HAS_SMOOTHING=sum_z is not None,

@@ -15,7 +15,7 @@ import triton
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile of ``hidden @ weight.T``, and how the compiler is to schedule it."""
+    """Tile of ``hidden @ weight.T``, and how the compiler is to schedule it, as launch options."""
 
     BLOCK_T: int
     BLOCK_V: int

@@ -131,7 +131,7 @@ def compile_all(
         ),
         "rescue": rescue._rescue_kernel.warmup(
             *pointers.operands(), labels, fp32, fp32, fp64, pointer, T, V, H,
-            *strides, V, *scalars, ABOVE=50.0, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
+            *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
             BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
             grid=(132,),
         ),
@@ -154,7 +154,7 @@ def compile_all(
         },
         **{
             name: rescue._replace_sums_kernel.warmup(
-                fp64, fp32, fp32, fp64, 1, programs, T, programs * T, T, ABOVE=50.0,
+                fp64, fp32, fp32, fp64, 1, programs, T, programs * T, T,
                 WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_N=32, BLOCK_T=128, grid=(T // 128,),
             )
             for name, programs in (("replace sums", 132), ("replace sums of one program", 1))

@@ -186,11 +186,9 @@ class FakeBlock:
         self.nbytes, self.in_graph = nbytes, False
         self._rank, self._numbers, self._mapping = rank, numbers, Mapping()
 
-    def of(
-        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
-    ) -> FakeTensor:
-        assert start + torch.Size(shape).numel() * dtype.itemsize <= self.nbytes
-        return FakeTensor(self._rank, self._numbers[rank], start, shape, dtype, self._mapping)
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
+        assert torch.Size(shape).numel() * dtype.itemsize <= self.nbytes
+        return FakeTensor(self._rank, self._numbers[rank], 0, shape, dtype, self._mapping)
 
     def address(self, rank: int) -> int:
         return self._numbers[rank]

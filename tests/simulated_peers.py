@@ -55,10 +55,10 @@ class SharedBlock:
     def __init__(self, parts: list[Tensor]) -> None:
         self.nbytes, self.in_graph, self._parts = parts[0].numel(), False, parts
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-        end = start + torch.Size(shape).numel() * dtype.itemsize
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        end = torch.Size(shape).numel() * dtype.itemsize
         assert end <= self.nbytes, "beyond what was reserved"
-        return self._parts[rank][start:end].view(dtype).view(shape)
+        return self._parts[rank][:end].view(dtype).view(shape)
 
     def address(self, rank: int) -> int:
         return self._parts[rank].data_ptr()

@@ -179,7 +179,7 @@ def _plan(
     # Symbolic sizes of torch.compile cannot be hashed. A plan of them only gives the fakes their
     # shapes; the operators plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    lends = known and needs[1]
+    P = P if known and options.sequence_parallel else 1
     chosen = (plan if known else plan.__wrapped__)(
         T=T,
         V=V,
@@ -188,10 +188,8 @@ def _plan(
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
         converts=hidden.dtype == torch.float16,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if lends else (0, 0),
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
-        gathers_from=P if known and options.sequence_parallel else 1,
+        gathers_from=P,
     )
-    if not known:
-        return chosen, TokenOrder(1, ((0, T),))
-    return chosen, TokenOrder(P if options.sequence_parallel else 1, chosen.pieces())
+    return chosen, TokenOrder(P, chosen.pieces() if known else ((0, T),))

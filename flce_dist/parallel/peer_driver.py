@@ -32,9 +32,9 @@ class Block:
         self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._memory, group)
 
-    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View a rank's bytes from ``start`` on, a multiple of the element size."""
-        return self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """View a rank's first bytes."""
+        return self._handle.get_buffer(rank, shape, dtype)
 
     def address(self, rank: int) -> int:
         """Return the address of a rank's first byte, as streams of this rank see it."""

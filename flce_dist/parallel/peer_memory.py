@@ -151,13 +151,13 @@ class PeerMemory:
         self._meet("gives memory back")
         self._blocks = [block for block in self._blocks if block.in_graph]
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View this rank's block from byte ``start`` on."""
-        return self.of(self.rank, shape, dtype, start)
+    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View the first bytes of this rank's block."""
+        return self.of(self.rank, shape, dtype)
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """View a rank's block from byte ``start`` on, a multiple of the element size."""
-        return self._blocks[-1].of(rank, tuple(shape), dtype, start)
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View the first bytes of a rank's block."""
+        return self._blocks[-1].of(rank, tuple(shape), dtype)
 
     def acquire(self) -> None:
         """Make the current stream wait until this rank's block may be written."""
