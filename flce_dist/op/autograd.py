@@ -66,7 +66,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             # If backward cannot run again, gradients saved by in_forward become the results.
             gradients = run_backward(
                 ctx.call, ctx.saved_tensors, upstream, ctx.needs_input_grad, ctx.main_grad,
-                reuses_saved=not _keeps_graph(),
+                # What retain_graph says, for which PyTorch has no public name.
+                reuses_saved=not torch._C._autograd._get_current_graph_task_keep_graph(),
             )  # fmt: skip
         return *gradients, None, None, None, None
 
@@ -125,8 +126,3 @@ def computing_on(x: Tensor) -> Iterator[None]:
             return
         with torch.autocast(x.device.type, enabled=False):
             yield
-
-
-def _keeps_graph() -> bool:
-    """Whether this backward was asked to retain the graph. PyTorch has no public name for it."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
 from torch.distributed.tensor import DTensor
 
 from flce_dist.op import checks
@@ -40,7 +41,8 @@ class MainGrad:
             return main_grad, True
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
-        task, before = _graph_task(), getattr(weight, "_main_grad_written_in", None)
+        # The id of the backward that runs has no public name.
+        task, before = _current_graph_task_id(), getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
         return main_grad, task == before
 
@@ -78,8 +80,3 @@ def captured(weight: Tensor, call: Call) -> MainGrad:
         buffer = getattr(weight, "main_grad", None)
         checks.check_main_grad(buffer, weight, call.dtype)
     return MainGrad(weight, buffer, call.dtype)
-
-
-def _graph_task() -> int:
-    """Identify the backward pass that runs. PyTorch has no public name for it."""
-    return torch._C._current_graph_task_id()

@@ -140,12 +140,15 @@ def prepare(
         kernels=kernels_of(impl),
         tp_group=tp_group,
     )
+    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
+        stats_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        token_weight = order.permuted(token_weight.reshape(-1).to(stats_dtype).contiguous())
     return call, Operands(
         hidden.reshape(-1, H),
         weight,
         bias,
         order.permuted(labels.reshape(-1).long().contiguous()),
-        None if token_weight is None else order.permuted(_flat_weights(token_weight, hidden)),
+        token_weight,
     )
 
 
@@ -158,12 +161,6 @@ def kernels_of(impl: str) -> ModuleType:
     from flce_dist.kernels import eager
 
     return eager
-
-
-def _flat_weights(token_weight: Tensor, hidden: Tensor) -> Tensor:
-    """Return [T] in the dtype of statistics, so that weights do not change the loss's dtype."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return token_weight.reshape(-1).to(dtype).contiguous()
 
 
 def _plan(
