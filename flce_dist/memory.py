@@ -66,7 +66,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - start_bytes
-        peak.shared_bytes = transport.held_bytes()
+        peak.shared_bytes = shared_bytes()
         return
 
     if not _one_profiler.acquire(blocking=False):
@@ -79,6 +79,11 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         peak.bytes = _peak_of_running_sum(prof)
     finally:
         _one_profiler.release()
+
+
+def shared_bytes() -> int:
+    """Return the memory that this process holds for other GPUs of its host to read, in bytes."""
+    return transport.held_bytes()
 
 
 def release_shared_memory() -> None:

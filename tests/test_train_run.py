@@ -192,10 +192,6 @@ def rank_refusals(group: Any, config: RunConfig) -> list[str]:
     refused()
     trainer.config = replace(config, anew_if_damaged=True)
     assert trainer.resume() is None
-    forget_earlier_runs()
-    texts = replace(corpus(), sources={"data.text.sha256": str(group.rank())})
-    with pytest.raises(RunError, match=r"data\.text must be the same on all ranks, got .*0.*1"):
-        Trainer(config, texts, torch.device("cpu"))
     return messages
 
 

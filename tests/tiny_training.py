@@ -66,7 +66,8 @@ def records(out_dir: Path) -> list[dict[str, Any]]:
     path = out_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in entry.items() if k != "tokens_per_s"} for entry in entries]
+    timed = ("tokens_per_s", "step_ms")
+    return [{k: v for k, v in entry.items() if k not in timed} for entry in entries]
 
 
 def program(folder: Path, held: Path | None = None) -> list[str]:

@@ -6,7 +6,8 @@ Of each file ``<name>.json`` come the figures that its records are enough for:
 ``<name>-latency.png``, ``-memory.png``, ``-dial.png`` and ``-forward.png``. Of a profile,
 ``<name>.profile.json``, come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one
 grid, one commit and one kind of GPU on different numbers of ranks together give
-``<first name>-scaling.png``.
+``<first name>-scaling.png``. Training runs, collected by ``flce_dist.launch.train.results``, give
+``<name>-training.png``.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from flce_dist.launch.plot.dial import dial
 from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
+from flce_dist.launch.plot.training import read_training, training_figure
 from flce_dist.launch.program import run_program
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -34,7 +36,7 @@ PROFILE = ".profile"
 @dataclass(frozen=True)
 class Settings:
     results: tyro.conf.Positional[tuple[Path, ...]]
-    """JSON files of flce_dist.launch.bench."""
+    """JSON files of flce_dist.launch.bench or flce_dist.launch.train.results."""
     out: Path = Path("runs/figures")
     """Folder for the figures."""
 
@@ -62,7 +64,12 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         if path.stem.endswith(PROFILE):
             about, profiles = read_profiles(path)
             runs = [ProfiledRun(_with_ranks(s, about), name, found) for s, name, found in profiles]
-            figures = {name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()}
+            figures: dict[str, Figure | None] = {
+                name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()
+            }
+        elif (training := read_training(path)) is not None:
+            about = training["about"]
+            figures = {"training": training_figure(training["runs"])}
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}

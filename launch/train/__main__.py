@@ -12,6 +12,7 @@ data) is in the checkpoints, so a run that is killed and started again ends wher
 This module reads the command line and torchrun's environment; ``run`` has the loop.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -44,16 +45,19 @@ def main() -> int:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    # megatron-core warns of each optional package that is not there, and calls collectives by
-    # names that newer PyTorch deprecates.
+    # megatron-core warns of each optional package that is not there, names what it will deprecate,
+    # and calls collectives by names that newer PyTorch deprecates.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     with held(config.out_dir):
         with said("loading libraries, vocabulary and text"):
-            from flce_dist.launch.train.data import load_corpus  # seconds, for which no error waits
+            # Seconds, for which no error waits.
+            from flce_dist.launch.train.data import open_corpus, tokenise
+            from flce_dist.launch.train.ranks import on_rank_0
             from flce_dist.launch.train.run import run
 
-            corpus = load_corpus(config)
+            corpus = open_corpus(config, on_rank_0(lambda: tokenise(config)))
         return run(config, corpus, device)
 
 

@@ -55,3 +55,13 @@ class CausalAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **mask)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def zigzag(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    """Return the share of a context-parallel ``rank``: of ``2 * ranks`` parts of ``dim`` two.
+
+    They are the ``rank``-th from the start and from the end, so that causal attention costs every
+    rank the same.
+    """
+    parts = x.chunk(2 * ranks, dim)
+    return x if ranks == 1 else torch.cat([parts[rank], parts[-1 - rank]], dim)

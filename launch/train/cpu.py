@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flce_dist.launch.train.attention import zigzag
+
 
 def run_megatron_on_cpu() -> None:
     """Replace what would ask for a GPU in building a model, in its forward and in DDP."""
@@ -40,13 +42,3 @@ class _CpuForCuda(TorchFunctionMode):
 
 def _zigzag_positions(positions: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return zigzag(positions, dim, group.rank(), group.size())
-
-
-def zigzag(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
-    """Return the share of a context-parallel ``rank``: of ``2 * ranks`` parts of ``dim`` two.
-
-    They are the ``rank``-th from the start and from the end, so that causal attention costs every
-    rank the same.
-    """
-    parts = x.chunk(2 * ranks, dim)
-    return x if ranks == 1 else torch.cat([parts[rank], parts[-1 - rank]], dim)

@@ -1,19 +1,30 @@
 """Real text as token ids, cut into training and validation sequences.
 
-The whole corpus fits in memory, so a batch is a pure function of how many samples came before it:
-the position in the data is one number, and a resumed run reads what an uninterrupted one would.
+A batch is a pure function of how many samples came before it: the position in the data is one
+number, and a resumed run reads what an uninterrupted one would.
 """
 
+import functools
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
+from flce_dist.launch.train.ranks import writing
 from flce_dist.launch.yaml_config import ConfigError, read_utf8
+
+PART = 1 << 20
+"""Characters that one thread encodes, up to the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,8 @@ class Corpus:
     """Sequences of ``seq_length + 1`` tokens; labels are the inputs one token later.
 
     Attributes:
-        train: [N, seq_length + 1] int64.
-        validation: [M, seq_length + 1] int64, from the end of the text.
+        train: [N, seq_length + 1] int32 or int64.
+        validation: [M, seq_length + 1], from the end of the text.
         vocab_size: number of entries of the vocabulary, used or not.
         sources: SHA-256 of the text and of the vocabulary, by name, for checkpoints to hold.
     """
@@ -34,7 +45,7 @@ class Corpus:
     sources: dict[str, str] = field(default_factory=dict)
 
     def train_batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels, [batch_size, seq_length], of samples counted from the start.
+        """Return inputs and labels, [batch_size, seq_length] int64, of samples from the start.
 
         Each pass over the text has an order of its own, drawn from the seed and its number.
         """
@@ -48,43 +59,108 @@ class Corpus:
 
     def _row(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self.train))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return int(torch.randperm(len(self.train), generator=generator)[place])
+        return _order(self.seed, epoch, len(self.train))[place]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's token ids in a file, as one rank leaves them for all others and for later runs.
+
+    Attributes:
+        path: an int32 array of NumPy, [number of tokens].
+        vocab_size, sources: see ``Corpus``.
+    """
+
+    path: Path
+    vocab_size: int
+    sources: dict[str, str]
 
 
 def load_corpus(config: RunConfig) -> Corpus:
+    """Tokenise the text, unless an earlier run did, and open it."""
+    return open_corpus(config, tokenise(config))
+
+
+def tokenise(config: RunConfig) -> Tokens:
     """Tokenise the text with Tekken's 131,072-entry vocabulary, which mistral-common carries.
 
+    For one rank. Ids are kept in a folder ``tokens`` beside ``out_dir``, under the digests of the
+    text and of the vocabulary.
+
     Raises:
-        ConfigError: if the text is not UTF-8, or too short for one training and one validation
-            sequence.
+        ConfigError: if the text is not UTF-8.
+        RunError: if the file cannot be written.
     """
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     vocabulary = files("mistral_common") / "data" / "tekken_240911.json"
     tokenizer = Tekkenizer.from_file(str(vocabulary))
     text = read_text(config.data.text)
-    tokens = torch.tensor(tokenizer.encode(text, bos=True, eos=True))
+    sources = {
+        TEXT_SHA256: hashlib.sha256(text.encode()).hexdigest(),
+        "vocabulary.sha256": hashlib.sha256(vocabulary.read_bytes()).hexdigest(),
+    }
+    name = "-".join(digest[:16] for digest in sources.values())
+    path = config.out_dir.parent / "tokens" / f"{name}.npy"
+    if not path.exists():
+        _write(path, _encode(tokenizer, text))
+    return Tokens(path, tokenizer.n_words, sources)
 
+
+def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
+    """Cut a text's tokens into sequences; they stay in their file until a batch needs them.
+
+    Raises:
+        ConfigError: if they are too few for one training and one validation sequence.
+    """
+    ids = torch.from_numpy(np.load(tokens.path, mmap_mode="c"))
     width = config.model.seq_length + 1
-    validation_rows = max(1, int(len(tokens) * config.data.validation_fraction) // width)
-    rows = len(tokens) // width
+    validation_rows = max(1, int(len(ids) * config.data.validation_fraction) // width)
+    rows = len(ids) // width
     if rows <= validation_rows:
         raise ConfigError(
             f"model.seq_length must leave one training and one validation sequence in the text's "
-            f"{len(tokens)} tokens, got {config.model.seq_length}"
+            f"{len(ids)} tokens, got {config.model.seq_length}"
         )
-    sequences = tokens[: rows * width].view(rows, width)
+    sequences = ids[: rows * width].view(rows, width)
     return Corpus(
         train=sequences[:-validation_rows],
         validation=sequences[-validation_rows:],
-        vocab_size=tokenizer.n_words,
+        vocab_size=tokens.vocab_size,
         seed=config.seed,
-        sources={
-            TEXT_SHA256: hashlib.sha256(text.encode()).hexdigest(),
-            "vocabulary.sha256": hashlib.sha256(vocabulary.read_bytes()).hexdigest(),
-        },
+        sources=tokens.sources,
     )
+
+
+def _encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    """Return what ``tokenizer.encode`` does for the text, cut after lines into parts for threads.
+
+    tiktoken, below it, encodes without the interpreter's lock, and straight into an array.
+    """
+    parts, start = [], 0
+    while start < len(text):
+        line_end = text.find("\n", start + PART)
+        end = len(text) if line_end < 0 else line_end + 1
+        parts.append(text[start:end])
+        start = end
+    encode = partial(tokenizer._model.encode_to_numpy, disallowed_special=())
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
+    whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
+    return whole.astype(np.int32)
+
+
+def _write(path: Path, ids: NDArray[np.int32]) -> None:
+    """Write a file that is whole or not there."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with writing(path, ids.nbytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with scratch.open("wb") as file:
+                np.save(file, ids)
+            scratch.rename(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def read_text(path: Path | None) -> str:
@@ -97,4 +173,13 @@ def read_text(path: Path | None) -> str:
 
 
 def _split(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+    ids = sequences.long()
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, rows: int) -> list[int]:
+    """The order of one pass over ``rows`` sequences."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order: list[int] = torch.randperm(rows, generator=generator).tolist()
+    return order

@@ -1,233 +1,18 @@
-"""The training loop: one rank's share of a run, and how it begins, continues and ends."""
+"""The training loop: how a run begins, continues and ends."""
 
-import math
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, load, newest_whole, save
 from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
-from flce_dist.launch.train.config import HeadConfig, RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.cpu import zigzag
+from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.head import (
-    Head,
-    check_head,
-    head_input,
-    megatron_head,
-    our_head,
-    run_head,
-)
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
-from flce_dist.launch.train.model import (
-    Groups,
-    build_model,
-    distribute,
-    initialize_megatron,
-    token_losses,
-)
-from flce_dist.launch.train.optimizer import Optimizer
-from flce_dist.launch.train.ranks import on_rank_0, said, say, together, writing
-from flce_dist.launch.train.state import (
-    model_state,
-    optimizer_state,
-    random_state,
-    restore,
-    restore_random,
-)
-from flce_dist.launch.yaml_config import ConfigError
-
-
-class Trainer:
-    """One rank's share of a run: model, optimizer, data, and how far it has come.
-
-    Attributes:
-        model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
-    """
-
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
-        self.config, self.corpus, self.device = config, corpus, device
-        self.groups: Groups = initialize_megatron(config, device)
-        self.model = build_model(config, corpus.vocab_size, device)
-        self.distributed = distribute(self.model)
-        self.optimizer = Optimizer(self.distributed, config.optimizer, device)
-        self.is_ours = config.head.kind == HeadConfig.kind
-        self.step = self.samples = 0
-        self.stopping = False
-        self.checkpoints = config.out_dir / "checkpoints"
-        sources = together(lambda: corpus.sources)
-        if any(other != sources[0] for other in sources):
-            raise RunError(f"data.text must be the same on all ranks, got {sources}")
-        # What a checkpoint must agree with to be continued.
-        self.identity = flatten(config) | corpus.sources | {"world_size": dist.get_world_size()}
-
-    def resume(self) -> Checkpoint | None:
-        """Continue from the newest whole checkpoint, if there is one; collective.
-
-        Raises:
-            RunError: on every rank, if it was made with another configuration, or all are damaged.
-        """
-        checkpoint = on_rank_0(lambda: _find(self.checkpoints, self.config, self.identity))
-        if checkpoint is not None:
-            together(lambda: self._restore(checkpoint))
-            self.step, self.samples = checkpoint.position.step, checkpoint.position.samples
-        return checkpoint
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        mine = load(checkpoint, dist.get_rank())
-        restore_random(mine, self.device)
-        shared = mine
-        if self.groups.copies.rank() > 0:
-            shared = load(checkpoint, dist.get_global_rank(self.groups.copies, 0))
-        restore(model_state(self.optimizer), _named("model.", shared))
-        restore(optimizer_state(self.optimizer), _named("optimizer.", mine))
-
-    def save(self) -> None:
-        """Write a checkpoint; collective. Of copies of the weights the first is written.
-
-        Raises:
-            RunError: on every rank, if any rank's state is not finite or cannot be written.
-        """
-        state = random_state(self.device) | optimizer_state(self.optimizer)
-        if self.groups.copies.rank() == 0:
-            state |= model_state(self.optimizer)
-        together(lambda: _require_finite_state(self.step, state))
-        position = Position(step=self.step, samples=self.samples, config=self.identity)
-        save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
-
-    def train_step(self, *, stop: bool = False) -> tuple[float, float]:
-        """Do one update; return the loss over all ranks' batches and the gradient norm.
-
-        Both are the same on every rank, and not finite if any rank's is not. ``stopping`` says
-        afterwards, on every rank alike, whether any was told to ``stop``.
-        """
-        from megatron.core.distributed import finalize_model_grads
-
-        microbatches, losses = self.config.data.microbatches, []
-        self.distributed.zero_grad_buffer()
-        for i in range(microbatches):
-            loss = self._loss(*self.corpus.train_batch(*self._samples(self.samples, i)))
-            (loss / microbatches).backward()
-            losses.append(loss.detach())
-        finalize_model_grads([self.distributed])
-        self.step += 1
-        self.samples += self.samples_per_step
-        means = self._mean(torch.stack(losses).mean(), float(stop))
-        norm = self.optimizer.step(self.step)
-        mean, stops = means()
-        self.stopping = stops > 0
-        return mean, norm
-
-    @property
-    def samples_per_step(self) -> int:
-        data = self.config.data
-        return data.batch_size * data.microbatches * self.groups.data.size()
-
-    def _samples(self, start: int, i: int) -> tuple[int, int]:
-        """First sample and number of samples of this replica's ``i``-th microbatch."""
-        size, data = self.config.data.batch_size, self.groups.data
-        return start + (i * data.size() + data.rank()) * size, size
-
-    def validate(self) -> float:
-        """Return the mean loss over the validation batches."""
-        losses = []
-        with torch.no_grad():
-            for i in range(self.config.data.validation_batches):
-                losses.append(self._loss(*self.corpus.validation_batch(*self._samples(0, i))))
-        (mean,) = self._mean(torch.stack(losses).mean())()
-        return mean
-
-    def probe_batch(self) -> tuple[Tensor, Tensor]:
-        """The first validation batch, on the device."""
-        tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
-        return self._to_device(tokens), self._to_device(labels)
-
-    def head_peak_mib(self) -> float:
-        """Check the head and measure its peak memory on one batch, without a trace in the run."""
-        given = head_input(self.model, *self.probe_batch())
-        head: Head = megatron_head
-        if self.is_ours:
-            head = our_head
-            check_head(self.model, given, self.groups.tensor)
-        # The first run on a GPU also makes the workspaces that libraries keep.
-        run_head(head, self.model, given, self.groups.tensor)
-        return run_head(head, self.model, given, self.groups.tensor).peak_bytes / 2**20
-
-    def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of this rank's tokens, of which all ranks have the same number."""
-        tokens, labels = self._to_device(tokens), self._to_device(labels)
-        return token_losses(self.distributed, tokens, labels).sum() / labels.numel()
-
-    def _to_device(self, x: Tensor) -> Tensor:
-        """Copy this rank's share of sequences [b, s] to the device, without waiting for it."""
-        share = zigzag(x, 1, self.groups.context.rank(), self.groups.context.size())
-        if self.device.type == "cpu":
-            return share
-        return share.pin_memory().to(self.device, non_blocking=True)
-
-    def _mean(self, *numbers: Tensor | float) -> Callable[[], list[float]]:
-        """Return a function that returns means over all ranks, once the device has come there.
-
-        Ranks of one tensor-parallel group hold the same loss.
-        """
-        each = [
-            x.detach() if isinstance(x, Tensor) else torch.full((), x, device=self.device)
-            for x in numbers
-        ]
-        means = torch.stack(each) / dist.get_world_size()
-        dist.all_reduce(means)
-        if self.device.type != "cuda":
-            return means.tolist
-        host, done = means.to("cpu", non_blocking=True), torch.cuda.Event()
-        done.record()
-
-        def values() -> list[float]:
-            done.synchronize()
-            return host.tolist()
-
-        return values
-
-
-def _named(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-def _find(directory: Path, config: RunConfig, identity: dict[str, object]) -> Checkpoint | None:
-    """Return the checkpoint to continue, None to start anew; for one rank."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint = newest_whole(directory, say, anew_if_damaged=config.anew_if_damaged)
-        if checkpoint is not None:
-            conflicts = resume_conflicts(checkpoint.position.config, identity)
-            if conflicts:
-                raise ConfigError(
-                    f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
-                    "Use the old values, or another --out-dir"
-                )
-        clean(directory, checkpoint, say)
-    return checkpoint
-
-
-def _require_finite(step: int, numbers: dict[str, float]) -> None:
-    wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
-    if wrong:
-        raise RunError(
-            f"step {step}: {', '.join(wrong)}, so the run stops without a checkpoint of this step; "
-            "the same command continues from the last one, and would come to the same numbers: "
-            "change, in a new --out-dir, what they depend on, such as optimizer.lr"
-        )
-
-
-def _require_finite_state(step: int, state: dict[str, Tensor]) -> None:
-    wrong = {name: x for name, x in state.items() if not x.isfinite().all()}
-    first = {name: float(x[~x.isfinite()][0]) for name, x in list(wrong.items())[:3]}
-    _require_finite(step, first)
+from flce_dist.launch.train.ranks import on_rank_0, said, together, writing
+from flce_dist.launch.train.results import write_origin
+from flce_dist.launch.train.trainer import Trainer, require_finite
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
@@ -250,6 +35,8 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
 
     def begin() -> None:
         nonlocal log
+        with writing(config.out_dir):
+            write_origin(config, device)
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
@@ -259,9 +46,9 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             log.close()
         return bool(terminations)
 
-    def require_finite(numbers: dict[str, float]) -> None:
+    def require_all_finite(numbers: dict[str, float]) -> None:
         try:
-            _require_finite(trainer.step, numbers)
+            require_finite(trainer.step, numbers)
         except RunError:
             together(end)  # the numbers are the same on every rank
             raise
@@ -270,14 +57,22 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     terminations: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: terminations.append(number))
     tokens_per_step = trainer.samples_per_step * config.model.seq_length
+    trainer.memory()  # of what comes from here on
     while trainer.step < config.steps and not trainer.stopping:
         start = time.perf_counter()
         failed = log is not None and log.failure is not None
         loss, norm = trainer.train_step(stop=failed or bool(terminations))
-        tokens_per_s = tokens_per_step / (time.perf_counter() - start)
+        step_s = time.perf_counter() - start
         if log:
-            log.train(trainer.step, loss=loss, gradient_norm=norm, tokens_per_s=tokens_per_s)
-        require_finite({"loss": loss, "gradient norm": norm})
+            log.train(
+                trainer.step,
+                loss=loss,
+                gradient_norm=norm,
+                step_ms=step_s * 1e3,
+                tokens_per_s=tokens_per_step / step_s,
+                **trainer.memory(),
+            )
+        require_all_finite({"loss": loss, "gradient norm": norm})
         last = trainer.step == config.steps
         if trainer.stopping:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -285,7 +80,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             validation_loss = trainer.validate()
             if log:
                 log.validation(trainer.step, validation_loss)
-            require_finite({"validation loss": validation_loss})
+            require_all_finite({"validation loss": validation_loss})
         # After the records of this step, so that none of a saved step can be missing.
         if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
             trainer.save()

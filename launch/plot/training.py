@@ -1,0 +1,99 @@
+"""Several training runs of one model: losses over steps, tokens per second, peak memory."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+SMOOTHED = 25
+"""Steps over which the training loss is averaged."""
+COLORS = ("#2c7fb8", "#41b6c4", "#d95f0e", "#969696", "#f4a582", "#636363")
+
+
+def read_training(path: Path) -> dict[str, Any] | None:
+    """Return the contents of a file of training runs; None for any other file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"about", "runs"} <= found.keys() else None
+
+
+def training_figure(runs: dict[str, dict[str, Any]]) -> Figure:
+    """Draw the loss of all runs, its difference from the first Megatron run's, and their costs."""
+    figure = Figure(figsize=(9.5, 6.6), layout="constrained")
+    rows = figure.subplot_mosaic(
+        [["loss", "difference"], ["speed", "memory"]], height_ratios=[2.2, 0.3 + 0.17 * len(runs)]
+    )
+    baseline = next((label for label in runs if label.startswith("Megatron")), next(iter(runs)))
+    reference = runs[baseline]["loss"]
+    for (label, run), color in zip(runs.items(), COLORS * len(runs), strict=False):
+        steps, means = _smooth(run["loss"])
+        rows["loss"].plot(steps, means, color=color, linewidth=1.2, label=label)
+        checked = [point for point in run["validation"] if point[1] is not None]
+        if checked:
+            rows["loss"].plot(*zip(*checked, strict=True), "o", color=color, markersize=3.5)
+        if label != baseline:
+            length = min(len(run["loss"]), len(reference))
+            pairs = zip(run["loss"][:length], reference[:length], strict=True)
+            steps, means = _smooth([_difference(mine, other) for mine, other in pairs])
+            rows["difference"].plot(steps, means, color=color, linewidth=1.2)
+    rows["loss"].set_ylabel("loss (nats per token)", fontsize=8)
+    rows["loss"].set_title(
+        f"Training loss (mean of {SMOOTHED} steps); dots: validation", fontsize=9, loc="left"
+    )
+    rows["loss"].legend(fontsize=8, frameon=False)
+    rows["difference"].axhline(0.0, color="black", linewidth=0.8)
+    rows["difference"].set_title(f"Difference from: {baseline}", fontsize=9, loc="left")
+    for name in ("loss", "difference"):
+        rows[name].set_xlabel("step", fontsize=8)
+        rows[name].grid(alpha=0.3)
+    _bars(rows["speed"], runs, "tokens_per_s", "tokens per second (median)")
+    _bars(rows["memory"], runs, "peak_mib", "peak memory of a GPU, MiB")
+    rows["memory"].set_yticklabels([])
+    for axes in rows.values():
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_title(runs), fontsize=10)
+    return figure
+
+
+def _title(runs: dict[str, dict[str, Any]]) -> str:
+    """Name the model and the layout, which all runs share."""
+    config = next(iter(runs.values()))["config"]
+    layers, hidden, dtype, tensor = (
+        config[key]
+        for key in ("model.num_layers", "model.hidden_size", "model.dtype", "parallel.tensor")
+    )
+    return f"GPT of {layers} layers, hidden {hidden}, {dtype}, tensor-parallel {tensor}"
+
+
+def _bars(axes: Axes, runs: dict[str, dict[str, Any]], key: str, label: str) -> None:
+    values = [run[key] or 0 for run in runs.values()]
+    colors = (COLORS * len(runs))[: len(runs)]
+    bars = axes.barh(list(runs), values, height=0.65, color=colors)
+    shown = [f"{value:,.0f}" if value else "" for value in values]
+    axes.bar_label(bars, shown, padding=4, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(label, fontsize=8)
+
+
+def _difference(mine: float | None, other: float | None) -> float | None:
+    return None if mine is None or other is None else mine - other
+
+
+def _smooth(values: list[float | None]) -> tuple[list[float], list[float]]:
+    """Return means over SMOOTHED steps and the middle step of each."""
+    steps, means = [], []
+    for start in range(0, len(values), SMOOTHED):
+        part = [x for x in values[start : start + SMOOTHED] if x is not None and math.isfinite(x)]
+        if part:
+            steps.append(start + (len(values[start : start + SMOOTHED]) + 1) / 2)
+            means.append(sum(part) / len(part))
+    return steps, means
