@@ -81,13 +81,18 @@ class TileLaunch:
         }
 
     def constexprs(self) -> dict[str, Any]:
-        """Constexprs of ``logits_tile``, and launch options."""
+        """Constexprs of ``logits_tile`` in a grid over all tiles, and launch options."""
         return {
             "HAS_BIAS": self.logits.bias is not None,
             "HAS_SOFTCAP": self.logits.softcap is not None,
             "TMA": self.tma,
             **vars(self.config),
         }
+
+    def listed_constexprs(self) -> dict[str, Any]:
+        """The same in a grid over listed tiles, of logits without softcap."""
+        others = ("HAS_SOFTCAP", "GROUP_T")
+        return {name: x for name, x in self.constexprs().items() if name not in others}
 
 
 def tile_launch(
@@ -102,11 +107,11 @@ def tile_launch(
     stores = output is not None
     config = tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores)
     matrices = (logits.hidden, logits.weight, output)
-    fits = all(x is None or _fits_descriptor(x) for x in matrices)
+    fits = all(x is None or fits_descriptor(x) for x in matrices)
     return TileLaunch(logits, config, programs, tuning.has_tma(arch) and fits and not pointers)
 
 
-def _fits_descriptor(x: Tensor) -> bool:
+def fits_descriptor(x: Tensor) -> bool:
     """Whether TMA can address x: a unit last stride, rows and base aligned to 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0

@@ -121,6 +121,7 @@ def linear_stats(
     with_entropy: bool,
     others_max: Tensor,
     sums: Tensor,
+    tiles: Tensor | None = None,
 ) -> None:
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
@@ -128,7 +129,8 @@ def linear_stats(
     ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z also of x.
     ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit [T] fp32
     is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
-    and in ignored rows.
+    and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
+    sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -154,6 +156,11 @@ def linear_stats(
             GROUP_V=launch.group_v,
             **launch.constexprs(),
         )  # fmt: skip
+        if tiles is not None:
+            # Copied, for the next segment overwrites part.
+            first, last = start // launch.config.BLOCK_V, -(-end // launch.config.BLOCK_V)
+            here = part[: 2 * launch.num_v * T]
+            tiles[:, first:last] = here.view(2, launch.num_v, T)
         merge_stats(
             part,
             label_logit,

@@ -1,0 +1,227 @@
+"""What filtered gradients need beside D: which tiles are kept, the mass of the others, and the
+profile by which it spreads.
+
+T = tokens, V = vocabulary rows here, H = hidden size; a tile of ``filter_tiles.py`` is TILE_T
+tokens by TILE_V rows, J = tiles of rows. The statistics kernel's tiles are BLOCK_V columns wide,
+which divides TILE_V.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels import tuning
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.launching import tile_launch
+from flce_dist.kernels.primitives import cast, exp, first_reference, label_columns, logits_tile
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import TokenStats
+
+SAMPLE = 128  # tokens, at most, from which the profile is taken
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def _kept_tiles_kernel(
+    max_ptr, sum_ptr,  # in:  [J * STATS, T] fp32 each, of the statistics kernel's tiles
+    labels_ptr, label_logit_ptr, lse_ptr,  # in:  [T] int64 (global ids), [T], [T] fp32
+    kept_ptr, mass_ptr,  # out: [blocks, J] uint8, [J, T]
+    T, V, J, num_stats,
+    stride_n,
+    vocab_start_index, ignore_index, eps,
+    STATS: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """A program decides about BLOCK_J tiles of one block of tokens."""
+    offs_t = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
+    offs_j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    mask_t = offs_t < T
+    column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+    lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
+    label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
+    largest = tl.full((BLOCK_J, TILE_T), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_J, TILE_T), tl.float32)
+    for i in tl.static_range(STATS):
+        n = (offs_j * STATS + i).to(tl.int64)[:, None]  # V / 128 * T passes 2**31 at 262k x 1M
+        mask = (n < num_stats) & mask_t[None, :]
+        offs = n * stride_n + offs_t[None, :]
+        part = tl.load(max_ptr + offs, mask=mask, other=-float("inf"))
+        largest = tl.maximum(largest, part)
+        total += tl.load(sum_ptr + offs, mask=mask, other=0.0)
+    mass = total * exp(first_reference(label_logit) - lse)[None, :]
+    has_label = (column >= 0)[None, :] & (column[None, :] // TILE_V == offs_j[:, None])
+    is_finite = mass < float("inf")  # nor is it NaN
+    reached = (exp(largest - lse[None, :]) >= eps) | ~is_finite | has_label
+    reached = reached & counted[None, :]
+    kept = tl.max(reached.to(tl.int32), axis=1)
+    tl.store(kept_ptr + tl.program_id(0) * J + offs_j, kept.to(tl.uint8), mask=offs_j < J)
+    left_out = counted[None, :] & (kept == 0)[:, None]
+    mass = cast(tl.where(left_out, mass, 0.0), mass_ptr.dtype.element_ty)
+    offs = offs_j.to(tl.int64)[:, None] * T + offs_t[None, :]
+    tl.store(mass_ptr + offs, mass, mask=(offs_j < J)[:, None] & mask_t[None, :])
+
+
+@triton.jit
+def _profile_kernel(
+    hidden, weight, bias_ptr,  # in:  [N, H] (the sample), [V, H], [V]
+    labels_ptr, lse_ptr, kept_ptr,  # in:  [T] int64, [T] fp32, [blocks, J] uint8
+    total_ptr,  # out: [V] fp32
+    N, V, H, J, step,
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+    ignore_index, logit_scale,
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program sums probabilities over the tokens of the sample whose tile is not kept."""
+    start_v = tl.program_id(0) * BLOCK_V
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    for start in range(0, N, BLOCK_T):
+        offs = start + tl.arange(0, BLOCK_T)
+        offs_t = offs * step
+        counted = tl.load(labels_ptr + offs_t, mask=offs < N, other=ignore_index) != ignore_index
+        lse = tl.load(lse_ptr + offs_t, mask=offs < N, other=0.0)
+        tiles = kept_ptr + offs_t // TILE_T * J + start_v // TILE_V
+        left_out = counted & (tl.load(tiles, mask=offs < N, other=1) == 0)
+        z = logits_tile(
+            hidden, weight, bias_ptr, start, start_v, N, V, H,
+            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+        )  # fmt: skip
+        p = exp(tl.where(left_out[:, None], z - lse[:, None], -float("inf")))
+        total += tl.sum(p, axis=0)
+    offs_v = start_v + tl.arange(0, BLOCK_V)
+    tl.store(total_ptr + offs_v, total, mask=offs_v < V)
+
+
+@triton.jit
+def _normalise_kernel(
+    bias_ptr,  # in:  [V]
+    q_ptr,  # in and out: [V] fp32
+    V,
+    HAS_BIAS: tl.constexpr, TILE_V: tl.constexpr,
+):  # fmt: skip
+    """A program divides a tile of q by its sum; if that is 0, all rows not banned share equally."""
+    offs_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
+    q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
+    even = tl.where(offs_v < V, 1.0, 0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
+        even = tl.where(bias == -float("inf"), 0.0, even)
+    q = tl.where(tl.sum(q, axis=0) > 0, q, even)
+    q /= tl.maximum(tl.sum(q, axis=0), _TINY)
+    tl.store(q_ptr + offs_v, q, mask=offs_v < V)
+
+
+@triton.jit
+def _tile_means_kernel(
+    q_ptr, weight_ptr,  # in:  [V] fp32, [V, H]
+    out_ptr,  # out: [J, H]
+    V, H,
+    stride_weight_v, stride_weight_h,
+    TILE_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK_H columns of a tile's rows. It only waits for memory."""
+    j = tl.program_id(1)
+    offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < H
+    acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
+    for start in tl.static_range(0, TILE_V, BLOCK_V):
+        offs_v = j * TILE_V + start + tl.arange(0, BLOCK_V)
+        q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
+        offs = offs_v.to(tl.int64)[:, None] * stride_weight_v  # V * H passes 2**31 at 524k x 4k
+        offs += offs_h.to(tl.int64)[None, :] * stride_weight_h
+        mask = (offs_v < V)[:, None] & mask_h[None, :]
+        acc += q[:, None] * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    mean = cast(tl.sum(acc, axis=0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + j.to(tl.int64) * H + offs_h, mean, mask=mask_h)
+
+
+def new_tile_stats(logits: ShardLogits) -> Tensor:
+    """Return uninitialised [2, n, T] fp32 for the maxima and sums of the tiles of the kernel of
+    ``linear_stats``, which are those of ``filter_tiles.py`` or divide them.
+    """
+    columns = _stats_columns(logits)
+    return logits.hidden.new_empty(2, -(-logits.V // columns), logits.T, dtype=torch.float32)
+
+
+def _stats_columns(logits: ShardLogits) -> int:
+    """Columns of a tile of the statistics kernel, the same for any number of tokens."""
+    arch, _ = tuning.device_arch(logits.hidden.device)
+    return tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores=False).BLOCK_V
+
+
+def kept_tiles(
+    logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return ``kept`` [blocks, J] bool, and ``mass`` [J, T] in hidden's dtype.
+
+    ``tiles`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of one of
+    its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a mass
+    is not finite, as only tokens can have it that were rescued. The mass is each token's
+    probability in a tile that is not kept; in kept tiles and for ignored tokens it is 0.
+    """
+    T, V = logits.T, logits.V
+    blocks, J = tile_grid(T, V)
+    kept = torch.empty(blocks, J, dtype=torch.bool, device=tiles.device)
+    mass = logits.hidden.new_empty(J, T)
+    if T == 0 or V == 0:
+        return kept, mass
+    BLOCK_J = 16
+    _kept_tiles_kernel[(blocks, -(-J // BLOCK_J))](
+        tiles[0], tiles[1],
+        logits.labels, stats.label_logit, stats.lse,
+        kept.view(torch.uint8), mass,
+        T, V, J, tiles.shape[1],
+        tiles.stride(1),
+        logits.vocab_start_index, logits.ignore_index, eps,
+        STATS=TILE_V // _stats_columns(logits),
+        TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_J=BLOCK_J,
+    )  # fmt: skip
+    return kept, mass
+
+
+def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor) -> Tensor:
+    """Return q [V] fp32: how mass spreads inside each tile.
+
+    It is the sum of the probabilities of up to ``SAMPLE`` tokens, evenly spaced, where their tile
+    is not kept, divided by its sum over the tile. Where no such token has any, rows that no bias of
+    -inf bans share the mass equally. Reads weight once.
+    """
+    step = max(1, -(-logits.T // SAMPLE))
+    launch = tile_launch(replace(logits, hidden=logits.hidden[::step]))
+    q = lse.new_empty(logits.V)
+    _profile_kernel[(launch.num_v,)](
+        *launch.operands(),
+        logits.labels, lse, kept.view(torch.uint8),
+        q,
+        launch.logits.T, logits.V, logits.H, kept.shape[1], step,
+        *launch.strides(),
+        logits.ignore_index, logits.logit_scale,
+        TILE_T=TILE_T, TILE_V=TILE_V,
+        **launch.listed_constexprs(),
+    )  # fmt: skip
+    _normalise_kernel[(kept.shape[1],)](
+        logits.bias,
+        q,
+        logits.V,
+        HAS_BIAS=logits.bias is not None, TILE_V=TILE_V,
+    )  # fmt: skip
+    return q
+
+
+def tile_means(q: Tensor, weight: Tensor) -> Tensor:
+    """Return [J, H] in weight's dtype: the mean of each tile's rows of weight, weighted by q."""
+    V, H = weight.shape
+    J = -(-V // TILE_V)
+    means = weight.new_empty(J, H)
+    BLOCK_H = min(256, triton.next_power_of_2(H))
+    _tile_means_kernel[(-(-H // BLOCK_H), J)](
+        q, weight,
+        means,
+        V, H,
+        *weight.stride(),
+        TILE_V=TILE_V, BLOCK_V=32, BLOCK_H=BLOCK_H, num_warps=4,
+    )  # fmt: skip
+    return means
