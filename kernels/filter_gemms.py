@@ -1,0 +1,350 @@
+"""The GEMMs of filtered gradients: D of the kept tiles, and what they add to the gradients.
+
+T = tokens, V = vocabulary rows here, H = hidden size. D of one round lies packed: ``d`` holds a
+[TILE_T, TILE_V] tile for each kept tile of the round, 0 beyond T and V, in the order of
+``tile_lists.py``. As a matrix it is [capacity * TILE_T, TILE_V], so every tile of an operand is
+whole and one descriptor addresses it. Only the place of a tile is looked up, in the loop over the
+shared dimension. There the next entry of a list is loaded one step before it is needed and carried
+through the loop: an entry that is loaded where it is used costs the pipeline of the operands' loads
+half of its stages.
+
+No element is written by two programs. Kernels of a round without tiles return at once. Kernels
+are not specialised on the number of the round, which would compile them again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flce_dist.kernels import tuning
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
+from flce_dist.kernels.launching import fits_descriptor, tile_launch
+from flce_dist.kernels.primitives import (
+    cast,
+    dot,
+    exp,
+    label_columns,
+    load_tile,
+    logits_tile,
+    store_tile,
+)
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tile_lists import TileLists
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+
+
+@triton.jit
+def _add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row):
+    """Add fp32 ``tile`` to a matrix of unit column stride, with one rounding.
+
+    Half of the columns at a time: the registers hold no second tile of a GEMM's size.
+    """
+    WIDTH: tl.constexpr = tile.shape[1] // 2
+    left, right = tile.reshape(tile.shape[0], 2, WIDTH).permute(0, 2, 1).split()
+    offs_row = row + tl.arange(0, tile.shape[0])
+    for i in tl.static_range(2):
+        offs_col = col + i * WIDTH + tl.arange(0, WIDTH)
+        mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
+        # V * H passes 2**31 at 524k x 4k
+        ptrs = dst_ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col[None, :]
+        total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        total += left if i == 0 else right
+        tl.store(ptrs, cast(total, dst_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["round"])
+def _kept_dlogits_kernel(
+    hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
+    reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each
+    block_ptr, column_ptr, round_tile_ptr,  # in:  [N], [N], [rounds + 1] int32
+    out,  # out: [slots * TILE_T, TILE_V]; like hidden and weight a descriptor if TMA
+    T, V, H, rows, round,
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+    vocab_start_index, ignore_index, logit_scale,
+    SCALED: tl.constexpr, EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
+    PARTS_V: tl.constexpr = TILE_V // BLOCK_V
+    PARTS: tl.constexpr = TILE_T // BLOCK_T * PARTS_V
+    first = tl.load(round_tile_ptr + round)
+    parts = (tl.load(round_tile_ptr + round + 1) - first) * PARTS
+    for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
+        slot = part // PARTS
+        row, col = part % PARTS // PARTS_V * BLOCK_T, part % PARTS_V * BLOCK_V
+        start_t = tl.load(block_ptr + first + slot) * TILE_T + row
+        start_v = tl.load(column_ptr + first + slot) * TILE_V + col
+        offs_t = start_t + tl.arange(0, BLOCK_T)
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask_t = offs_t < T
+        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+        reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
+        label_value = tl.load(label_value_ptr + offs_t, mask=mask_t, other=0.0)
+        if SCALED:
+            scale = tl.load(scale_ptr + offs_t, mask=mask_t, other=0.0)
+        z = logits_tile(
+            hidden, weight, bias_ptr, start_t, start_v, T, V, H,
+            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+        )  # fmt: skip
+
+        x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
+        if not EVEN_V:  # exp(-reference) may be inf there, and inf * 0 is NaN
+            x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
+        d = exp(x)
+        if SCALED:
+            d *= scale[:, None]
+        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
+        store_tile(out, d, slot * TILE_T + row, col, rows, TILE_V, TILE_V, BLOCK_T, BLOCK_V, TMA)
+
+
+@triton.jit(do_not_specialize=["round"])
+def _add_kept_dhidden_kernel(
+    d, weight,  # in:  [slots * TILE_T, TILE_V], [V, H]; descriptors if TMA
+    block_order_ptr, row_bounds_ptr,  # in:  [rounds, blocks], [rounds + 1, blocks] int32
+    row_column_ptr, row_slot_ptr,  # in:  [blocks * J] int32 each
+    acc_ptr,  # in and out: [T, H] fp32
+    T, V, H, rows, blocks, round,
+    stride_weight_v, stride_weight_h, stride_acc_t,
+    TMA: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A program adds all tiles of one block of tokens to a [BLOCK_T, BLOCK_H] tile of acc."""
+    STEPS: tl.constexpr = TILE_V // BLOCK_V
+    num_h = tl.cdiv(H, BLOCK_H)
+    start_h = tl.program_id(0) % num_h * BLOCK_H
+    row = tl.program_id(0) // num_h % (TILE_T // BLOCK_T) * BLOCK_T
+    place = tl.program_id(0) // (num_h * (TILE_T // BLOCK_T))
+    block = tl.load(block_order_ptr + round * blocks + place)
+    begin = tl.load(row_bounds_ptr + round * blocks + block)
+    end = tl.load(row_bounds_ptr + (round + 1) * blocks + block)
+    if begin < end:
+        acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+        start_d = tl.load(row_slot_ptr + begin) * TILE_T + row
+        start_v = tl.load(row_column_ptr + begin) * TILE_V
+        for step in tl.range(0, (end - begin) * STEPS):
+            v = step % STEPS * BLOCK_V
+            x = load_tile(d, start_d, v, rows, TILE_V, TILE_V, 1, BLOCK_T, BLOCK_V, TMA)
+            w = load_tile(
+                weight, start_v + v, start_h, V, H, stride_weight_v, stride_weight_h,
+                BLOCK_V, BLOCK_H, TMA,
+            )  # fmt: skip
+            entry = tl.minimum(begin + (step + 1) // STEPS, end - 1)
+            start_d = tl.load(row_slot_ptr + entry) * TILE_T + row
+            start_v = tl.load(row_column_ptr + entry) * TILE_V
+            acc = dot(x, w, acc)
+        _add_tile(acc_ptr, acc, block * TILE_T + row, start_h, T, H, stride_acc_t)
+
+
+@triton.jit(do_not_specialize=["round"])
+def _kept_dweight_kernel(
+    d, hidden,  # in:  [slots * TILE_T, TILE_V], [T, H]; descriptors if TMA
+    column_order_ptr, first_tile_ptr, block_ptr,  # in:  [J], [J + 1], [N] int32
+    round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
+    q_ptr, hbar_ptr, row_ptr,  # in:  [V], [J, H], [H] fp32
+    out,  # out: [V, H]; a descriptor if TMA_OUT
+    T, V, H, rows, round,
+    stride_hidden_t, stride_hidden_h, stride_out_v,
+    HAS_ROW: tl.constexpr, ACCUMULATES: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes every num_programs-th tile [BLOCK_V, BLOCK_H] of the round's columns.
+
+    All columns come for GROUP_H blocks of H, then for the next ones, so that the part of hidden
+    that is being read fits into L2.
+    """
+    STEPS: tl.constexpr = TILE_T // BLOCK_T
+    PARTS: tl.constexpr = TILE_V // BLOCK_V
+    first_tile = tl.load(round_tile_ptr + round)
+    first_column = tl.load(round_column_ptr + round)
+    columns = tl.load(round_column_ptr + round + 1) - first_column
+    num_h = tl.cdiv(H, BLOCK_H)
+    for item in tl.range(tl.program_id(0), columns * PARTS * num_h, tl.num_programs(0)):
+        first_h = item // (columns * PARTS * GROUP_H) * GROUP_H
+        width = tl.minimum(num_h - first_h, GROUP_H)
+        place = item % (columns * PARTS * GROUP_H)
+        start_h = (first_h + place % width) * BLOCK_H
+        col = place // width % PARTS * BLOCK_V
+        j = tl.load(column_order_ptr + first_column + place // (width * PARTS))
+        begin = tl.load(first_tile_ptr + j)
+        end = tl.load(first_tile_ptr + j + 1)
+        acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
+        start_d = (begin - first_tile) * TILE_T
+        start_t = tl.load(block_ptr + begin, mask=begin < end, other=0) * TILE_T
+        for step in tl.range(0, (end - begin) * STEPS):
+            x = load_tile(
+                d, start_d + step * BLOCK_T, col, rows, TILE_V, TILE_V, 1, BLOCK_T, BLOCK_V, TMA
+            )
+            h = load_tile(
+                hidden, start_t + step % STEPS * BLOCK_T, start_h, T, H,
+                stride_hidden_t, stride_hidden_h, BLOCK_T, BLOCK_H, TMA,
+            )  # fmt: skip
+            entry = tl.minimum(begin + (step + 1) // STEPS, end - 1)
+            start_t = tl.load(block_ptr + entry) * TILE_T
+            acc = dot(x.T, h, acc)
+
+        start_v = j * TILE_V + col
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        offs_h = start_h + tl.arange(0, BLOCK_H)
+        q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
+        hbar_row = hbar_ptr + j.to(tl.int64) * H + offs_h
+        acc += q[:, None] * tl.load(hbar_row, mask=offs_h < H, other=0.0)[None, :]
+        if HAS_ROW:
+            acc += tl.load(row_ptr + offs_h, mask=offs_h < H, other=0.0)[None, :]
+        if ACCUMULATES:
+            _add_tile(out, acc, start_v, start_h, V, H, stride_out_v)
+        else:
+            store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
+
+
+@triton.jit(do_not_specialize=["round"])
+def _add_kept_dbias_kernel(
+    d_ptr, scale_ptr,  # in:  [slots * TILE_T, TILE_V], [T] fp32
+    first_tile_ptr, block_ptr,  # in:  [J + 1], [N] int32
+    round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
+    out_ptr,  # in and out: [V] fp32
+    T, V, round,
+    SCALED: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK_V rows of one column of tiles, if the round has it."""
+    j = tl.load(round_column_ptr + round) + tl.program_id(0)
+    if j < tl.load(round_column_ptr + round + 1):
+        first_tile = tl.load(round_tile_ptr + round)
+        offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        acc = tl.zeros((TILE_T, BLOCK_V), tl.float32)
+        for tile in range(tl.load(first_tile_ptr + j), tl.load(first_tile_ptr + j + 1)):
+            offs = (tile - first_tile).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+            x = tl.load(d_ptr + offs[:, None] * TILE_V + offs_v[None, :]).to(tl.float32)
+            if SCALED:
+                offs_t = tl.load(block_ptr + tile) * TILE_T + tl.arange(0, TILE_T)
+                x *= tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)[:, None]
+            acc += x
+        offs_v += j * TILE_V
+        total = tl.load(out_ptr + offs_v, mask=offs_v < V, other=0.0) + tl.sum(acc, axis=0)
+        tl.store(out_ptr + offs_v, total, mask=offs_v < V)
+
+
+def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
+    """Return uninitialised [capacity, TILE_T, TILE_V] for D of one round."""
+    return logits.hidden.new_empty(capacity, TILE_T, TILE_V)
+
+
+def kept_dlogits(
+    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
+) -> Tensor:
+    """Write D of the kept tiles of a round to ``out`` [capacity, TILE_T, TILE_V], and return it.
+
+    It is relative to the reference of ``rows``, whose ``affine`` is () or holds the scale.
+    """
+    matrix = out.view(-1, TILE_V)
+    launch = tile_launch(logits, matrix)
+    parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
+    _kept_dlogits_kernel[(min(launch.programs, parts),)](
+        *launch.operands(), logits.labels,
+        rows.reference, rows.label_value, *(rows.affine or (None,)),
+        lists.block, lists.column, lists.round_tile,
+        launch.output(matrix),
+        logits.T, logits.V, logits.H, len(matrix), round,
+        *launch.strides(),
+        logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
+        SCALED=bool(rows.affine),
+        EVEN_V=logits.V % TILE_V == 0,
+        TILE_T=TILE_T, TILE_V=TILE_V,
+        **launch.listed_constexprs(),
+    )  # fmt: skip
+    return out
+
+
+def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
+    """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H] fp32; weight is [V, H]."""
+    T, H = acc.shape
+    arch, _ = tuning.device_arch(d.device)
+    config = tuning.kept_gemm_config(arch, d.element_size())
+    matrix = d.view(-1, TILE_V)
+    tma = _has_tma(arch, matrix, weight)
+    programs = -(-H // config.BLOCK_COL) * (TILE_T // config.BLOCK_ROW) * lists.blocks
+    _add_kept_dhidden_kernel[(programs,)](
+        _matrix(matrix, (config.BLOCK_ROW, config.BLOCK_K), tma),
+        _matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
+        lists.block_order, lists.row_bounds,
+        lists.row_column, lists.row_slot,
+        acc,
+        T, len(weight), H, len(matrix), lists.blocks, round,
+        *weight.stride(), acc.stride(0),
+        TMA=tma, TILE_T=TILE_T, TILE_V=TILE_V,
+        BLOCK_T=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_V=config.BLOCK_K,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def kept_dweight(
+    d: Tensor,
+    hidden: Tensor,
+    lists: TileLists,
+    round: int,
+    q: Tensor,
+    hbar: Tensor,
+    row: Tensor | None,
+    *,
+    out: Tensor,
+    accumulates: bool,
+) -> None:
+    """Write to the round's rows of ``out`` [V, H] ``D.T @ hidden + q[v] * hbar[tile of v] + row``.
+
+    hidden [T, H] is that of dweight's GEMM, 0 in ignored rows. q is [V], hbar [J, H] and row [H],
+    all fp32. With ``accumulates`` the rows are added to instead. Rounded once, in out's dtype.
+    """
+    V, H = out.shape
+    arch, programs = tuning.device_arch(d.device)
+    config = tuning.kept_gemm_config(arch, d.element_size())
+    matrix = d.view(-1, TILE_V)
+    tma = _has_tma(arch, matrix, hidden)
+    # A tile of fp32 would take the shared memory of the operands' stages.
+    tma_out = _has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
+    items = -(-H // config.BLOCK_COL) * (TILE_V // config.BLOCK_ROW) * len(hbar)
+    _kept_dweight_kernel[(min(programs * config.PROGRAMS, items),)](
+        _matrix(matrix, (config.BLOCK_K, config.BLOCK_ROW), tma),
+        _matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
+        lists.column_order, lists.first_tile, lists.block,
+        lists.round_tile, lists.round_column,
+        q, hbar, row,
+        _matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
+        len(hidden), V, H, len(matrix), round,
+        *hidden.stride(), out.stride(0),
+        HAS_ROW=row is not None, ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
+        TILE_T=TILE_T, TILE_V=TILE_V,
+        BLOCK_V=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_T=config.BLOCK_K,
+        GROUP_H=config.GROUP,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def add_kept_dbias(
+    d: Tensor, scale: Tensor | None, lists: TileLists, round: int, out: Tensor
+) -> None:
+    """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V] fp32; None is 1."""
+    T = TILE_T * lists.blocks if scale is None else len(scale)
+    BLOCK_V = 64
+    _add_kept_dbias_kernel[(len(lists.column_order), TILE_V // BLOCK_V)](
+        d, scale,
+        lists.first_tile, lists.block,
+        lists.round_tile, lists.round_column,
+        out,
+        T, len(out), round,
+        SCALED=scale is not None, TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_V=BLOCK_V,
+    )  # fmt: skip
+
+
+def _has_tma(arch: str, *matrices: Tensor) -> bool:
+    return tuning.has_tma(arch) and all(fits_descriptor(x) for x in matrices)
+
+
+def _matrix(x: Tensor, block: Sequence[int], tma: bool) -> Any:
+    """x as a kernel takes it, tile by tile of shape ``block``."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
