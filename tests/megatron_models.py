@@ -24,22 +24,31 @@ from tests.tiny_training import forget_earlier_runs
 VOCAB = 96
 CONFIG = RunConfig(
     model=ModelConfig(
-        hidden_size=32, num_layers=1, num_heads=2, ffn_hidden_size=32, seq_length=12, init_std=0.3
+        hidden_size=32, num_layers=1, num_heads=4, ffn_hidden_size=32, seq_length=12, init_std=0.3
     )
 )
 
 
 def build(tp: int, sp: bool, tied: bool, vocab: int = VOCAB) -> tuple[Any, Groups]:
-    """A ``GPTModel`` with the plug-in."""
+    """A ``GPTModel`` with the plug-in, and new groups."""
     forget_earlier_runs()
-    config = replace(
+    groups = initialize_megatron(config_of(tp, sp, tied), torch.device("cpu"))
+    return build_another(tp, sp, tied, vocab), groups
+
+
+def build_another(tp: int, sp: bool, tied: bool, vocab: int = VOCAB) -> Any:
+    """The same model again, in the groups that there are."""
+    config = config_of(tp, sp, tied)
+    torch.manual_seed(config.seed)
+    return build_model(config, vocab, torch.device("cpu"))
+
+
+def config_of(tp: int, sp: bool, tied: bool) -> RunConfig:
+    return replace(
         CONFIG,
         model=replace(CONFIG.model, tie_embeddings=tied),
         parallel=ParallelConfig(tensor=tp, sequence_parallel=sp),
     )
-    device = torch.device("cpu")
-    groups = initialize_megatron(config, device)
-    return build_model(config, vocab, device), groups
 
 
 def build_with_mtp(sp: bool, depths: int) -> Any:

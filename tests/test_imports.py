@@ -40,6 +40,7 @@ OTHERS = {
 LAZILY = {  # inside functions and for type checkers
     "flce_dist/megatron/fused_layer.py": {"megatron"},
     "flce_dist/megatron/refusals.py": {"megatron"},
+    "flce_dist/megatron/vocab_rows.py": {"megatron"},
     "flce_dist/op/checks.py": {"triton"},
     "flce_dist/parallel/peer_driver.py": {"cuda"},
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find

@@ -16,6 +16,8 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.megatron.vocab_rows import by_token, place_of_token
+from flce_dist.vocab_order import VocabOrder, row_of_id, rows_of
 
 _WINDOW = 8192
 """Columns of logits that exist at once while the largest logit is searched."""
@@ -64,7 +66,10 @@ class LazyLogits:
         return self.layer.output_size_per_partition
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b]."""
+        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b].
+
+        With a ``vocab_order`` the row is its token's id, counted from this rank's first row.
+        """
         assert dim == -1, "only the maximum over the vocabulary is taken without logits"
         return self._in_layer(
             lambda layer, hidden, weight: layer.largest(hidden, weight, scale=self.scale)
@@ -106,12 +111,15 @@ class FusedLayer:
         loss_keywords: options of ``linear_cross_entropy``.
         is_lazy: set by the model while it computes its loss.
         keeps_metrics, last_metrics: see ``use_linear_cross_entropy``.
+        vocab_order, row_of_token: which token each row is of, on the CPU, and the inverse as a
+            buffer; None if row i is of token i.
     """
 
     loss_keywords: dict[str, Any]
     is_lazy = False
     keeps_metrics = False
     last_metrics: LossWithMetrics | None = None
+    vocab_order: VocabOrder | None
 
     def answer(
         self: Any,
@@ -132,6 +140,7 @@ class FusedLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [s, b, V] of this rank, or gathered ones of all, and the bias."""
         logits, bias = self.plain_forward(hidden, weight, runtime_gather_output)
+        logits, bias = by_token(self, logits), None if bias is None else by_token(self, bias)
         scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
         if scale != 1.0:
             logits = logits * scale
@@ -155,6 +164,9 @@ class FusedLayer:
             )
         keywords = {"reduction": "none", **self.loss_keywords, **changes}
         keywords["logit_scale"] *= scale
+        if self.vocab_order is not None:
+            labels = rows_of(labels, self.row_of_token)
+            keywords["ignore_index"] = row_of_id(keywords["ignore_index"], self.vocab_order)
         bias = None if self.skip_bias_add else self.bias
         if bias is not None and keywords["logit_scale"] != 1.0:
             bias = bias * keywords["logit_scale"]  # Megatron scales logits that contain it
@@ -188,7 +200,7 @@ class FusedLayer:
             value, column = logits.max(dim=-1)
             place = torch.where(value > best, column + start, place)
             best = torch.maximum(best, value)
-        return best, place
+        return best, place_of_token(self, place)
 
     def _is_watched(self: Any) -> bool:
         """Whether a hook that is no framework's would miss the logits, or their gradient."""

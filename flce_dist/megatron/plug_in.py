@@ -7,7 +7,8 @@ calls once per depth. The layer's class becomes a subclass, which in these calls
 ``LazyLogits``, and the method computes the loss of those. Everywhere else the layer returns real
 logits: without labels, in ``compute_mtp_single_step``, for a user's ``output_processor`` and under
 forward hooks.
-Parameters, their names, initialisation and ``sharded_state_dict`` are unchanged.
+Parameters, their names, initialisation and ``sharded_state_dict`` are unchanged, unless
+``vocab_order`` moves rows.
 """
 
 import functools
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from flce_dist.megatron import refusals
 from flce_dist.megatron.fused_layer import LazyLogits
+from flce_dist.megatron.vocab_rows import order_rows
 from flce_dist.options import LossOptions, options_of
+from flce_dist.vocab_order import VocabOrder
 
 _FIXED = {
     "sequence_parallel": False,  # the layer passes its own setting
@@ -32,7 +35,13 @@ _FIXED = {
 """Options that the model decides or the output layer does not support."""
 
 
-def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: Any) -> Any:
+def use_linear_cross_entropy(
+    model: Any,
+    *,
+    metrics: bool = False,
+    vocab_order: VocabOrder | Tensor | None = None,
+    **options: Any,
+) -> Any:
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it when the model is built, before it is wrapped in Float16Module, DDP or FSDP, on every
@@ -47,6 +56,10 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
         metrics: keep the ``LossWithMetrics`` [b, s] of the latest loss, detached, as
             ``model.output_layer.last_metrics``: accuracy, entropy and lse from the same pass. With
             multi-token prediction the latest loss is that of the next token.
+        vocab_order: which token each row of the output layer, and of an embedding tied to it, is
+            of; the same on all ranks and stages. Rows move there now. Input ids, labels and logits
+            keep the tokenizer's ids. The output layer's ``row_of_token`` is in state dicts; rows
+            of another order, or of none, are refused.
         **options: ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size,
             schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``. Real logits have
             logit_scale and softcap applied, and keep the padding columns from ``vocab_size`` on.
@@ -66,6 +79,7 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
         refusals.check_wrapping(stage)
         if getattr(stage, "post_process", True):
             _replace(stage, chosen, metrics)
+        order_rows(stage, vocab_order, chosen.vocab_size)
     return model
 
 

@@ -1,0 +1,140 @@
+"""A ``vocab_order`` in a model of megatron-core: rows, input ids, real logits and checkpoints.
+
+V = rows of this rank, P = tensor-parallel size, V_all = entries that the order is of; rows from
+V_all on are padding and stay where they are.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.parallel import collectives
+from flce_dist.vocab_order import (
+    MAP,
+    VocabOrder,
+    as_vocab_order,
+    check_on_ranks,
+    mismatch,
+    rows_of,
+)
+
+_GATHERED = 1 << 26
+"""Elements of the weights of all ranks that exist at once while rows move."""
+
+
+def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | None) -> None:
+    """Move the rows of this pipeline stage's output layer and tied embedding into ``order``.
+
+    The model computes what it did before. Collective over the tensor-parallel group.
+    """
+    layer = model.output_layer if getattr(model, "post_process", True) else None
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    embedding = getattr(model, "embedding", None) if tied else None
+    if layer is not None:
+        layer.vocab_order = None
+        layer.register_buffer(MAP, None)
+        model.register_load_state_dict_pre_hook(_before_load)
+    if order is None:
+        return
+    if layer is not None:
+        layer.vocab_order = as_vocab_order(order, vocab_size or layer.output_size)
+        _set_map(layer, layer.vocab_order, model, persistent=True)
+        for parameter in (layer.weight, layer.bias):
+            if parameter is not None:
+                _move_rows(parameter, layer.vocab_order, layer.tp_group)
+    if embedding is not None:
+        words = embedding.word_embeddings
+        found = as_vocab_order(order, vocab_size or words.num_embeddings)
+        _set_map(words, found, model, persistent=False)
+        words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
+        _move_rows(words.weight, found, words.tp_group)
+
+
+def _set_map(module: Any, order: VocabOrder, model: Any, *, persistent: bool) -> None:
+    """Make the row of each token a buffer: in state dicts of the output layer, and only there."""
+    like = next(model.parameters())
+    if like.is_meta:
+        raise NotImplementedError(
+            "vocab_order is not supported for a model on the meta device; build it on the CPU or "
+            "on a GPU"
+        )
+    check_on_ranks(order, like, module.tp_group)
+    rows = order.row_of_token.to(like.device, copy=True)
+    module.register_buffer(MAP, rows, persistent=persistent)
+
+
+@torch.no_grad()
+def _move_rows(parameter: Tensor, order: VocabOrder, group: dist.ProcessGroup) -> None:
+    """Give each row [V, ...] of this rank the values of its token, gathered by columns."""
+    V, P = parameter.shape[0], group.size()
+    tokens = _with_padding(order.token_of_row, V * P)[group.rank() * V :][:V].to(parameter.device)
+    columns = parameter.view(V, -1)
+    for window in columns.split(max(1, _GATHERED // (V * P)), dim=1):
+        window.copy_(collectives.gather_tokens(window, group)[tokens])
+
+
+def _with_padding(rows: Tensor, size: int) -> Tensor:
+    return torch.cat([rows, torch.arange(len(rows), size, device=rows.device)])
+
+
+def _ids_as_rows(embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = embedding.row_of_token
+    if args:
+        return (rows_of(args[0], rows), *args[1:]), kwargs
+    return args, {**kwargs, "input_": rows_of(kwargs["input_"], rows)}
+
+
+def by_token(layer: Any, logits: Tensor) -> Tensor:
+    """Return logits [..., V] of rows as those of token ids, on this rank or gathered as before.
+
+    If they are split over ranks, those of all ranks exist in between.
+    """
+    if layer.row_of_token is None:
+        return logits
+    from megatron.core.tensor_parallel import (
+        gather_from_tensor_model_parallel_region,
+        scatter_to_tensor_model_parallel_region,
+    )
+
+    is_split = logits.shape[-1] != layer.output_size
+    if is_split:
+        logits = gather_from_tensor_model_parallel_region(logits, group=layer.tp_group)
+    logits = logits.index_select(-1, _with_padding(layer.row_of_token, layer.output_size))
+    if is_split:
+        logits = scatter_to_tensor_model_parallel_region(logits, group=layer.tp_group)
+    return logits
+
+
+def place_of_token(layer: Any, place: Tensor) -> Tensor:
+    """Turn a row of this rank, counted from its first one, into its token id counted from there.
+
+    So whoever adds the first row of the rank gets the id, as without an order.
+    """
+    if layer.row_of_token is None:
+        return place
+    first = layer.tp_group.rank() * layer.output_size_per_partition
+    tokens = _with_padding(layer.row_of_token.argsort(), layer.output_size)
+    return tokens[place + first] - first
+
+
+def _before_load(
+    model: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Refuse rows of another order, with ``strict=False``, too."""
+    layer = f"{prefix}output_layer."
+    names = [f"{layer}weight", f"{layer}bias"]
+    if model.share_embeddings_and_output_weights:
+        names.append(f"{prefix}embedding.word_embeddings.weight")
+    if any(name in state_dict for name in names):
+        problem = mismatch(state_dict.get(layer + MAP), model.output_layer.vocab_order, layer + MAP)
+        if problem is not None:
+            error_msgs.append(problem)
