@@ -21,7 +21,6 @@ SHARDS = 64
 
 MAP = "row_of_token"
 """Name of the layer's buffer, and so of its tensor in checkpoints."""
-_COMMAND = "python -m flce_dist.launch.vocab_order convert"
 
 
 class VocabOrder(NamedTuple):
@@ -140,24 +139,24 @@ def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
         saved: what the checkpoint holds as ``key``, the row of each token, or None.
         own: the layer's order.
     """
+    if saved is None and own is None:
+        return None
     if saved is None:
         return (
-            None
-            if own is None
-            else (
-                f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
-                f"layer has a vocab_order; convert the checkpoint by `{_COMMAND} --to ordered`"
-            )
+            f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
+            "layer has a vocab_order; convert the checkpoint: rows[:V_all] = "
+            f"rows[vocab_order.token_of_row] of the whole weight and bias, and add {key} = "
+            "vocab_order.row_of_token"
         )
     if own is None:
         return (
             f"the checkpoint's rows have a vocab_order ({key}), but this layer has none; pass "
-            f"vocab_order, or convert the checkpoint by `{_COMMAND} --to plain`"
+            f"vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint: rows[:V_all] = "
+            f"rows[checkpoint[{key!r}]] of the whole weight and bias, without {key}"
         )
     if torch.equal(saved.cpu(), own.row_of_token):
         return None
     return (
         f"the checkpoint's rows have another vocab_order ({key}) than this layer; make the layer "
-        f"with vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint by "
-        f"`{_COMMAND}` --to plain, and then --to ordered"
+        f"with vocab_order=checkpoint[{key!r}].argsort()"
     )
