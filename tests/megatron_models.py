@@ -1,7 +1,6 @@
 """Small models of megatron-core on gloo ranks, with the plug-in and as Megatron has them."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -129,8 +128,3 @@ def fuse(model: Any, *, head_only: bool = False) -> Any:
         if hasattr(module, "gradient_accumulation_fusion"):
             module.gradient_accumulation_fusion = True
     return model
-
-
-def with_both(model: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """``run`` of the model with the plug-in, then of the same model as Megatron has it."""
-    return run(model), run(as_megatron_has_it(model))

@@ -1,4 +1,4 @@
-"""Where the plug-in meets the model: when logits are real, what it copies, keeps and refuses."""
+"""Where the plug-in meets the model: when logits are real, what it copies and keeps."""
 
 import pickle
 from collections.abc import Iterator
@@ -223,69 +223,3 @@ def rank_identity(group: Any) -> None:
 
 def test_names_and_checkpoints_stay(ranks: RankPool) -> None:
     ranks.run(rank_identity)
-
-
-# --- refusals
-
-
-def refused(model: Any, error: type[Exception], match: str, **options: Any) -> None:
-    with pytest.raises(error, match=match):
-        use_linear_cross_entropy(model, **options)
-
-
-def rank_refusals(group: Any) -> None:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
-
-    model = plugged()
-    refused(model, ValueError, "twice")
-    as_megatron_has_it(model)
-    model.config.defer_embedding_wgrad_compute = True
-    refused(model, NotImplementedError, "config.defer_embedding_wgrad_compute=True")
-    model.config.defer_embedding_wgrad_compute = False
-    model.output_layer.gtp_remat_size = 2
-    refused(model, NotImplementedError, "output_layer is sharded by GTP")
-    del model.output_layer.gtp_remat_size
-    model.embedding.word_embeddings.weight.is_gtp_weight_remat = True
-    refused(model, NotImplementedError, "embedding is sharded by GTP")
-    del model.embedding.word_embeddings.weight.is_gtp_weight_remat
-
-    class Thrice(GPTModel):
-        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-            return 3 * super().compute_language_model_loss(labels, logits)
-
-    model.__class__ = Thrice
-    refused(model, NotImplementedError, "Thrice must have megatron-core's compute_language")
-    model.__class__ = GPTModel
-    model.compute_language_model_loss = lambda labels, logits: logits.sum()
-    refused(model, NotImplementedError, "GPTModel must have megatron-core's compute_language")
-    del model.compute_language_model_loss
-
-    model.config.bf16 = True
-    refused(Float16Module(model.config, model), ValueError, "wrapped in Float16Module")
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    refused(wrapped, ValueError, "wrapped in DistributedDataParallel")
-
-    refused(model, NotImplementedError, 'schedule="in_forward"', schedule="in_forward")
-    refused(model, ValueError, 'reduction must be "none" or "sum"', reduction="mean")
-    with mock.patch.object(model.output_layer.config, "mtp_num_layers", 1):
-        refused(model, NotImplementedError, "multi-token prediction", reduction="sum")
-    wrong: list[Any] = [{"label_smoothing": 2.0}, {"vocab_size": True}, {"vocab_size": 1 << 20}]
-    for option in wrong:
-        refused(model, ValueError, f"^{next(iter(option))} must be ", **option)
-    refused(model, TypeError, "Did you mean 'softcap'", soft_cap=1.0)
-    layer = model.output_layer
-    model.output_layer = nn.Linear(2, 2)
-    refused(model, NotImplementedError, "of megatron-core, got Linear")
-    head = type("TELMHeadColumnParallelLinear", (nn.Linear,), {})
-    model.output_layer = head(2, 2)
-    refused(model, NotImplementedError, "set fp8_output_proj=False")
-    del model.output_layer
-    refused(model, ValueError, "pipeline stages")
-    model.output_layer = layer
-    use_linear_cross_entropy(model)
-
-
-def test_what_is_not_supported_is_refused(ranks: RankPool) -> None:
-    ranks.run(rank_refusals)

@@ -1,0 +1,181 @@
+"""Small language models of any megatron-core on gloo ranks, drawn from one seed.
+
+Attention returns its values: it takes part in no line of the contract, and Megatron's own refuses
+context parallelism and packed sequences without TransformerEngine.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flce_dist.launch.train.model import ParallelRMSNorm
+
+VOCAB, H, S, B = 96, 32, 16, 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Tensor-parallel size and sequence parallelism; there are twice as many ranks."""
+
+    tp: int
+    sp: bool
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}" + (" SP" if self.sp else "")
+
+
+SETTINGS = (Setting(1, False), *(Setting(tp, sp) for tp in (2, 4) for sp in (False, True)))
+"""Megatron has no sequence parallelism without tensor parallelism."""
+
+
+_groups: dict[tuple[int, ...], dict[str, Any]] = {}
+"""What parallel_state holds for ``(tp, pp, cp)``: every group of gloo has threads of its own."""
+
+
+class ValuesOnly(nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        return value.flatten(-2)
+
+
+class OnCpu(TorchFunctionMode):
+    """Megatron's optimizer and schedules name the device "cuda"."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def initialize(at: Setting, *, cp: int = 1, pp: int = 1) -> None:
+    """Create the process groups and random generators of a model; collective."""
+    # megatron-core asks for the current GPU wherever it makes a buffer, and takes any device.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
+
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers, model_parallel_cuda_manual_seed
+
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    groups, sizes = vars(parallel_state), (at.tp, pp, cp)
+    if not _groups:
+        _groups[()] = {name: x for name, x in groups.items() if name.startswith("_")}
+    if sizes not in _groups:
+        groups.update(_groups[()])
+        parallel_state.initialize_model_parallel(at.tp, pp, context_parallel_size=cp)
+        _groups[sizes] = {name: x for name, x in groups.items() if name.startswith("_")}
+    groups.update(_groups[sizes])
+    torch.manual_seed(1)
+    # The inference tracker is the one that forks no GPU generator.
+    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
+    """What the CUDA extension that Megatron calls for its fusion does."""
+    main_grad.copy_(main_grad.float() + g.float().T @ x.float())
+
+
+def config_of(at: Setting, *, cp: int = 1, pp: int = 1, **changes: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def draw(weight: Tensor) -> Tensor:
+        return nn.init.normal_(weight, std=0.3)
+
+    settings = {
+        "num_layers": pp, "hidden_size": H, "num_attention_heads": 4, "ffn_hidden_size": H,
+        "tensor_model_parallel_size": at.tp, "sequence_parallel": at.sp,
+        "context_parallel_size": cp, "pipeline_model_parallel_size": pp,
+        "params_dtype": torch.bfloat16 if changes.get("bf16") else torch.float32,
+        "pipeline_dtype": torch.float32, "batch_p2p_comm": False,
+        "use_cpu_initialization": True, "init_method": draw, "output_layer_init_method": draw,
+        "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "normalization": "RMSNorm", "gradient_accumulation_fusion": False,
+        # Compiled, or of GPUs only.
+        "bias_dropout_fusion": False, "masked_softmax_fusion": False,
+        "bias_activation_fusion": False, "apply_rope_fusion": False,
+    }  # fmt: skip
+    return TransformerConfig(**{**settings, **changes})
+
+
+def layer_spec() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ParallelRMSNorm
+    spec.submodules.self_attention.submodules.core_attention = ValuesOnly
+    return spec
+
+
+def gpt(
+    at: Setting, *, tied: bool = False, cp: int = 1, pp: int = 1, mtp: int = 0, **changes: Any
+) -> Any:
+    """This rank's stage of a ``GPTModel``, with ``mtp`` depths of multi-token prediction."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    initialize(at, cp=cp, pp=pp)
+    if mtp:
+        changes.update(mtp_num_layers=mtp, mtp_loss_scaling_factor=0.5)
+    config = config_of(at, cp=cp, pp=pp, **changes)
+    block = TransformerBlockSubmodules(layer_specs=[layer_spec()], layer_norm=ParallelRMSNorm)
+    depths = None
+    if mtp:
+        depths = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        for depth in depths.layer_specs if depths is not None else ():  # of the last stage
+            depth.submodules.enorm = depth.submodules.hnorm = ParallelRMSNorm
+            depth.submodules.layer_norm = ParallelRMSNorm
+    with OnCpu():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=VOCAB,
+            max_sequence_length=S,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="none",
+            mtp_block_spec=depths,
+        )
+
+
+def batch(step: int = 0, cp: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions and labels, each [B, S / cp] int64, of this rank and microbatch."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    generator = torch.Generator().manual_seed(1 + 100 * rank + step)
+    ids = torch.randint(VOCAB, (B, S // cp + 1), generator=generator)
+    return ids[:, :-1], torch.arange(S // cp).expand(B, -1), ids[:, 1:].contiguous()
+
+
+def uneven(loss: Tensor) -> Tensor:
+    """A sum of all tokens' losses, each with a weight of its own."""
+    return (loss * torch.arange(loss.numel()).view_as(loss)).mean()
+
+
+def agree(loss: Tensor) -> None:
+    """The loss is the same on all tensor-parallel ranks, to the bit."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    both = [torch.empty_like(loss) for _ in range(group.size())]
+    dist.all_gather(both, loss.detach().contiguous(), group=group)
+    assert all(torch.equal(other, loss) for other in both), "the loss differs between ranks"

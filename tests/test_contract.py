@@ -1,0 +1,135 @@
+"""Lines of Megatron's contract for an output layer, on the installed megatron-core."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.testing import RankPool
+from tests.contract.compare import LINES, Outcome, decide
+from tests.contract.models import Setting
+from tests.contract.run_version import outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(2) as two, RankPool(4) as four:
+        yield {1: two, 2: four}
+
+
+def quick() -> list[tuple[Setting, str]]:
+    """Each line under sequence parallelism, and some in the other settings of up to 2 ranks."""
+    some = ("tied embeddings", "bf16 parameters", "fusion: bf16 parameters, fp32 main_grad")
+    others = [(at, title) for at in (Setting(1, False), Setting(2, False)) for title in some]
+    return [*((Setting(2, True), title) for title in LINES), *others]
+
+
+@pytest.mark.parametrize("at, title", quick(), ids=str)
+def test_a_line_of_the_contract(pools: dict[int, RankPool], at: Setting, title: str) -> None:
+    one = outcome(pools[at.tp], title, at)
+    assert one.result in ("pass", "n/a"), one.reason
+
+
+# --- mistakes show
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
+    """In ranks that other tests use, too."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: wrong(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def dropped(opened: Any, self: Any) -> tuple[Tensor, bool]:
+    main_grad, adds = opened(self)
+    return torch.zeros_like(main_grad), adds
+
+
+def overwritten(opened: Any, self: Any) -> tuple[Tensor, bool]:
+    return opened(self)[0], False
+
+
+def returned_too(closed: Any, self: Any) -> Tensor | None:
+    self.weight.grad_added_to_main_grad = False
+    return self.opened()[0].clone()
+
+
+def unflagged(closed: Any, self: Any) -> Tensor | None:
+    result = closed(self)
+    self.weight.grad_added_to_main_grad = False
+    return result
+
+
+def shifted(token_loss: Any, self: Any, hidden: Tensor, weight: Tensor, *rest: Any, **kw: Any):
+    """The vocabulary's rows are one off."""
+    return token_loss(self, hidden, weight.roll(1, 0), *rest, **kw)
+
+
+def smoothed(token_loss: Any, self: Any, *args: Any, **kwargs: Any):
+    return token_loss(self, *args, label_smoothing=1e-3, **kwargs)
+
+
+def always_lazy(answer: Any, self: Any, *args: Any) -> Any:
+    self.is_lazy = args[-1] is None
+    return answer(self, *args)
+
+
+MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "dropped": ("MainGrad.opened", dropped),
+    "overwritten": ("MainGrad.opened", overwritten),
+    "added twice": ("MainGrad.closed", returned_too),
+    "not flagged": ("MainGrad.closed", unflagged),
+    "shifted": ("FusedLayer.token_loss", shifted),
+    "smoothed": ("FusedLayer.token_loss", smoothed),
+    "always lazy": ("FusedLayer.answer", always_lazy),
+}
+
+
+def decide_mistaken(group: Any, mistake: str, title: str) -> Outcome:
+    from flce_dist.megatron import fused_layer
+    from flce_dist.op import main_grad
+
+    place, wrong = MISTAKES[mistake]
+    class_name, method = place.split(".")
+    owner = getattr(main_grad if class_name == "MainGrad" else fused_layer, class_name)
+    with patched(owner, method, wrong):
+        try:
+            return decide(group, title, Setting(2, True))
+        except AttributeError as no_logits:
+            return Outcome("fail", reason=str(no_logits))
+
+
+FIRST = "loss of each token, every gradient"
+FUSED = "fusion: fp32 main_grad, three microbatches"
+DUMMIES = "fusion: flag, dummy gradient, captured main_grad"
+
+
+@pytest.mark.parametrize(
+    "mistake, title, seen",
+    [
+        ("dropped", FUSED, "output_layer.weight"),
+        ("overwritten", FUSED, "output_layer.weight"),
+        ("overwritten", DUMMIES, "flagged"),
+        ("added twice", FUSED, "output_layer.weight"),
+        ("not flagged", FUSED, "grad_added_to_main_grad"),
+        ("not flagged", DUMMIES, "flag"),
+        ("shifted", FIRST, "loss"),
+        ("shifted", "bf16 parameters", "loss"),
+        ("smoothed", FIRST, "loss"),
+        ("always lazy", "labels=None: real logits, of this rank or gathered", "no logits"),
+    ],
+)
+def test_a_mistake_shows(pools: dict[int, RankPool], mistake: str, title: str, seen: str) -> None:
+    found = pools[2].run(decide_mistaken, mistake, title)
+    assert any(one.result == "fail" and seen in one.reason for one in found), found
