@@ -15,12 +15,13 @@ RUN := $(BIN)/python -m
 # Whatever `make test` should hand to pytest, for example ARGS='-k smoothing -x'.
 ARGS ?=
 
-.PHONY: help quickstart test lint format install clean
+.PHONY: help quickstart test contract lint format install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart  train a small model on 2 processes, then compare heads (runs/)"
 	@echo "make test        lint, type-check and run all tests that this machine can run"
+	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
 	@echo "make lint        ruff, ruff format --check and mypy only"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make install     make $(VENV) with everything in it"
@@ -42,6 +43,10 @@ quickstart: $(INSTALLED)
 # ranks are set up once per file.
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+
+# ARGS=0.19 runs one release and keeps the results of the others.
+contract: $(INSTALLED)
+	$(RUN) tests.contract $(ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) ruff check .

@@ -1,0 +1,44 @@
+"""The table in docs/megatron.md, made from docs/results/contract-megatron.json."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "docs" / "results" / "contract-megatron.json"
+PAGE = ROOT / "docs" / "megatron.md"
+MARKED = re.compile(r"(<!-- contract -->\n).*?(<!-- end of contract -->)", re.S)
+
+
+def entry(settings: dict[str, Any]) -> str:
+    """The settings in which a line holds, as "5/5", or "n/a"."""
+    texts = [found for found in settings.values() if isinstance(found, str)]
+    if texts and all(text.startswith("n/a") for text in texts) and len(texts) == len(settings):
+        return "n/a"
+    return f"{len(settings) - len(texts)}/{len(settings)}"
+
+
+def table(result: dict[str, Any]) -> str:
+    lines: dict[str, dict[str, dict[str, Any]]] = result["lines"]
+    versions = list(next(iter(lines.values())))
+    rows = [["", *versions, "largest error"], ["---"] * (len(versions) + 2)]
+    missing: dict[str, list[str]] = {}
+    for title, by_version in lines.items():
+        found = [x for settings in by_version.values() for x in settings.values()]
+        worst = max((x for x in found if not isinstance(x, str)), default=0.0)
+        for reason in {x.removeprefix("n/a: ") for x in found if str(x).startswith("n/a")}:
+            missing.setdefault(reason, []).append(title)
+        entries = [entry(settings) for settings in by_version.values()]
+        rows.append([title, *entries, f"{worst:.1g}" if worst else "equal"])
+    text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    reasons = [f"`{reason}`" for reason in missing]
+    return f"{text}\nn/a is what a version has not: {'; '.join(reasons)}.\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of the result file between its marks."""
+    text = table(json.loads(RESULTS.read_text()))
+    found, count = MARKED.subn(lambda match: f"{match[1]}{text}{match[2]}", page)
+    assert count == 1, "docs/megatron.md must have one contract table"
+    return found
