@@ -25,6 +25,9 @@ class LossWithMetrics(NamedTuple):
     logprob: Tensor  # log-probability of the label, fp32, differentiable
     entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
     correct: Tensor  # bool: no logit is larger than the label's
+    # Scalars that say what filter_eps approximates; 1 and 0 without it.
+    kept_share: Tensor  # of all ranks' tiles, those whose gradients are exact
+    rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
 def linear_cross_entropy(
@@ -48,6 +51,7 @@ def linear_cross_entropy(
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
     accumulate_dweight: bool = False,
+    filter_eps: float | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
@@ -102,6 +106,12 @@ def linear_cross_entropy(
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
             torch.compile, not for a DTensor weight.
+        filter_eps: approximate the gradients, not the loss. Of each tile of 128 tokens by 256 rows
+            of the vocabulary that holds no label and no probability of ``filter_eps`` or more, the
+            gradients use the tile's mean row, so that two GEMMs skip it. Saves time only if rows of
+            like frequency lie together; docs/filtered_gradients.md says how to choose the number
+            and when not to. 0.0 keeps every tile; None, the default, is exact. Needs schedule
+            "auto" or "recompute", and excludes softcap, tp_invariant and gradients of metrics.
         schedule: how backward obtains the probabilities. "recompute" computes the logits again.
             "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
             computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
@@ -138,7 +148,7 @@ def linear_cross_entropy(
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, schedule=schedule,
+        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
         max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
@@ -166,6 +176,7 @@ def linear_cross_entropy_with_metrics(
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
     accumulate_dweight: bool = False,
+    filter_eps: float | None = None,
     schedule: Schedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
@@ -174,14 +185,15 @@ def linear_cross_entropy_with_metrics(
 
     Metrics use the logits after softcap, without label smoothing, z-loss and token weights. If a
     gradient arrives through lse, logprob or entropy, backward computes all logits again, even
-    cached columns; with schedule="in_forward" it raises.
+    cached columns; with schedule="in_forward" or ``filter_eps`` it raises. With ``filter_eps`` two
+    scalars more say what the gradients approximate: ``kept_share`` and ``rank_one_mass``.
     """
     options = LossOptions(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, schedule=schedule,
+        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
         max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
@@ -206,4 +218,4 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, main_grad)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
-    return loss, *(metric.reshape(shape) for metric in metrics if metric is not None)
+    return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)

@@ -63,7 +63,7 @@ class LinearCrossEntropy(nn.Module):
         device, dtype: of the parameters.
         **options: sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight,
             softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight,
-            schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``.
+            filter_eps, schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,
     shards are bitwise equal to the rows of the one-process weight. Parameters have Megatron's

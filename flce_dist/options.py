@@ -28,6 +28,7 @@ _LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbe
 FINITE = Range("that is finite in fp32", lambda x: abs(x) <= _LARGEST)
 NOT_ZERO = Range("that is finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
 POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
+BELOW_ONE = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
 INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
 COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
@@ -53,6 +54,7 @@ class LossOptions:
     reduce_in_fp32: bool = False
     tp_invariant: bool = False
     accumulate_dweight: bool = False
+    filter_eps: Annotated[float | None, BELOW_ONE] = None
     schedule: Schedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     impl: Impl | None = None

@@ -7,15 +7,27 @@ window of columns at a time, so that nothing of size [T, V] is held but the call
 T = tokens, V = vocabulary rows here, W = columns of one window.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.eager_rows import (  # noqa: F401  # of the interface, too
+from flce_dist.kernels.eager_filter import (  # noqa: F401  # of the interface, too
+    add_kept_dbias,
+    add_kept_dhidden,
+    kept_dlogits,
+    kept_dweight,
+    kept_tiles,
+    new_kept_buffer,
+    new_tile_stats,
+    tile_lists,
+    tile_means,
+    tile_profile,
+    write_tile_stats,
+)
+from flce_dist.kernels.eager_logits import SCRATCH_BYTES, capped, dlogits, windows  # noqa: F401
+from flce_dist.kernels.eager_rows import (  # noqa: F401
     loss_norm,
     reduce_loss,
     scale,
@@ -32,8 +44,6 @@ from flce_dist.kernels.token_loss_formulas import (
     pick_reference,
 )
 
-_SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
-
 
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     """Write to ``out`` [T] the logit of each token's label, 0 where it is not owned or ignored."""
@@ -45,7 +55,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     if logits.V == 0:
         out.zero_()
         return
-    step = max(1, _SCRATCH_BYTES // (4 * logits.H))
+    step = max(1, SCRATCH_BYTES // (4 * logits.H))
     for start in range(0, logits.T, step):
         part = logits.tokens(start, start + step)
         column = part.labels - part.vocab_start_index
@@ -55,7 +65,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         z = z.sum(1) * part.logit_scale
         if part.bias is not None:
             z = z + part.bias[column].to(out.dtype)
-        out[start : start + step] = _softcap(z, part.softcap).where(owned, 0.0)
+        out[start : start + step] = capped(z, part.softcap).where(owned, 0.0)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
@@ -73,9 +83,14 @@ def linear_stats(
     with_entropy: bool,
     others_max: Tensor,
     sums: Tensor,
+    tiles: Tensor | None = None,
 ) -> None:
-    """Write this shard's ``others_max`` [T] and ``sums`` [k, T], and the columns of ``cache``."""
+    """Write this shard's ``others_max`` [T] and ``sums`` [k, T], the columns of ``cache``, and
+    ``tiles``, if given.
+    """
     reference = first_reference(label_logit)
+    if tiles is not None:
+        write_tile_stats(logits, reference, tiles)
     _statistics(logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums)
 
 
@@ -104,31 +119,6 @@ def rescue(
     return sums
 
 
-def dlogits(
-    logits: ShardLogits,
-    reference: Tensor,
-    label_value: Tensor,
-    affine: tuple[Tensor, ...],
-    *,
-    out: Tensor,
-) -> None:
-    """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
-    at the label's column ``label_value[t]``, in ignored rows 0. out is [T, V].
-    """
-    rows = [row[:, None] for row in affine]
-    for start, z, other in _windows(logits):
-        x = z - reference[:, None]
-        d = x.exp()
-        if len(rows) == 3:
-            a, b, u = rows
-            d = d * (a + b * x.clamp_min(FAR)) + u
-        elif rows:
-            d *= rows[0]
-        d = d * softcap_grad(z, logits.softcap)
-        d = d.where(other, label_value[:, None]).masked_fill_(~logits.counted[:, None], 0.0)
-        out[:, start : start + z.shape[1]] = d
-
-
 def _statistics(
     logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
     with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
@@ -139,7 +129,7 @@ def _statistics(
     """
     others_max.fill_(-torch.inf)
     sums.zero_()
-    for start, z, other in _windows(logits):
+    for start, z, other in windows(logits):
         torch.maximum(others_max, z.masked_fill(~other, -torch.inf).amax(1), out=others_max)
         x = z - reference[:, None]
         e = x.exp().masked_fill_(~other, 0.0)
@@ -155,22 +145,3 @@ def _statistics(
                 de = e[:, part] * softcap_grad(z[:, part], logits.softcap)
                 de = de.masked_fill_(~other[:, part], 0.0)
                 window[rows, a - first : b - first] = de.to(window.dtype)
-
-
-def _windows(logits: ShardLogits) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield ``(start, z [T, W], other [T, W])``; other is False at labels and in ignored rows."""
-    hidden = gemm.operand(logits.hidden)
-    counted = logits.counted[:, None]
-    step = max(1, _SCRATCH_BYTES // (4 * max(1, logits.T)))
-    for start in range(0, logits.V, step):
-        window = logits.columns(start, start + step)
-        z = gemm.project(hidden, window.weight) * logits.logit_scale
-        if window.bias is not None:
-            z = z + window.bias.to(z.dtype)
-        z = _softcap(z, logits.softcap)
-        column = torch.arange(window.V, device=z.device) + window.vocab_start_index
-        yield start, z, (column != logits.labels[:, None]) & counted
-
-
-def _softcap(z: Tensor, softcap: float | None) -> Tensor:
-    return z if softcap is None else softcap * torch.tanh(z / softcap)

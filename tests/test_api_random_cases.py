@@ -173,7 +173,7 @@ class Whole:
         return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
 
     def differentiate(self, out: tuple[Tensor, ...], leaves: list[Tensor]) -> dict[str, Tensor]:
-        results = dict(zip(("loss", "lse", "logprob", "entropy", "correct"), out, strict=True))
+        results = dict(zip(("loss", "lse", "logprob", "entropy", "correct"), out, strict=False))
         roots, upstream = [out[0]], [self.dloss]
         if self.drawn.metric_gradients:
             roots += out[1:4]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.kernels import eager
+from flce_dist.kernels import eager, eager_logits
 from flce_dist.kernels import token_gradient_formulas as row_gradient
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 from flce_dist.op import autograd, backward, plan
@@ -140,7 +140,7 @@ def test_gradients_of_in_forward_left_unscaled(mutate: Patch, impl: str) -> None
 
 
 def test_softcap_without_its_derivative(mutate: Patch) -> None:
-    for owner in (eager, row_gradient):
+    for owner in (eager, eager_logits, row_gradient):
         mutate(owner, "softcap_grad", lambda original, z, softcap: 1.0)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), softcap=3.0, schedule="recompute")

@@ -38,6 +38,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduce_in_fp32": ("a bool", FLAGS),
     "tp_invariant": ("a bool", FLAGS),
     "accumulate_dweight": ("a bool", FLAGS),
+    "filter_eps": ("None or a float within [0, 1)", [*FLOATS, -0.1, 1, 1.0]),
     "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
@@ -70,6 +71,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "logits; use schedule='recompute'",
         )
         for schedule in ("cached", "in_forward")
+    ),
+    *(
+        (
+            {"filter_eps": eps, "schedule": schedule},
+            "filter_eps needs schedule='auto' or 'recompute', since what it keeps is known only "
+            f"after forward, got schedule='{schedule}'",
+        )
+        for eps, schedule in ((2.0**-12, "cached"), (0.0, "in_forward"))
+    ),
+    (
+        {"filter_eps": 0.1, "softcap": 5.0},
+        "filter_eps needs softcap=None, since a softcap's slope differs between the columns of a "
+        "tile, got softcap=5.0",
+    ),
+    (
+        {"filter_eps": 0.1, "tp_invariant": True},
+        "filter_eps needs tp_invariant=False, since tiles are counted from the first row of each "
+        "rank, got tp_invariant=True",
     ),
     (
         {"impl": "triton", "hidden": torch.zeros(T, H).double(),

@@ -283,7 +283,7 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """If ranks planned from their own free memory or rows, their collectives would differ."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
-        "dweight_row_bytes", "reduces", "gathers_from",
+        "dweight_row_bytes", "reduces", "gathers_from", "filters",
     }  # fmt: skip
 
 

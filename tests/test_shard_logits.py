@@ -136,7 +136,7 @@ def test_shapes_are_the_labels_shapes(impl):
         weight = torch.randn(7, 16, device=device, requires_grad=True)
         labels = torch.zeros(shape, dtype=torch.int64, device=device)
         out = linear_cross_entropy_with_metrics(hidden, weight, labels, reduction="none", impl=impl)
-        assert all(x.shape == shape for x in out)
+        assert all(x.shape == shape for x in out[:5])
         out.loss.sum().backward()
         assert hidden.grad is not None and hidden.grad.shape == hidden.shape
         assert linear_cross_entropy(hidden, weight, labels, impl=impl).shape == ()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist.op import filtered
 from flce_dist.op.backward import Results, backward
 from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
@@ -18,7 +19,7 @@ from flce_dist.op.prepare import Call, Operands
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """``loss, lse, logprob, entropy, correct`` of a call.
+    """``loss`` and ``Metrics`` of a call.
 
     recompute and cached. Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of
     hidden in one or two pieces, the second in flight during the logits of the first; then
@@ -29,6 +30,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     sequence parallelism a gather of hidden, in flight while cached columns make dhidden or while
     dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
     all-reduced), in flight during the last dweight.
+
+    filtered. Forward: that of recompute, and one pass over the maxima and sums of tiles
+    [2, V / 256, T]. Saved in addition: which tiles are kept [T / 128, V / 256], and each token's
+    mass in the others [V / 256, T]. With metrics an all-reduce of three numbers.
+    Backward: of three GEMMs of 2 T H V flop the tiles that are kept, and rank-one terms by two
+    GEMMs of 1 / 256 of that. Collectives are those of recompute.
 
     in_forward. Forward: three GEMMs of 2 T H V flop, token chunk by token chunk. All of a chunk's
     exponentials are held, those of the first one partly in dweight's own memory (``lending.py``);
@@ -48,8 +55,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(*saved, *(operands if isinstance(saved, Saved) else ()))
-        if metrics.correct is not None:
-            ctx.mark_non_differentiable(metrics.correct)
+        ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
         return loss, *metrics
 
     @staticmethod
@@ -60,7 +66,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
-        upstream = upstream[:-1]  # correct has no gradient
+        upstream = upstream[:4]  # of the loss, lse, logprob and entropy
         gradients: Results = (None, None, None)
         if any(g is not None for g in upstream):
             # If backward cannot run again, gradients saved by in_forward become the results.
@@ -99,8 +105,10 @@ def run_backward(
     """
     with computing_on(next(g for g in upstream if g is not None)):
         if call.plan.schedule != "in_forward":
-            saved, operands = Saved(*tensors[:6]), Operands(*tensors[6:])
-            return backward(call, operands, saved, upstream, needs, main_grad)
+            n = len(Saved._fields)
+            saved, operands = Saved(*tensors[:n]), Operands(*tensors[n:])
+            run = filtered.backward if call.plan.schedule == "filtered" else backward
+            return run(call, operands, saved, upstream, needs, main_grad)
         dhidden, dweight, dbias = scaled(
             call,
             SavedGradients(*tensors[:4]),

@@ -41,7 +41,7 @@ def backward(
     With ``main_grad`` dweight is added there, and the dweight that is returned says so.
     """
     hidden, weight, bias, labels, _ = operands
-    rows, expressible = _row_gradient(call, operands, saved, upstream)
+    rows, expressible = row_gradient(call, operands, saved, upstream)
     cache = saved.cache if expressible else None
 
     # Decided by facts that all ranks share, not by which upstream gradients this rank got.
@@ -51,28 +51,34 @@ def backward(
         gather.start_all()
         logits = shard_logits(call, gather.tokens, weight, bias, labels)
 
-    dhidden = dweight = dbias = None
+    gradients = new_gradients(call, operands, needs, main_grad)
+    windows = ColumnCache(() if cache is None else (cache,))
+    chunk = Chunk((0, len(labels)), labels, saved.stats, rows, windows, gather, logits)
+    gradients.add(chunk)
+    if gather is not None:
+        gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
+    return gradients.finished(main_grad)
+
+
+def new_gradients(
+    call: Call, operands: Operands, needs: Sequence[bool], main_grad: MainGrad | None
+) -> "Gradients":
+    """Allocate the gradients of one chunk; dweight is ``main_grad`` if that is given."""
+    weight, dhidden, dweight, dbias = operands.weight, None, None, None
     if needs[0]:
-        dhidden = sum_of_dhidden(call, len(labels), weight)
+        dhidden = sum_of_dhidden(call, len(operands.labels), weight)
     accumulates = False
     if main_grad is not None:
         dweight, accumulates = main_grad.opened()
     elif needs[1]:
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if needs[2]:
-        assert bias is not None
-        dbias = torch.zeros_like(bias)
-    gradients = Gradients(call, weight, dhidden, dweight, dbias, accumulates)
-    windows = ColumnCache(() if cache is None else (cache,))
-    chunk = Chunk((0, len(labels)), labels, saved.stats, rows, windows, gather, logits)
-    gradients.add(chunk)
-    if gather is not None:
-        gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
-    dhidden_here, dweight, dbias = gradients.finished()
-    return dhidden_here, dweight if main_grad is None else main_grad.closed(), dbias
+        assert operands.bias is not None
+        dbias = torch.zeros_like(operands.bias)
+    return Gradients(call, weight, dhidden, dweight, dbias, accumulates)
 
 
-def _row_gradient(
+def row_gradient(
     call: Call, operands: Operands, saved: Saved, upstream: Sequence[Tensor | None]
 ) -> tuple[RowGradient, bool]:
     """Return the factors of dlogits, and whether cached exponentials express it."""
@@ -141,7 +147,7 @@ class Gradients:
     dweight: Tensor | None
     dbias: Tensor | None
     accumulates: bool = False
-    _acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
+    acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
 
     def __post_init__(self) -> None:
         if self.dweight is not None and not self.accumulates:
@@ -161,34 +167,37 @@ class Gradients:
         contains_scale = not cached and not call.is_from_lse
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
-        scratch = None
-        if self.dhidden is not None:
-            share = self.dhidden.tokens[slice(*chunk.tokens)]
-            self._acc = torch.empty_like(share, dtype=gemm.acc_dtype(call.dtype))
-            if not call.reduces_dhidden:  # written last; until then its buffer is scratch
-                scratch = share
+        scratch = self.new_accumulator(chunk)
         in_place = contains_scale or windows[-1].cached is not None
         factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
 
         for start, end, d in dlogits(call, chunk, rows, cached):
             self._add_dhidden(start, end, d)
         if not others and scratch is None:
-            self._finish_dhidden(chunk, rows)
+            self.finish_dhidden(chunk, rows)
         for start, end, d in dlogits(call, chunk, rows, cached):
             self._add_parameters(chunk, rows, factor, start, end, d)
         for start, end, d in dlogits(call, chunk, rows, others):
             self._add_dhidden(start, end, d)
             if end == windows[-1].end and scratch is None:
-                self._finish_dhidden(chunk, rows)
+                self.finish_dhidden(chunk, rows)
             self._add_parameters(chunk, rows, factor, start, end, d)
         if scratch is not None:
-            self._finish_dhidden(chunk, rows)
+            self.finish_dhidden(chunk, rows)
+
+    def new_accumulator(self, chunk: Chunk) -> Tensor | None:
+        """Allocate that of dhidden, and return a [T, H] that is scratch until it is rounded."""
+        if self.dhidden is None:
+            return None
+        share = self.dhidden.tokens[slice(*chunk.tokens)]
+        self.acc = torch.empty_like(share, dtype=gemm.acc_dtype(self.call.dtype))
+        return None if self.call.reduces_dhidden else share
 
     def _add_dhidden(self, start: int, end: int, d: Tensor) -> None:
-        if self._acc is not None:
-            gemm.add_matmul(self._acc, d, self.weight[start:end], first=start == 0)
+        if self.acc is not None:
+            gemm.add_matmul(self.acc, d, self.weight[start:end], first=start == 0)
 
-    def _finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
+    def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
         """Round the accumulator into this rank's share, and start the sum over ranks."""
         if self.dhidden is None:
             return
@@ -198,14 +207,14 @@ class Gradients:
             plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
         self.dhidden.acquire()
         self.call.kernels.scale_rows(
-            self._acc,
+            self.acc,
             rows.scale,
             chunk.labels,
             ignore_index=self.call.options.ignore_index,
             plus=plus,
             out=self.dhidden.tokens[slice(*chunk.tokens)],
         )
-        self._acc = None  # freed before the peers' shares get buffers
+        self.acc = None  # freed before the peers' shares get buffers
         self.dhidden.start(*chunk.tokens)
 
     def _add_parameters(
@@ -232,10 +241,13 @@ class Gradients:
         if self.dbias is not None:
             self.dbias[start:end] += dbias_of(self.call, d, rows)
 
-    def finished(self) -> Results:
-        """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias."""
+    def finished(self, main_grad: MainGrad | None = None) -> Results:
+        """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias.
+
+        With ``main_grad``, the dweight that is returned says that it was added there.
+        """
         dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
-        return dhidden, self.dweight, self.dbias
+        return dhidden, self.dweight if main_grad is None else main_grad.closed(), self.dbias
 
 
 def split_columns(call: Call, cache: ColumnCache) -> list[Window]:

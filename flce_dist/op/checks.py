@@ -43,7 +43,28 @@ def check_options(options: LossOptions) -> LossOptions:
             f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
             "needs the logits; use schedule='recompute'"
         )
+    if options.filter_eps is not None:
+        check_filter(options)
     return options
+
+
+def check_filter(options: LossOptions) -> None:
+    """Check the options that filtered gradients exclude, whatever ``filter_eps`` is."""
+    if options.schedule in ("cached", "in_forward"):
+        raise NotImplementedError(
+            "filter_eps needs schedule='auto' or 'recompute', since what it keeps is known only "
+            f"after forward, got schedule='{options.schedule}'"
+        )
+    if options.softcap is not None:
+        raise NotImplementedError(
+            "filter_eps needs softcap=None, since a softcap's slope differs between the columns "
+            f"of a tile, got softcap={options.softcap}"
+        )
+    if options.tp_invariant:
+        raise NotImplementedError(
+            "filter_eps needs tp_invariant=False, since tiles are counted from the first row of "
+            "each rank, got tp_invariant=True"
+        )
 
 
 def check_tensors(

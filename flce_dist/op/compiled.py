@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import new_window
+from flce_dist.kernels.filter_tiles import tile_grid
 from flce_dist.op import checks
 from flce_dist.op.autograd import run_backward, run_forward
 from flce_dist.op.backward import Results
-from flce_dist.op.forward import shard_logits
+from flce_dist.op.forward import Metrics, shard_logits
 from flce_dist.op.in_forward import saved_dtype
 from flce_dist.op.prepare import Arguments, Call, Operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
@@ -33,7 +34,8 @@ def _schema(name: str, declared: Declared) -> str:
 
 _OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
 _SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
-_METRICS = 4  # lse, logprob, entropy, correct
+_METRICS = len(Metrics._fields)
+_DIFFERENTIABLE = 4  # the loss, lse, logprob, entropy
 
 
 def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -51,6 +53,13 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes no "
             "schedule='in_forward'; use schedule='recompute'"
+        )
+    if options.with_metrics and options.filter_eps is not None and any(needs):
+        # Compiled code passes zeros for upstream gradients that do not exist, so that backward
+        # could not tell which to refuse.
+        raise NotImplementedError(
+            "under torch.compile linear_cross_entropy_with_metrics takes filter_eps only without "
+            "gradients; use linear_cross_entropy, or exclude the call by torch.compiler.disable"
         )
     outputs = torch.ops.flce_dist.forward(
         *arguments[:5],
@@ -80,14 +89,15 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
 def _forward(hidden, weight, labels, bias, token_weight, *spec):
-    """Return loss, lse, logprob, entropy, correct (empty if not asked for), then what is saved."""
+    """Return loss and metrics (empty if not asked for), then what is saved."""
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     needs, shape = spec[-1], labels.shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands, needs)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
-    outputs += _present([x if x is None else x.reshape(shape) for x in metrics], loss)
+    of_tokens = [x if x is None else x.reshape(shape) for x in metrics[:4]]
+    outputs += _present([*of_tokens, *metrics[4:]], loss)
     return outputs + (_present(saved, loss) if any(needs) else [])
 
 
@@ -103,8 +113,8 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
 
     outputs = [new(*labels.shape) if call.options.reduction == "none" else new()]
     if call.options.with_metrics:
-        outputs += [new(*labels.shape) for _ in range(_METRICS - 1)]
-        outputs += [torch.empty_like(labels, dtype=torch.bool)]
+        outputs += [new(*labels.shape) for _ in range(_DIFFERENTIABLE - 1)]
+        outputs += [torch.empty_like(labels, dtype=torch.bool), new(), new()]
     else:
         outputs += [new(0) for _ in range(_METRICS)]
     need_hidden, need_weight, need_bias = needs = spec[-1]
@@ -121,7 +131,11 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
     cache = new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
     norm = new() if call.options.reduction == "mean" else new(0)
-    return [*outputs, norm, cache, entropy, new(T), new(T), new(T)]
+    kept, mass = new(0), new(0)
+    if call.plan.schedule == "filtered":
+        blocks, tiles = tile_grid(T, call.V)
+        kept, mass = flat.new_empty(blocks, tiles, dtype=torch.bool), flat.new_empty(tiles, T)
+    return [*outputs, norm, cache, entropy, new(T), new(T), new(T), kept, mass]
 
 
 @torch.library.custom_op(
@@ -173,7 +187,7 @@ def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
     needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
     # Compiled code passes zeros for upstream gradients that do not exist.
-    upstream = grads[:_METRICS] if with_metrics else (grads[0], None, None, None)
+    upstream = grads[:_DIFFERENTIABLE] if with_metrics else (grads[0], None, None, None)
     if all(g is None for g in upstream):
         return (None,) * (5 + len(ctx.spec))
     gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)

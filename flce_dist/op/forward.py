@@ -18,12 +18,14 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class Metrics(NamedTuple):
-    """What one pass over the logits yields besides the loss, each [T]; None if not asked for."""
+    """What one pass over the logits yields besides the loss; None if not asked for."""
 
-    lse: Tensor | None = None
+    lse: Tensor | None = None  # [T], as the next three
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
+    kept_share: Tensor | None = None  # scalars
+    rank_one_mass: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -35,6 +37,8 @@ class Saved(NamedTuple):
     label_logit: Tensor  # [T]
     reference: Tensor  # [T]
     others: Tensor  # [T]
+    kept: Tensor | None = None  # of filtered gradients: which tiles, [blocks, tiles] bool
+    mass: Tensor | None = None  # each token's probability in tiles that are not kept, [tiles, T]
 
     @property
     def stats(self) -> TokenStats:
@@ -42,7 +46,7 @@ class Saved(NamedTuple):
 
 
 def forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-    """Return the loss, the metrics and what backward needs: schedules recompute and cached."""
+    """Return the loss, the metrics and what backward needs: all schedules but in_forward."""
     hidden, weight, bias, labels, token_weight = operands
     gather = transport.gather(hidden, call.order, call.sequence_group)
     logits = shard_logits(call, gather.tokens, weight, bias, labels)
@@ -50,11 +54,20 @@ def forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
     if columns:
         cache = new_window(logits.T, columns, logits.cache_dtype, hidden.device)
     windows = ColumnCache(() if cache is None else (cache,))
-    stats, loss = chunk_loss(call, logits, gather, (0, logits.T), token_weight, windows)
+    kept = mass = tiles = None
+    if call.plan.schedule == "filtered":
+        tiles = call.kernels.new_tile_stats(logits)
+    stats, loss = chunk_loss(call, logits, gather, (0, logits.T), token_weight, windows, tiles)
+    if tiles is not None:
+        kept, mass = call.kernels.kept_tiles(logits, tiles, stats, call.options.filter_eps)
     norm = loss_norm(call, labels, token_weight, logits.stats_dtype)
     metrics = chunk_metrics(call, stats, logits)
-    saved = Saved(norm, cache, metrics.entropy, *stats[:3])
-    return reduced_loss(call, loss, norm), restored_metrics(call, [metrics]), saved
+    saved = Saved(norm, cache, metrics.entropy, *stats[:3], kept, mass)
+    metrics = restored_metrics(call, [metrics])
+    if call.options.with_metrics and kept is not None and mass is not None:
+        share, left = approximation(call, logits, kept, mass)
+        metrics = metrics._replace(kept_share=share, rank_one_mass=left)
+    return reduced_loss(call, loss, norm), metrics, saved
 
 
 def chunk_loss(
@@ -64,6 +77,7 @@ def chunk_loss(
     tokens: tuple[int, int],
     token_weight: Tensor | None,
     cache: ColumnCache,
+    tiles: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
@@ -73,7 +87,8 @@ def chunk_loss(
     depend on whether any row needs the rescue, so ranks never disagree.
 
     ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is written
-    now, not in backward: a saved tensor must not change between two backward passes.
+    now, not in backward: a saved tensor must not change between two backward passes. ``tiles``
+    receives the statistics of tiles, if given.
     """
     options, kernels, group = call.options, call.kernels, call.tp_group
     with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
@@ -99,6 +114,7 @@ def chunk_loss(
             with_entropy=with_entropy,
             others_max=others_max[here],
             sums=sums[:, here],
+            **({} if tiles is None else {"tiles": tiles[:, :, here]}),
         )
 
     others_max = collectives.all_reduce_max(others_max, group)
@@ -137,10 +153,29 @@ def chunk_metrics(call: Call, stats: TokenStats, logits: ShardLogits) -> Metrics
 
 
 def restored_metrics(call: Call, chunks: list[Metrics]) -> Metrics:
-    """Return the metrics of all tokens in the caller's order."""
+    """Return the metrics of all tokens in the caller's order; nothing is filtered."""
     if not call.options.with_metrics:
         return Metrics()
-    return Metrics(*(call.order.restored(torch.cat(parts)) for parts in zip(*chunks, strict=True)))
+    per_token = zip(*(chunk[:4] for chunk in chunks), strict=True)
+    metrics = Metrics(*(call.order.restored(torch.cat(parts)) for parts in per_token))
+    assert metrics.lse is not None
+    one, zero = metrics.lse.new_ones(()), metrics.lse.new_zeros(())
+    return metrics._replace(kept_share=one, rank_one_mass=zero)
+
+
+def approximation(
+    call: Call, logits: ShardLogits, kept: Tensor, mass: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the share of all ranks' tiles that are kept, and the mean mass in the others.
+
+    All-reduces three numbers.
+    """
+    counted = logits.counted.sum()
+    sums = counted.new_zeros(3, dtype=logits.stats_dtype)
+    sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
+    sums[2] = kept.numel()
+    kept_sum, left, tiles = collectives.all_reduce_sum(sums, call.tp_group)
+    return kept_sum / tiles, left / counted.clamp_min(1)
 
 
 def reduced_loss(call: Call, loss: Tensor, norm: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ class Plan:
     later ones cache all.
     """
 
-    schedule: Literal["recompute", "cached", "in_forward"]
+    schedule: Literal["recompute", "cached", "in_forward", "filtered"]
     T: int
     V: int
     cached_v: int
@@ -83,6 +83,7 @@ def plan(
     dweight_row_bytes: tuple[int, int] = (0, 0),
     reduces: bool = False,
     gathers_from: int = 1,
+    filters: bool = False,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -105,9 +106,12 @@ def plan(
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
         gathers_from: ranks whose tokens are gathered; pieces hold as many of each.
+        filters: whether gradients are filtered, under schedule ``auto`` or ``recompute``; windows
+            are then those of ``recompute``, and hold the tiles that are kept.
     """
     column_bytes = max(1, T * itemsize)
     tokens = _Tokens(T, gathers_from)
+    schedule = "recompute" if filters else schedule
     if schedule == "in_forward":
         budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
         return _in_forward(tokens, V, itemsize, budget, converts, dweight_row_bytes)
@@ -141,8 +145,10 @@ def plan(
                 return in_forward
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
-    name: Literal["recompute", "cached"] = "cached" if cached else "recompute"
+    name: Literal["recompute", "cached", "filtered"] = "cached" if cached else "recompute"
     held_bytes = held * column_bytes if T else 0
+    if filters and T:
+        name = "filtered"
     return Plan(name, T, V, cached, window, T, max(1, T), tokens.head(T), held_bytes)
 
 

@@ -57,8 +57,11 @@ class Call:
 
     @property
     def is_from_lse(self) -> bool:
-        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
-        return self.dtype == torch.float16
+        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504.
+
+        Filtered gradients replace D by probabilities.
+        """
+        return self.dtype == torch.float16 or self.plan.schedule == "filtered"
 
     @property
     def rescales_cache(self) -> bool:
@@ -177,16 +180,19 @@ def _plan(
     # shapes; the operators plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     P = P if known and options.sequence_parallel else 1
+    # Every tile of filter_eps=0.0 is kept.
+    schedule = options.schedule if options.filter_eps is None else "recompute"
     chosen = (plan if known else plan.__wrapped__)(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
-        schedule=options.schedule if any(needs) else "recompute",
+        schedule=schedule if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
         converts=hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P,
+        filters=bool(options.filter_eps) and (any(needs) or options.with_metrics),
     )
     return chosen, TokenOrder(P, chosen.pieces() if known else ((0, T),))

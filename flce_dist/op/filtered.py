@@ -1,0 +1,141 @@
+"""Backward with filtered gradients: exact in the tiles that are kept, rank one in the others.
+
+A tile is 128 tokens by 256 rows of the vocabulary (``kernels/filter_tiles.py``). Forward decided
+which are kept, and left each token's probability in the others, its mass s. There p is replaced by
+``s[j, t] q[v]``, with the profile q of tile j, which sums to 1 over its rows. Hence, with
+``D = p - [v = label]`` in the tiles that are kept::
+
+    dhidden_t = scale_t * (sum_v D_tv w_v + sum_j s_jt wbar_j)    wbar_j = sum_v q_v w_v
+    dweight_v = sum_t scale_t D_tv h_t + q_v hbar_j               hbar_j = sum_t scale_t s_jt h_t
+
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size. ``s`` is
+[tiles, T], wbar and hbar are [tiles, H]; all of them, and the lists of tiles, are this rank's own.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels import gemm
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.filter_tiles import TILE_V, tile_grid
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.op.backward import (
+    Chunk,
+    Gradients,
+    Results,
+    dweight_factor,
+    new_gradients,
+    row_gradient,
+)
+from flce_dist.op.forward import Saved, shard_logits
+from flce_dist.op.main_grad import MainGrad
+from flce_dist.op.prepare import Call, Operands
+from flce_dist.parallel import transport
+
+
+def backward(
+    call: Call,
+    operands: Operands,
+    saved: Saved,
+    upstream: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    main_grad: MainGrad | None = None,
+) -> Results:
+    """Return the gradients that are needed; arguments are those of ``backward.backward``."""
+    if any(g is not None for g in upstream[1:]):
+        raise NotImplementedError(
+            "filter_eps has gradients of the loss only, and a gradient of lse, logprob or entropy "
+            "was asked for; use filter_eps=None"
+        )
+    hidden, weight, bias, labels, _ = operands
+    rows, _ = row_gradient(call, operands, saved, upstream)
+    gather = transport.gather(hidden, call.order, call.sequence_group)
+    gather.start_all()
+    logits = shard_logits(call, gather.tokens, weight, bias, labels)
+    gradients = new_gradients(call, operands, needs, main_grad)
+    chunk = Chunk((0, len(labels)), labels, saved.stats, rows, ColumnCache(), gather, logits)
+    if call.V:
+        assert saved.kept is not None and saved.mass is not None
+        _add_tiles(gradients, chunk, saved.kept, saved.mass)
+    elif gradients.dhidden is not None:  # the other ranks' shares are not empty
+        gradients.new_accumulator(chunk)
+        assert gradients.acc is not None
+        gradients.acc.zero_()
+        gradients.finish_dhidden(chunk, rows)
+    gather.wait_all()
+    return gradients.finished(main_grad)
+
+
+def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
+    """Write all gradients: those of kept tiles a round at a time, added to those of the others.
+
+    The sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
+    """
+    call, logits, gather = gradients.call, chunk.logits, chunk.gather
+    assert logits is not None and gather is not None
+    kernels, weight = call.kernels, logits.weight
+    blocks, _ = tile_grid(logits.T, logits.V)
+    capacity = max(2, call.plan.window_v // TILE_V) * blocks
+    lists = kernels.tile_lists(kept, capacity)
+    dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
+    rows = chunk.rows
+    if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
+        assert rows.scale is not None
+        mass = torch.mul(mass, rows.scale, out=torch.empty_like(mass))
+        rows = rows.folded()
+
+    gather.wait_all()
+    profile = kernels.tile_profile(logits, rows.reference, kept)
+    scratch = gradients.new_accumulator(chunk)
+    if gradients.acc is not None:
+        means = kernels.tile_means(profile, weight)
+        gemm.add_matmul(gradients.acc, mass.T, means, first=True)
+    factor = functools.cache(lambda: _dweight_terms(call, chunk, rows, mass, scratch))
+    if dbias is not None:
+        dbias = profile * dbias.repeat_interleave(TILE_V)[: logits.V]
+    buffer = kernels.new_kept_buffer(logits, capacity)
+    for turn in range(lists.rounds):
+        d = kernels.kept_dlogits(logits, rows, lists, turn, out=buffer)
+        if gradients.acc is not None:
+            kernels.add_kept_dhidden(d, weight, lists, turn, gradients.acc)
+        if turn == lists.rounds - 1 and scratch is None:
+            gradients.finish_dhidden(chunk, rows)
+        if gradients.dweight is not None:
+            hidden, row, hbar = factor()
+            kernels.kept_dweight(
+                d, hidden, lists, turn, profile, hbar, row,
+                out=gradients.dweight[: logits.V], accumulates=gradients.accumulates,
+            )  # fmt: skip
+        if dbias is not None:
+            kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
+    if scratch is not None:
+        gradients.finish_dhidden(chunk, rows)
+    if dbias is not None:
+        assert gradients.dbias is not None
+        if rows.uniform is not None:
+            dbias += rows.uniform.sum()
+        gradients.dbias[: logits.V] = dbias / call.options.logit_scale
+
+
+def _tile_sums(rows: RowGradient, mass: Tensor) -> Tensor:
+    """Return [tiles]: what the tiles that are not kept add to the bias gradient, over all rows."""
+    assert rows.scale is not None
+    return gemm.weighted_row_sum(rows.scale, mass.T)
+
+
+def _dweight_terms(
+    call: Call, chunk: Chunk, rows: RowGradient, mass: Tensor, scratch: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the right factor of dweight [T, H], the row of label smoothing [H], and hbar.
+
+    hbar [tiles, H] is in the accumulation dtype.
+    """
+    # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
+    in_place = rows.scale is None
+    hidden, row = dweight_factor(call, chunk, rows, in_place, scratch)
+    hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=gemm.acc_dtype(hidden.dtype))
+    gemm.add_matmul(hbar, mass, hidden, first=True)
+    return hidden, row, hbar

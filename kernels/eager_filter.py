@@ -1,0 +1,200 @@
+"""Filtered gradients in plain PyTorch: the part of ``eager.py`` that only they need.
+
+D lies in a dense window of columns in which the tiles that are not kept are 0. A round is the next
+window, whichever tiles are kept, so nothing is read on the host.
+
+T = tokens, V = vocabulary rows here, H = hidden size, W = columns of one window; blocks of tokens
+and tiles of rows are counted by ``filter_tiles``.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_dist.kernels import gemm
+from flce_dist.kernels.eager_logits import dlogits, windows
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
+
+SAMPLE = 128  # tokens, at most, from which the profile is taken
+
+
+def new_tile_stats(logits: ShardLogits) -> Tensor:
+    """Return uninitialised [2, tiles, T] for the maxima and sums of tiles in ``linear_stats``."""
+    _, tiles = tile_grid(logits.T, logits.V)
+    return logits.hidden.new_empty(2, tiles, logits.T, dtype=logits.stats_dtype)
+
+
+def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> None:
+    """Write to ``tiles`` each token's largest logit and its sum of exp(z - reference) in each tile.
+
+    Both are over the columns other than the label; reference is [T].
+    """
+    for start, z, other in windows(logits, TILE_V):
+        z = z.masked_fill(~other, -torch.inf)
+        z = F.pad(z, (0, -z.shape[1] % TILE_V), value=-torch.inf).unflatten(1, (-1, TILE_V))
+        here = slice(start // TILE_V, start // TILE_V + z.shape[1])
+        tiles[0, here] = z.amax(2).T
+        tiles[1, here] = (z - reference[:, None, None]).exp().sum(2).T
+
+
+def kept_tiles(
+    logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype.
+
+    ``tiles`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of one of
+    its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a mass
+    is not finite, as only tokens can have it that were rescued. The mass is each token's
+    probability in a tile that is not kept; in kept tiles and for ignored tokens it is 0.
+    """
+    maxima, sums = tiles
+    lse, counted = stats.lse, logits.counted
+    mass = sums * (first_reference(stats.label_logit) - lse).exp()
+    column = logits.labels - logits.vocab_start_index
+    label_tile = (column // TILE_V).where(column < logits.V, -1)
+    has_label = torch.arange(len(mass), device=mass.device)[:, None] == label_tile
+    reached = ((maxima - lse).exp() >= eps) | ~mass.isfinite() | has_label
+    blocks, _ = tile_grid(logits.T, logits.V)
+    padded = F.pad(reached & counted, (0, -logits.T % TILE_T))
+    by_block = padded.view(len(mass), blocks, TILE_T)
+    kept = by_block.any(2).T.contiguous()
+    left_out = counted & ~_of_tokens(kept, logits.T).T
+    return kept, mass.where(left_out, 0.0).to(logits.hidden.dtype)
+
+
+def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor) -> Tensor:
+    """Return q [V] in the dtype of statistics: how mass spreads inside each tile.
+
+    It is the sum of the probabilities of up to ``SAMPLE`` tokens, evenly spaced, where their tile
+    is not kept, divided by its sum over the tile. Where no such token has any, rows that no bias of
+    -inf bans share the mass equally.
+    """
+    step = -(-logits.T // SAMPLE)
+    of_tiles = _of_tokens(kept, logits.T)[::step]
+    labels, lse = logits.labels[::step], lse[::step]
+    some = replace(logits, hidden=logits.hidden[::step], labels=labels)
+    q = lse.new_empty(logits.V)
+    for start, z, other in windows(some):
+        columns = torch.arange(start, start + z.shape[1], device=z.device)
+        takes_part = other & ~of_tiles[:, columns // TILE_V]
+        q[columns] = (z - lse[:, None]).exp().where(takes_part, 0.0).sum(0)
+    even = torch.ones_like(q)
+    if logits.bias is not None:
+        even = even.masked_fill(logits.bias == -torch.inf, 0.0)
+    return _normalised(q.where(_spread(_tile_sums(q) > 0, logits.V), even))
+
+
+def _normalised(q: Tensor) -> Tensor:
+    return q / _spread(_tile_sums(q), len(q)).clamp_min(torch.finfo(q.dtype).tiny)
+
+
+def tile_means(q: Tensor, weight: Tensor) -> Tensor:
+    """Return [tiles, H] in weight's dtype: each tile's mean row of weight, weighted by q."""
+    means = [
+        q[v : v + TILE_V] @ weight[v : v + TILE_V].to(q.dtype) for v in range(0, len(q), TILE_V)
+    ]
+    return torch.stack(means).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """Which tiles are kept, and the columns of tiles of a round."""
+
+    kept: Tensor
+    columns: int
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.kept.shape[1] // self.columns)
+
+    def window(self, round: int, V: int) -> slice:
+        """The rows of the vocabulary of a round."""
+        width = self.columns * TILE_V
+        return slice(round * width, min((round + 1) * width, V))
+
+
+def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
+    """Return an uninitialised buffer for D of one round."""
+    blocks, _ = tile_grid(logits.T, logits.V)
+    columns = min(logits.V, capacity // blocks * TILE_V)
+    return logits.hidden.new_empty(logits.T, columns)
+
+
+def tile_lists(kept: Tensor, capacity: int) -> TileLists:
+    """Cut the tiles into rounds of at most ``capacity`` of them."""
+    return TileLists(kept, capacity // len(kept))
+
+
+def kept_dlogits(
+    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
+) -> Tensor:
+    """Write D of the kept tiles of a round to ``out``, and return its part that was written."""
+    window = lists.window(round, logits.V)
+    d = out[:, : window.stop - window.start]
+    part = logits.columns(window.start, window.stop)
+    dlogits(part, rows.reference, rows.label_value, rows.affine, out=d)
+    kept = lists.kept[:, round * lists.columns :][:, : lists.columns]
+    d.masked_fill_(~_spread(_of_tokens(kept, logits.T), d.shape[1]), 0.0)
+    return d
+
+
+def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
+    """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H]; weight is [V, H]."""
+    gemm.add_matmul(acc, d, weight[lists.window(round, len(weight))], first=False)
+
+
+def kept_dweight(
+    d: Tensor,
+    hidden: Tensor,
+    lists: TileLists,
+    round: int,
+    q: Tensor,
+    hbar: Tensor,
+    row: Tensor | None,
+    *,
+    out: Tensor,
+    accumulates: bool,
+) -> None:
+    """Write to the round's rows of ``out`` [V, H] ``D.T @ hidden + q[v] * hbar[tile of v] + row``.
+
+    hidden [T, H] is that of dweight's GEMM; hbar is [tiles, H] and row [H], in the accumulation
+    dtype. With ``accumulates`` the rows are added to instead. Rounded once.
+    """
+    first = lists.window(round, len(out)).start
+    for part in gemm.slices(d.shape[1], 4 * hidden.shape[1]):
+        d_part = d[:, part]
+        v = first + part.start + torch.arange(d_part.shape[1], device=d.device)
+        rows = slice(first + part.start, first + part.start + d_part.shape[1])
+        total = q[rows, None] * hbar[v // TILE_V]
+        if row is not None:
+            total += row
+        gemm.add_matmul(total, d_part.T, hidden, first=False)
+        out[rows] = out[rows] + total if accumulates else total
+
+
+def add_kept_dbias(
+    d: Tensor, scale: Tensor | None, lists: TileLists, round: int, out: Tensor
+) -> None:
+    """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V]; scale None is 1."""
+    scale = out.new_ones(len(d)) if scale is None else scale
+    out[lists.window(round, len(out))] += gemm.weighted_row_sum(scale, d)
+
+
+def _of_tokens(kept: Tensor, T: int) -> Tensor:
+    """Repeat the rows of ``kept`` [blocks, tiles] for their T tokens."""
+    return kept.repeat_interleave(TILE_T, 0)[:T]
+
+
+def _tile_sums(x: Tensor) -> Tensor:
+    """Sum x [V] over each tile, to [tiles]."""
+    return F.pad(x, (0, -len(x) % TILE_V)).view(-1, TILE_V).sum(1)
+
+
+def _spread(x: Tensor, V: int) -> Tensor:
+    """Repeat the last dimension of x, tiles, for their V rows."""
+    return x.repeat_interleave(TILE_V, -1)[..., :V]

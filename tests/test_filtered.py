@@ -1,0 +1,318 @@
+"""Filtered gradients on one rank: what ``filter_eps`` approximates, and how closely.
+
+T tokens, V vocabulary rows, H hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
+from flce_dist.op.prepare import kernels_of
+from flce_dist.testing import relative_rms
+from tests.filtered_formula import (
+    exact,
+    filtered_gradients,
+    probabilities,
+    zipf_inputs,
+)
+from tests.problems import (
+    IGNORE,
+    Inputs,
+    Outcome,
+    Patch,
+    Upstream,
+    assert_same,
+    device_of,
+    each_dtype,
+    inputs,
+    make_inputs,
+    per_token_upstream,
+    poisoned_memory,
+    run_op,
+    with_logits,
+)
+
+IMPLS = ["eager"]
+each_impl = pytest.mark.parametrize("impl", IMPLS)
+EPS = 2.0**-9
+GRADIENTS = ("dhidden", "dweight", "dbias")
+
+
+def check_filtered(
+    problem: Inputs, eps: float = EPS, upstream: Upstream | None = None, **options: Any
+) -> Outcome:
+    """Run the op and compare its gradients with the definition, its loss with the reference."""
+    upstream = upstream or Upstream()
+    impl = options.pop("impl", "eager")
+    spoilt = problem.hidden.clone()
+    spoilt[problem.labels == IGNORE] = torch.nan
+    given = replace(problem, hidden=spoilt)
+    actual = run_op(given, upstream, impl=impl, filter_eps=eps, **options)
+    wanted = filtered_gradients(problem, eps, upstream, **options)
+    truth = exact(problem, torch.float64, upstream, **options)
+    rounded = exact(problem, problem.dtype, upstream, **options)
+    assert relative_rms(actual["loss"], truth["loss"]) <= 1e-5
+    wide = torch.promote_types(problem.dtype, torch.float32)
+    rounding = torch.finfo(problem.dtype).eps + 8 * torch.finfo(wide).eps
+    for name in GRADIENTS:
+        if name in actual:
+            budget = 2 * (rounding + relative_rms(rounded[name], truth[name]))
+            error = relative_rms(actual[name], wanted[name])
+            assert error <= budget, f"{name}: error {error:.3g} exceeds {budget:.3g}"
+    return actual
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "scale": {"logit_scale": 0.9, "reduction": "sum"},
+    "z-loss": {"z_loss_weight": 1e-2},
+    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-3},
+    "padding": {"vocab_size": 1111},
+    "rounds": {"max_logits_bytes": 300_000},
+}
+
+
+@each_impl
+@each_dtype
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> None:
+    options = OPTIONS[name]
+    problem = zipf_inputs(300, 1300, 16, dtype, bias=True, token_weight=True)
+    if "vocab_size" in options:
+        labels = problem.labels.clamp(max=options["vocab_size"] - 1)
+        problem = replace(problem, labels=labels)
+    is_none = options.get("reduction") == "none"
+    upstream = Upstream(per_token_upstream(300) if is_none else 3.0)
+    with poisoned_memory():
+        check_filtered(problem, 2.0**-7, upstream, impl=impl, **options)
+    kept = probabilities(problem, 2.0**-7, **options).kept.double().mean()
+    assert 0.1 < kept < 0.9
+
+
+def test_in_fp64_nothing_else_is_approximated() -> None:
+    problem = zipf_inputs(300, 1300, 16, torch.float64, bias=True, token_weight=True)
+    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS, label_smoothing=0.1)
+    wanted = filtered_gradients(problem, EPS, label_smoothing=0.1)
+    for name in GRADIENTS:
+        assert relative_rms(actual[name], wanted[name]) <= 1e-12, name
+
+
+@pytest.mark.parametrize(("T", "V"), [(1, 1), (1, 300), (128, 256), (129, 257), (255, 511)])
+def test_sizes(T: int, V: int) -> None:
+    check_filtered(zipf_inputs(T, V, 8, torch.float64, ignored=0.0), 2.0**-6)
+
+
+def test_without_tokens() -> None:
+    actual = run_op(zipf_inputs(0, 300, 8), Upstream(), impl="eager", filter_eps=EPS)
+    assert actual["loss"] == 0 and not actual["dweight"].any()
+
+
+def test_without_counted_tokens() -> None:
+    problem = zipf_inputs(200, 600, 8, ignored=1.1)
+    problem.hidden.fill_(torch.nan)
+    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
+    assert actual["loss"] == 0 and not actual["dweight"].any() and not actual["dhidden"].any()
+
+
+# --- how closely it approximates
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[Inputs, Outcome]:
+    """A problem of which about 0.2 are kept, and its exact gradients."""
+    problem = zipf_inputs(512, 8000, 64)
+    return problem, exact(problem, torch.float64)
+
+
+@each_dtype
+def test_rank_one_is_far_closer_than_dropping(
+    large: tuple[Inputs, Outcome], dtype: torch.dtype
+) -> None:
+    problem, wanted = large[0].to(dtype), large[1]
+    assert 0.15 < probabilities(problem, EPS).kept.double().mean() < 0.25
+    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
+    dropped = filtered_gradients(problem, EPS, drops=True)
+    for name, budget, least in (("dhidden", 0.003, 0.1), ("dweight", 0.003, 0.002)):
+        # Inputs are rounded too: against the gradients of fp32 inputs.
+        rounding = 4 * torch.finfo(dtype).eps
+        assert relative_rms(actual[name], wanted[name]) <= budget + rounding
+        assert relative_rms(dropped[name], wanted[name]) >= least
+
+
+def test_rows_that_no_block_keeps_move_in_the_right_direction(
+    large: tuple[Inputs, Outcome],
+) -> None:
+    """Dropping would leave them without a gradient."""
+    problem, wanted = large
+    never = ~probabilities(problem, EPS).kept.any(0).repeat_interleave(256)[:8000]
+    assert never.sum() > 1000
+    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)["dweight"][never].double()
+    truth = wanted["dweight"][never]
+    error = (actual - truth).norm(dim=1) / truth.norm(dim=1)
+    assert error.median() < 0.8
+    assert torch.cosine_similarity(actual, truth).median() > 0.65
+
+
+def test_a_smaller_eps_is_closer(large: tuple[Inputs, Outcome]) -> None:
+    problem, wanted = large
+    errors = []
+    for eps in (2.0**-9, 2.0**-12, 2.0**-16):
+        actual = run_op(problem, Upstream(), impl="eager", filter_eps=eps)
+        errors.append([relative_rms(actual[name], wanted[name]) for name in GRADIENTS[:2]])
+    assert all(a > 2 * b > 4 * c for a, b, c in zip(*errors, strict=True))
+
+
+@each_impl
+def test_a_tokens_gradient_sums_to_zero(impl: str) -> None:
+    """A feature that is 1 in every row of weight receives the sum over the vocabulary."""
+    problem = zipf_inputs(300, 2600, 16)
+    problem.weight[:, 1] = 1.0
+    upstream = Upstream(torch.ones(300))
+    actual = check_filtered(problem, EPS, upstream, impl=impl, reduction="none")
+    assert actual["dhidden"][:, 1].abs().max() <= 1e-5
+    dropped = filtered_gradients(problem, EPS, upstream, reduction="none", drops=True)
+    assert dropped["dhidden"][:, 1].abs().max() >= 0.03
+
+
+# --- eps 0, metrics, unusual rows
+
+
+@each_dtype
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -> None:
+    problem = inputs(dtype)
+    options: dict[str, Any] = {"impl": "eager", "with_metrics": with_metrics}
+    plain = run_op(problem, Upstream(), schedule="recompute", **options)
+    assert_same(plain, run_op(problem, Upstream(), filter_eps=0.0, **options))
+
+
+@each_impl
+def test_metrics_say_what_is_approximated(impl: Any) -> None:
+    problem = zipf_inputs(300, 2600, 16).to(device_of(impl))
+    operands = (problem.hidden, problem.weight, problem.labels)
+    truth = probabilities(problem.to(torch.device("cpu")), EPS)
+
+    plain = linear_cross_entropy_with_metrics(*operands, impl=impl)
+    assert plain.kept_share == 1 and plain.rank_one_mass == 0
+    for needs_grad in (True, False):  # without a gradient, what it would approximate
+        hidden = problem.hidden.clone().requires_grad_(needs_grad)
+        out = linear_cross_entropy_with_metrics(hidden, *operands[1:], filter_eps=EPS, impl=impl)
+        assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
+        assert out.rank_one_mass.item() == pytest.approx(truth.mass, rel=1e-4)
+        assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
+        for metric, same in zip(out[:5], plain, strict=False):
+            assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)
+    every = linear_cross_entropy_with_metrics(*operands, filter_eps=0.0, impl=impl)
+    assert every.kept_share == 1 and every.rank_one_mass == 0
+
+
+@pytest.mark.parametrize("metric", ["lse", "logprob", "entropy"])
+def test_gradients_of_metrics_are_refused(metric: str) -> None:
+    problem = zipf_inputs(40, 300, 8)
+    out = linear_cross_entropy_with_metrics(
+        problem.hidden.requires_grad_(), problem.weight, problem.labels, filter_eps=EPS
+    )
+    with pytest.raises(NotImplementedError, match="filter_eps has gradients of the loss only"):
+        (out.loss + getattr(out, metric).sum()).backward()
+
+
+@each_impl
+def test_rescued_tokens(impl: str) -> None:
+    """Sums relative to a label that lies 50 nats or more below overflow, or are 0 times inf."""
+    z = 0.1 * torch.randn(6, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.tensor([3, 300, 699, 5, 6, 7])
+    z[0, 400], z[1, 400], z[2] = RESCUE_ABOVE + 30, 100.0, z[2] + 200.0
+    z[2, 699] = 0.0
+    problem = with_logits(z.float(), labels)
+    check_filtered(problem, 2.0**-3, impl=impl)
+    bias = torch.zeros(700)
+    bias[[3, 300, 5]] = -torch.inf  # labels, and columns of no label in the other rows
+    for shift in (0.0, -80.0, -200.0):
+        shifted = with_logits((0.1 * z).float().clamp(max=2), labels)
+        shifted = replace(shifted, bias=bias + shift)
+        actual = run_op(shifted, Upstream(torch.ones(6)), impl=impl, filter_eps=2.0**-3,
+                        reduction="none")  # fmt: skip
+        wanted = filtered_gradients(shifted, 2.0**-3, Upstream(torch.ones(6)), reduction="none")
+        for name in GRADIENTS:
+            assert relative_rms(actual[name], wanted[name]) <= 1e-4, (name, shift)
+        assert abs(actual["dbias"][3] + 1) <= 1e-6, "a banned column has one only at its label"
+
+
+@each_impl
+def test_a_banned_column_gets_no_gradient_where_no_sampled_token_says_how(impl: str) -> None:
+    """Every 5th of 600 tokens is sampled, and only these have their label in the tile."""
+    problem = make_inputs(600, 512, 8, spread=0.1, bias=True, ignored=0.0)
+    labels = torch.zeros(600, dtype=torch.int64)
+    labels[:128] = 300
+    assert problem.bias is not None
+    bias = problem.bias.clone()
+    bias[400:] = -torch.inf
+    labels[128:] = IGNORE
+    labels[129:256:5] = 0
+    problem = replace(problem, labels=labels, bias=bias)
+    labels[130:256:5] = IGNORE
+    actual = check_filtered(problem, 0.5, impl=impl)
+    assert not actual["dbias"][400:].any() and not actual["dweight"][400:].any()
+
+
+# --- mistakes that these comparisons find
+
+
+def without_labels(original: Callable[..., Any], logits: Any, *args: Any) -> Any:
+    return original(replace(logits, vocab_start_index=10**9), *args)
+
+
+def without_mass(original: Callable[..., Any], *args: Any) -> Any:
+    kept, mass = original(*args)
+    return kept, torch.zeros_like(mass)
+
+
+def shifted_profile(original: Callable[..., Any], *args: Any) -> Tensor:
+    return original(*args).roll(1)
+
+
+def twice(original: Callable[..., Any], *args: Any) -> Tensor:
+    return 2 * original(*args)
+
+
+@each_impl
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("kept_tiles", without_labels),
+        ("kept_tiles", without_mass),
+        ("tile_profile", shifted_profile),
+        ("tile_profile", twice),
+        ("tile_means", twice),
+    ],
+)
+def test_a_mistake_is_found(mutate: Patch, impl: str, name: str, wrong: Any) -> None:
+    problem, eps = zipf_inputs(300, 1300, 16, bias=True), 2.0**-7
+    check_filtered(problem, eps, impl=impl)
+    mutate(kernels_of(impl), name, wrong)
+    with pytest.raises(AssertionError, match=r"error .* exceeds"):
+        check_filtered(problem, eps, impl=impl)
+
+
+def test_a_mass_that_lacks_the_scale_is_found(mutate: Patch) -> None:
+    """The scale is what forward cannot know; in 16 and 32 bits it multiplies the mass."""
+    problem = zipf_inputs(300, 1300, 16)
+    check_filtered(problem, EPS, Upstream(2.0))
+    mutate(torch, "mul", lambda original, mass, scale, out: out.copy_(mass))
+    with pytest.raises(AssertionError, match=r"error .* exceeds"):
+        check_filtered(problem, EPS, Upstream(2.0))
+
+
+def test_gradients_of_another_eps_are_found() -> None:
+    problem = zipf_inputs(300, 2600, 16)
+    wanted = filtered_gradients(problem, 2.0**-12)
+    actual = run_op(problem, Upstream(), impl="eager", filter_eps=2.0**-9)
+    assert relative_rms(actual["dhidden"], wanted["dhidden"]) > 1e-4

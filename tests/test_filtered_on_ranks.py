@@ -1,0 +1,250 @@
+"""Filtered gradients on several ranks, under torch.compile and into main_grad.
+
+T tokens, V_all vocabulary rows, H hidden size, P ranks.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.parallel.vocab import vocab_range
+from flce_dist.testing import relative_rms, run_ranks
+from tests.filtered_formula import filtered_gradients, probabilities, zipf_inputs
+from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, run_op
+
+EPS = 2.0**-9
+GRADIENTS = ("dhidden", "dweight", "dbias")
+
+
+def problem_of(V: int = 1536, dtype: torch.dtype = torch.float64) -> Inputs:
+    """Ignored tokens hold NaN."""
+    problem = zipf_inputs(256, V, 16, dtype, bias=True, token_weight=True)
+    problem.hidden[problem.labels == IGNORE] = torch.nan
+    return problem
+
+
+def on_rank(
+    group: dist.ProcessGroup, problem: Inputs, ranges: list[tuple[int, int]], **options: Any
+) -> tuple[Outcome, list[str]]:
+    """Loss, metrics and this rank's gradients; the names of the collectives."""
+    rank, P = group.rank(), group.size()
+    start, end = ranges[rank]
+    hidden = problem.hidden
+    if options.get("sequence_parallel"):
+        hidden = hidden.tensor_split(P)[rank]
+    assert problem.bias is not None
+    leaves = [
+        x.clone().requires_grad_()
+        for x in (hidden, problem.weight[start:end], problem.bias[start:end])
+    ]
+    out = linear_cross_entropy_with_metrics(
+        leaves[0], leaves[1], problem.labels, bias=leaves[2], token_weight=problem.token_weight,
+        tp_group=group, vocab_range=(start, end), filter_eps=EPS,
+        **{"vocab_size": len(problem.weight), **options},
+    )  # fmt: skip
+    out.loss.backward()
+    grads = {name: leaf.grad for name, leaf in zip(GRADIENTS, leaves, strict=True)}
+    results = {**out._asdict(), **grads}
+    return {name: x.detach() for name, x in results.items()}, list(getattr(group, "calls", ()))
+
+
+def joined(problem: Inputs, ranges: list[tuple[int, int]], **options: Any) -> Outcome:
+    """All ranks' gradients; loss and metrics must be the same bits, and so the collectives."""
+    found = run_ranks(lambda group: on_rank(group, problem, ranges, **options), len(ranges))
+    (first, calls), *others = found
+    sp = bool(options.get("sequence_parallel"))
+    for results, their_calls in others:
+        assert their_calls == calls
+        for name, x in results.items():
+            if name not in GRADIENTS or (name == "dhidden" and not sp):
+                assert torch.equal(x, first[name]), name
+    split = ("dweight", "dbias", *(["dhidden"] if sp else []))
+    return {
+        name: torch.cat([one[name] for one, _ in found]) if name in split else x
+        for name, x in first.items()
+    }
+
+
+CUTS: dict[str, list[tuple[int, int]]] = {
+    "1 rank": [(0, 1536)],
+    "2 ranks": [(0, 768), (768, 1536)],
+    "3 ranks": [vocab_range(1536, rank, 3) for rank in range(3)],
+    "uneven": [(0, 300), (300, 1200), (1200, 1536)],
+    "empty": [(0, 0), (0, 1000), (1000, 1000), (1000, 1536)],
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_ranks_compute_what_is_defined(cut: str, sequence_parallel: bool) -> None:
+    """Tiles are counted from each rank's first row, and kept by the probability among all rows."""
+    problem, ranges = problem_of(), CUTS[cut]
+    if sequence_parallel and 256 % len(ranges):
+        ranges = CUTS["2 ranks"]
+    starts = sorted({start for start, end in ranges if start < end})
+    wanted = filtered_gradients(problem, EPS, starts=starts)
+    actual = joined(problem, ranges, sequence_parallel=sequence_parallel)
+    for name in GRADIENTS:
+        assert relative_rms(actual[name], wanted[name]) <= 1e-11, name
+    truth = probabilities(problem, EPS, starts=starts)
+    assert actual["kept_share"].item() == pytest.approx(truth.kept.double().mean().item())
+    assert actual["rank_one_mass"].item() == pytest.approx(truth.mass)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_whole_tiles_on_each_rank_change_only_rounding(dtype: torch.dtype) -> None:
+    problem = problem_of(2048, dtype)
+    one, *others = (
+        joined(problem, [vocab_range(2048, rank, P) for rank in range(P)], sequence_parallel=sp)
+        for P, sp in ((1, False), (2, False), (4, False), (2, True), (4, True))
+    )
+    for other in others:
+        assert one["kept_share"] == other["kept_share"]
+        for name in GRADIENTS:
+            error = relative_rms(other[name], one[name])
+            assert error <= 2 * torch.finfo(dtype).eps + 1e-6, (name, error)
+
+
+def test_padding_of_the_last_shard() -> None:
+    problem, ranges = problem_of(), [(0, 768), (768, 1536)]
+    problem.labels.clamp_(max=1299)
+    actual = joined(problem, ranges, vocab_size=1300, sequence_parallel=True)
+    wanted = filtered_gradients(problem, EPS, vocab_size=1300, starts=[0, 768])
+    for name in GRADIENTS:
+        assert relative_rms(actual[name], wanted[name]) <= 1e-11, name
+    assert not actual["dweight"][1300:].any() and not actual["dbias"][1300:].any()
+
+
+@pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
+def test_who_sums_dhidden(options: dict[str, Any]) -> None:
+    problem = problem_of()
+    found = run_ranks(lambda group: on_rank(group, problem, CUTS["2 ranks"], **options), 2)
+    dhidden = [results["dhidden"] for results, _ in found]
+    total = dhidden[0] if "reduce_in_fp32" in options else sum(dhidden)
+    wanted = filtered_gradients(problem, EPS, starts=[0, 768])["dhidden"]
+    assert isinstance(total, Tensor) and relative_rms(total, wanted) <= 1e-11
+
+
+def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) -> None:
+    """After dhidden of the last round, before dweight of it."""
+    from flce_dist.kernels import eager
+    from flce_dist.op.backward import Gradients
+
+    seen: list[str] = []
+
+    def noting(name: str) -> Any:
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (eager, "add_kept_dhidden"), (eager, "kept_dweight"), (Gradients, "finish_dhidden"),
+    ):  # fmt: skip
+        mutate(owner, name, noting(name))
+    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(1100, 8)
+    weight.requires_grad_()
+
+    def step(group: dist.ProcessGroup) -> None:
+        linear_cross_entropy(
+            hidden, weight, torch.arange(200), tp_group=group, filter_eps=EPS,
+            max_logits_bytes=200 * 4 * 300,
+        ).backward()  # fmt: skip
+
+    run_ranks(step, 1)
+    a_round = ["add_kept_dhidden", "kept_dweight"]
+    assert seen == [*a_round * 2, "add_kept_dhidden", "finish_dhidden", "kept_dweight"]
+
+
+def test_a_shard_with_an_lse_of_its_own_is_found(mutate: Patch) -> None:
+    """Each rank's own lse would make its probabilities too large."""
+    problem, ranges = problem_of(), CUTS["2 ranks"]
+    wanted = filtered_gradients(problem, EPS, starts=[0, 768])
+
+    def locally(original: Any, logits: Any, tiles: Tensor, stats: Any, eps: float) -> Any:
+        return original(logits, tiles, stats._replace(others=stats.others / 2), eps)
+
+    from flce_dist.kernels import eager
+
+    mutate(eager, "kept_tiles", locally)
+    actual = joined(problem, ranges)
+    assert relative_rms(actual["dhidden"], wanted["dhidden"]) > 1e-3
+
+
+# --- torch.compile, main_grad
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_computes_the_same_bits(dynamic: bool) -> None:
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for T in (130, 200):
+        problem = zipf_inputs(T, 600, 8)
+        found = []
+        for call in (linear_cross_entropy, compiled):
+            hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
+            loss = call(hidden, weight, problem.labels, filter_eps=EPS)
+            loss.backward()
+            found.append((loss.detach(), hidden.grad, weight.grad))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_compiled_metrics() -> None:
+    problem = zipf_inputs(200, 600, 8)
+    call = linear_cross_entropy_with_metrics
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    arguments: Any = (problem.hidden, problem.weight, problem.labels)
+    for one, other in zip(
+        call(*arguments, filter_eps=EPS), compiled(*arguments, filter_eps=EPS), strict=True
+    ):
+        assert torch.equal(one, other)
+    problem.hidden.requires_grad_()
+    with pytest.raises(Exception, match="takes filter_eps only without gradients"):
+        compiled(*arguments, filter_eps=EPS)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dweight_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
+    problem = zipf_inputs(200, 1300, 8, torch.bfloat16)
+    problem.labels.clamp_(max=1199)
+    plain = run_op(problem, Upstream(), impl="eager", filter_eps=EPS, vocab_size=1200)
+    weight: Any = torch.nn.Parameter(problem.weight.clone())
+    before = 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.main_grad = before.to(main_dtype)
+    before = weight.main_grad.clone()
+    hidden = problem.hidden.clone().requires_grad_()
+    linear_cross_entropy(
+        hidden, weight, problem.labels, filter_eps=EPS, vocab_size=1200, accumulate_dweight=True
+    ).backward()
+    assert weight.grad is None and torch.equal(hidden.grad, plain["dhidden"])
+    added = weight.main_grad.float() - before.float()
+    wanted = filtered_gradients(problem, EPS, vocab_size=1200)["dweight"]
+    rounding = torch.finfo(main_dtype).eps * before.float().norm() / wanted.norm()
+    assert relative_rms(added, wanted) <= 0.005 + float(rounding)
+    assert torch.equal(weight.main_grad[1200:], before[1200:])
+
+
+def test_only_the_gradients_that_are_needed() -> None:
+    problem = zipf_inputs(200, 600, 8, bias=True)
+    whole = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
+    for name in ("hidden", "weight", "bias"):
+        leaves: Any = {n: getattr(problem, n).clone() for n in ("hidden", "weight", "bias")}
+        leaves[name].requires_grad_()
+        linear_cross_entropy(labels=problem.labels, filter_eps=EPS, **leaves).backward()
+        assert torch.equal(leaves[name].grad, whole[f"d{name}"])
+
+
+def test_a_retained_graph_gives_the_same_gradients_again() -> None:
+    problem = zipf_inputs(200, 600, 8)
+    problem.hidden.requires_grad_()
+    problem.weight.requires_grad_()
+    loss = linear_cross_entropy(problem.hidden, problem.weight, problem.labels, filter_eps=EPS)
+    leaves = [problem.hidden, problem.weight]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(loss, leaves), strict=True):
+        assert torch.equal(one, other)
