@@ -175,7 +175,7 @@ class LinearCrossEntropy(nn.Module):
     def forward_with_metrics(
         self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None
     ) -> LossWithMetrics:
-        """Return ``(loss, lse, logprob, entropy, correct)``."""
+        """Return a ``LossWithMetrics``."""
         return linear_cross_entropy_with_metrics(
             hidden, self.weight, self._rows(labels), **self._arguments(token_weight)
         )

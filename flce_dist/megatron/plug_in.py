@@ -62,9 +62,9 @@ def use_linear_cross_entropy(
             of another order, or of none, are refused.
         **options: ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size,
             filter_eps, schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``. Real
-            logits have logit_scale and softcap applied, and keep the padding columns from ``vocab_size`` on.
-            reduction="sum" makes the model return the sum of the loss, a scalar: for training loops
-            that mask no token, which schedule="in_forward" needs.
+            logits have logit_scale and softcap applied, and keep the padding columns from
+            ``vocab_size`` on. reduction="sum" makes the model return the sum of the loss, a scalar:
+            for training loops that mask no token, which schedule="in_forward" needs.
 
     Raises:
         ValueError: the model is wrapped or has no output layer, the layer is already replaced, or
