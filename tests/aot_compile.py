@@ -28,6 +28,7 @@ from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+from tests.aot_filter import compile_filter
 
 T, H, V = 8192, 4096, 32000
 PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -35,7 +36,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "label_logit",
+    "label_logit", "kept_dlogits", "add_kept_dhidden", "kept_dweight",
 )  # fmt: skip
 
 
@@ -198,31 +199,38 @@ def orders_of_a_group(ttgir: str) -> set[str]:
     return orders
 
 
+def report(arch: str, itemsize: int, block_t: int, group_v: int | None, **kernels: Any) -> None:
+    """Print what the compiler made of each kernel."""
+    capability = int(arch.removeprefix("sm_"))
+    for name, kernel in kernels.items():
+        ptx = kernel.asm["ptx"]
+        facts = {
+            "arch": arch,
+            "itemsize": itemsize,
+            "BLOCK_T": block_t,
+            "kernel": name,
+            "group_v": group_v,
+            "shared": kernel.metadata.shared,
+            "spilled": spilled_bytes(ptx, capability) if name in HOT else 0,
+            "wgmma": "wgmma.mma_async" in ptx,
+            "tma": "cp.async.bulk.tensor" in ptx,
+            "tcgen05": "tcgen05.mma" in ptx,
+            "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
+        }
+        print(json.dumps(facts), flush=True)
+
+
 def main() -> None:
     for arch, itemsize, stores, config in all_configs():
-        capability = int(arch.removeprefix("sm_"))
-        triton.runtime.driver.set_active(AbsentGpu(capability))
-        kernels = [
-            (name, kernel, group_v)
-            for group_v in (None, INVARIANT_ROWS)
-            for name, kernel in compile_all(arch, itemsize, stores, config, group_v).items()
-        ]
-        for name, kernel, group_v in kernels:
-            ptx = kernel.asm["ptx"]
-            facts = {
-                "arch": arch,
-                "itemsize": itemsize,
-                "BLOCK_T": config.BLOCK_T,
-                "kernel": name,
-                "group_v": group_v,
-                "shared": kernel.metadata.shared,
-                "spilled": spilled_bytes(ptx, capability) if name in HOT else 0,
-                "wgmma": "wgmma.mma_async" in ptx,
-                "tma": "cp.async.bulk.tensor" in ptx,
-                "tcgen05": "tcgen05.mma" in ptx,
-                "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
-            }
-            print(json.dumps(facts), flush=True)
+        triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
+        for group_v in (None, INVARIANT_ROWS):
+            kernels = compile_all(arch, itemsize, stores, config, group_v)
+            report(arch, itemsize, config.BLOCK_T, group_v, **kernels)
+    for arch, itemsize in tuning.KEPT_GEMMS:
+        if arch != tuning.INTERPRETED:
+            triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
+            kernels = compile_filter(arch, DTYPES[itemsize])
+            report(arch, itemsize, tuning.TILES[arch, itemsize].BLOCK_T, None, **kernels)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ CHIPS = {
 }  # fmt: skip
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Kernels of logits tiles; the others read by pointers, for which there are no descriptors.
-TILES = ("linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine")
+TILES = (
+    "linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine", "profile",
+    "kept_dlogits", "add_kept_dhidden", "kept_dweight", "main_grad kept_dweight",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
