@@ -38,7 +38,7 @@ from tests.problems import (
     with_logits,
 )
 
-IMPLS = ["eager"]
+IMPLS = ["eager", *(["triton"] if torch.cuda.is_available() else [])]
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 EPS = 2.0**-9
 GRADIENTS = ("dhidden", "dweight", "dbias")
@@ -95,6 +95,20 @@ def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> N
         check_filtered(problem, 2.0**-7, upstream, impl=impl, **options)
     kept = probabilities(problem, 2.0**-7, **options).kept.double().mean()
     assert 0.1 < kept < 0.9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "smoothing"), (torch.bfloat16, "none"), (torch.float16, "z-loss")],
+    ids=str,
+)
+def test_triton_computes_what_is_defined(dtype: torch.dtype, name: str) -> None:
+    """Small enough for the interpreter."""
+    problem = zipf_inputs(150, 600, 16, dtype, bias=True)
+    is_none = OPTIONS[name].get("reduction") == "none"
+    upstream = Upstream(per_token_upstream(150) if is_none else 3.0)
+    assert not probabilities(problem, 2.0**-7).kept.all()
+    check_filtered(problem, 2.0**-7, upstream, impl="triton", **OPTIONS[name])
 
 
 def test_in_fp64_nothing_else_is_approximated() -> None:

@@ -114,7 +114,7 @@ def chunk_loss(
             with_entropy=with_entropy,
             others_max=others_max[here],
             sums=sums[:, here],
-            **({} if tiles is None else {"tiles": tiles[:, :, here]}),
+            tiles=None if tiles is None else tiles[:, :, here],
         )
 
     others_max = collectives.all_reduce_max(others_max, group)
