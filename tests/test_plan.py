@@ -52,7 +52,7 @@ def held_bytes(chosen: Plan, itemsize: int) -> int:
     """Bytes of logits held under ``chosen`` besides dweight, counted window by window."""
     starts = range(chosen.cached_v, chosen.V, chosen.window_v)
     window = max((min(chosen.window_v, chosen.V - start) for start in starts), default=0)
-    lent = 0 if chosen.lending is None else chosen.lending.columns
+    lent = sum(columns for columns, _ in chosen.lending)
     (start, end), *later = chosen.chunks()
     first = (end - start) * (chosen.cached_v - lent + window)
     return max([first, *((end - start) * chosen.V for start, end in later)]) * itemsize
@@ -143,8 +143,8 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
     T, V, itemsize, schedule, budget, H
 ):
     chosen, alone = (make(T, V, itemsize, schedule, budget, H=n) for n in (H, 0))
-    assert alone.lending is None
-    if chosen.lending is None:
+    assert not alone.lending
+    if not chosen.lending:
         assert chosen == alone
         assert chosen.first_t == min(chosen.chunk_t, T)
         return
@@ -152,7 +152,7 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
     assert alone.first_t < chosen.first_t <= T
     assert chosen.first_t == T or chosen.chunk_t < chosen.first_t
     assert len(chosen.chunks()) < len(alone.chunks())
-    assert 0 < chosen.lending.columns <= chosen.cached_v
+    assert 0 < sum(columns for columns, _ in chosen.lending) <= chosen.cached_v
     recomputed = V - chosen.cached_v
     assert recomputed <= (round(0.1 * V) if chosen.first_t == T else 0)
 
@@ -161,7 +161,7 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
 @example(8300, 64_000, 2, 4096, 0)
 def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     chosen = make(T, V, itemsize, "in_forward", T * V * itemsize + more, H=H)
-    assert len(chosen.chunks()) == 1 and chosen.lending is None
+    assert len(chosen.chunks()) == 1 and not chosen.lending
 
 
 @given(sizes, rows, itemsizes, schedules, budgets.filter(bool), hidden_sizes)
@@ -260,8 +260,8 @@ def test_a_cache_that_is_converted_has_nothing_lent():
     """fp16's exponentials are bf16, and go through a window on their way to dweight."""
     facts = {"T": 8192, "V": 128256, "itemsize": 2, "max_logits_bytes": None}
     rows = {"dweight_row_bytes": (8192, 16384)}
-    assert plan(schedule="in_forward", **facts, **rows).lending is not None
-    assert plan(schedule="in_forward", **facts, **rows, converts=True).lending is None
+    assert plan(schedule="in_forward", **facts, **rows).lending
+    assert plan(schedule="in_forward", **facts, **rows, converts=True).lending == ()
 
 
 @given(sizes, rows, itemsizes, budgets)
@@ -331,5 +331,5 @@ def test_a_plan_is_frozen_and_says_what_it_does():
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
         "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
-        "chunk_t=8192, head_t=8192, logits_bytes=525336576, lending=None)"
+        "chunk_t=8192, head_t=8192, logits_bytes=525336576, lending=())"
     )

@@ -136,9 +136,9 @@ def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: b
     """
     T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
     windows = []
-    if first and dweight is not None and call.plan.lending is not None:
+    if first and dweight is not None:
         flat = dweight.view(-1)
-        for columns, row in call.plan.lending.windows:
+        for columns, row in call.plan.lending:
             start, elements = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
             if start + elements <= V * chunk.H:  # false if this shard has fewer rows than the plan
                 window = flat[start : start + elements].view(dtype)

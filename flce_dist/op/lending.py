@@ -6,34 +6,17 @@ Hence the rule: a window of columns may begin only at or beyond the row where th
 own last column ends. docs/design.md has an example.
 """
 
-from dataclasses import dataclass
-
 FIRST_LENT = 2048  # columns of the first of several windows
-
-
-@dataclass(frozen=True)
-class Lending:
-    """Where the leading columns' exponentials lie in the memory of dweight, which is written last.
-
-    ``windows`` holds ``(columns, row)``: so many columns, in ascending order, lie at that row of
-    dweight and on. The gradient of the columns up to and with window i ends at or below its row, so
-    taken in this order nothing is overwritten before it was used.
-    """
-
-    windows: tuple[tuple[int, int], ...]
-
-    @property
-    def columns(self) -> int:
-        return sum(columns for columns, _ in self.windows)
 
 
 def lent_windows(
     column_bytes: int, V: int, wanted: int, row_bytes: int, *, tile: int
-) -> list[tuple[int, int]]:
+) -> tuple[tuple[int, int], ...]:
     """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
 
-    A window must begin at or above the row where its own gradient will end. The first is small, so
-    that little is left free below it; each later one may be as wide as what lies before it.
+    So many columns, in ascending order, lie at that row of dweight and on. A window must begin at
+    or above the row where its own gradient will end. The first is small, so that little is left
+    free below it; each later one may be as wide as what lies before it.
     """
 
     def rows_of(columns: int) -> int:
@@ -57,4 +40,4 @@ def lent_windows(
             break
         windows.append((width, row))
         done, end = done + width, row + rows_of(width)
-    return windows
+    return tuple(windows)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from flce_dist.op.lending import Lending, lent_windows
+from flce_dist.op.lending import lent_windows
 from flce_dist.options import Schedule
 
 DEFAULT_LOGITS_BYTES = 1 << 30
@@ -52,7 +52,7 @@ class Plan:
     chunk_t: int
     head_t: int
     logits_bytes: int
-    lending: Lending | None = None
+    lending: tuple[tuple[int, int], ...] = ()  # see lent_windows
 
     def cached_columns(self, V: int) -> int:
         """Columns cached by a rank that holds ``V`` rows; a plan that caches all caches all."""
@@ -258,7 +258,7 @@ def _in_forward(
 
 def _lend(
     T: int, V: int, itemsize: int, budget: int, row_bytes: int, most_recomputed: int
-) -> tuple[int, int, int, Lending] | None:
+) -> tuple[int, int, int, tuple[tuple[int, int], ...]] | None:
     """Fit T tokens into ``budget`` by lending dweight's memory and recomputing a few columns.
 
     Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.
@@ -274,7 +274,7 @@ def _lend(
     if not windows or V - cached > most_recomputed:
         return None
     held = cached - lent + (window if cached < V else 0)
-    return cached, window, held * T * itemsize, Lending(tuple(windows))
+    return cached, window, held * T * itemsize, windows
 
 
 def _round_down(n: int, unit: int | None = None) -> int:
