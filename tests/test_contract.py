@@ -1,5 +1,6 @@
-"""Lines of Megatron's contract for an output layer, on the installed megatron-core."""
+"""Lines of Megatron's contract for an output layer, on the installed megatron-core; the table."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,9 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.testing import RankPool
 from tests.contract.compare import LINES, Outcome, decide
-from tests.contract.models import Setting
+from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
+from tests.contract.table import PAGE, RESULTS, with_table
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -133,3 +135,22 @@ DUMMIES = "fusion: flag, dummy gradient, captured main_grad"
 def test_a_mistake_shows(pools: dict[int, RankPool], mistake: str, title: str, seen: str) -> None:
     found = pools[2].run(decide_mistaken, mistake, title)
     assert any(one.result == "fail" and seen in one.reason for one in found), found
+
+
+# --- the table
+
+
+def test_the_page_has_the_table_of_the_result_file() -> None:
+    page = PAGE.read_text()
+    assert page == with_table(page)
+
+
+def test_every_line_holds_in_every_release() -> None:
+    lines = json.loads(RESULTS.read_text())["lines"]
+    assert lines.keys() == LINES.keys()
+    for title, versions in lines.items():
+        assert len(versions) == 6, title
+        for version, found in versions.items():
+            assert found.keys() == {str(at) for at in SETTINGS}, (title, version)
+            for one in found.values():
+                assert not isinstance(one, str) or one.startswith("n/a: "), (title, version, one)

@@ -33,7 +33,7 @@ def table(result: dict[str, Any]) -> str:
         rows.append([title, *entries, f"{worst:.1g}" if worst else "equal"])
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     reasons = [f"`{reason}`" for reason in missing]
-    return f"{text}\nn/a is what a version has not: {'; '.join(reasons)}.\n"
+    return f"{text}\nn/a marks what a version lacks: {'; '.join(reasons)}.\n"
 
 
 def with_table(page: str) -> str:
