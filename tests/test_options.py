@@ -54,8 +54,8 @@ def options_of_check_ranks(**options: Any) -> LossOptions:
 
 
 def options_of_megatron(**options: Any) -> LossOptions:
-    class Layer:
-        output_size = 9
+    class Layer(nn.Module):
+        output_size, config = 9, None
 
     model: Any = nn.Module()
     model.output_layer = Layer()
@@ -74,8 +74,8 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
     "check_ranks": (options_of_check_ranks, {"with_metrics"}),
     "use_linear_cross_entropy": (
         options_of_megatron,
-        {"reduction", "vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32",
-         "tp_invariant", "accumulate_dweight", "with_metrics"},
+        {"vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32", "tp_invariant",
+         "accumulate_dweight", "with_metrics"},
     ),
 }  # fmt: skip
 ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]

@@ -60,11 +60,12 @@ def use_linear_cross_entropy(
             of; the same on all ranks and stages. Rows move there now. Input ids, labels and logits
             keep the tokenizer's ids. The output layer's ``row_of_token`` is in state dicts; rows
             of another order, or of none, are refused.
-        **options: ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size,
-            filter_eps, schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``. Real
-            logits have logit_scale and softcap applied, and keep the padding columns from
-            ``vocab_size`` on. reduction="sum" makes the model return the sum of the loss, a scalar:
-            for training loops that mask no token, which schedule="in_forward" needs.
+        **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
+            vocab_size, filter_eps, schedule, max_logits_bytes and impl,
+            as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and
+            keep the padding columns from ``vocab_size`` on. reduction is "none" by default; "sum"
+            makes the model return the sum of the loss, a scalar: for training loops that mask no
+            token, which schedule="in_forward" needs.
 
     Raises:
         ValueError: the model is wrapped or has no output layer, the layer is already replaced, or
