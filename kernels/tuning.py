@@ -64,7 +64,7 @@ class KeptGemmConfig:
 KEPT_GEMMS = {
     ("sm_80", 2): KeptGemmConfig(128, 128, 32, 8, 16, 8, 3),
     ("sm_80", 4): KeptGemmConfig(64, 64, 32, 16, 16, 4, 3),
-    ("sm_90", 2): KeptGemmConfig(128, 256, 64, 4, 16, 8, 3),
+    ("sm_90", 2): KeptGemmConfig(128, 256, 64, 4, 4, 8, 3),
     ("sm_90", 4): KeptGemmConfig(64, 64, 32, 16, 16, 8, 3),
     ("sm_100", 2): KeptGemmConfig(128, 128, 64, 8, 16, 8, 4),
     ("sm_100", 4): KeptGemmConfig(64, 64, 32, 16, 16, 8, 3),
