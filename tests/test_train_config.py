@@ -65,6 +65,13 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
             2,
             r"^head\.schedule='cached' .* use schedule='recompute'",
         ),
+        (["--head.filter-eps", "1"], 2, r"^head\.filter_eps must be .* got 1"),
+        (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, r"^head\..*filter_eps"),
+        (
+            ["--head.kind", "megatron_fused", "--head.vocab-order"],
+            2,
+            r"head\.vocab_order is an option of head\.kind=linear_cross_entropy, got True",
+        ),
         (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
         (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
         (["--config", "nowhere.yaml"], 2, r"--config must .* got nowhere\.yaml: No such file or"),

@@ -34,7 +34,8 @@ def compare_heads(
     """Measure the heads and return the numbers, the same on all ranks of ``group``; collective.
 
     Ours runs twice: as the run had it, and with recompute in windows of a sixteenth of the logits,
-    the other end of memory against time. Loss terms that Megatron does not have are left out.
+    the other end of memory against time, there without ``filter_eps``. Loss terms that Megatron
+    does not have are left out.
     ``peak_mib`` is what forward and backward allocated at one time on the rank that needed most,
     the gradients included. ``*_relative_rms`` is the norm of the difference from Megatron's
     gradient over the norm of that, over all shards.
@@ -49,6 +50,7 @@ def compare_heads(
             plain,
             schedule="recompute",
             max_logits_bytes=max(1, logits_bytes // 16),
+            filter_eps=None,
             reduction="none",
         ),
         "Megatron": megatron_head,

@@ -72,10 +72,16 @@ class HeadConfig:
     z_loss_weight: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    filter_eps: float | None = None
+    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
+    recorded. Saves time only with vocab_order."""
+    vocab_order: bool = False
+    """Order the vocabulary by how often tokens occur in the training text."""
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of ``use_linear_cross_entropy``."""
-        options = {name: value for name, value in vars(self).items() if name != "kind"}
+        not_of_the_op = ("kind", "vocab_order")
+        options = {name: x for name, x in vars(self).items() if name not in not_of_the_op}
         # Only a sum can be differentiated before its upstream gradient is known.
         return options | {"reduction": "sum" if self.schedule == "in_forward" else "none"}
 

@@ -57,6 +57,10 @@ class Corpus:
         rows = torch.arange(index * batch_size, (index + 1) * batch_size) % len(self.validation)
         return _split(self.validation[rows])
 
+    def token_counts(self) -> Tensor:
+        """Return how often each token occurs in the training sequences, [vocab_size] int64."""
+        return torch.bincount(self.train.flatten(), minlength=self.vocab_size)
+
     def _row(self, sample: int) -> int:
         epoch, place = divmod(sample, len(self.train))
         return _order(self.seed, epoch, len(self.train))[place]

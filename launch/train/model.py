@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flce_dist import frequency_order
 from flce_dist.launch.train.attention import CausalAttention
 from flce_dist.launch.train.config import HeadConfig, RunConfig
 from flce_dist.launch.train.cpu import run_megatron_on_cpu
@@ -72,8 +73,13 @@ def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
     return groups
 
 
-def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.Module:
-    """Return the ``GPTModel`` of this rank, with the head of ``config.head``."""
+def build_model(
+    config: RunConfig, vocab_size: int, device: torch.device, counts: Tensor | None = None
+) -> nn.Module:
+    """Return the ``GPTModel`` of this rank, with the head of ``config.head``.
+
+    ``counts`` [vocab_size] of tokens order the vocabulary by frequency.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -115,6 +121,8 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         gradient_accumulation_fusion=False,
     )
     is_ours = config.head.kind == HeadConfig.kind
+    # Each rank holds the same number of rows; the head leaves out those beyond vocab_size.
+    rows = -(-vocab_size // tensor) * tensor
     if not is_ours and vocab_size % tensor:
         raise ConfigError(
             f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
@@ -125,14 +133,19 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[layer_spec()] * model.num_layers, layer_norm=ParallelRMSNorm
         ),
-        # Each rank holds the same number of rows; the head leaves out those beyond vocab_size.
-        vocab_size=-(-vocab_size // tensor) * tensor,
+        vocab_size=rows,
         max_sequence_length=model.seq_length,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
     ).to(device)
     if is_ours:
-        use_linear_cross_entropy(gpt, vocab_size=vocab_size, **config.head.options())
+        use_linear_cross_entropy(
+            gpt,
+            vocab_size=vocab_size,
+            vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
+            metrics=config.head.filter_eps is not None,
+            **config.head.options(),
+        )
     return gpt
 
 

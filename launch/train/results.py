@@ -90,6 +90,11 @@ def _curves(records: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_mib": max((round(r["peak_mib"]) for r in train if "peak_mib" in r), default=None),
         "head_peak_mib": round(train[0]["head_peak_mib"], 1),
         "loss": [round(r["loss"], 4) for r in train],
+        **{
+            name: [round(r[name], 5) for r in train]
+            for name in ("kept_share", "rank_one_mass")
+            if name in train[0]
+        },
         "gradient_norm": [round(r["gradient_norm"], 4) for r in train],
         "validation": [[r["step"], round(r["loss"], 5)] for r in validation],
     }

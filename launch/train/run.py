@@ -70,6 +70,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
                 gradient_norm=norm,
                 step_ms=step_s * 1e3,
                 tokens_per_s=tokens_per_step / step_s,
+                **trainer.filtered,
                 **trainer.memory(),
             )
         require_all_finite({"loss": loss, "gradient norm": norm})

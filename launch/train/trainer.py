@@ -1,8 +1,10 @@
 """One rank's share of a run: a step, a validation, a checkpoint."""
 
+import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,20 +48,28 @@ class Trainer:
 
     Attributes:
         model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
+        filtered: with ``head.filter_eps``, kept_share and rank_one_mass of the latest step.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
         self.groups: Groups = initialize_megatron(config, device)
-        self.model = build_model(config, corpus.vocab_size, device)
+        counts = corpus.token_counts() if config.head.vocab_order else None
+        self.model = build_model(config, corpus.vocab_size, device, counts)
         self.distributed = distribute(self.model)
         self.optimizer = Optimizer(self.distributed, config.optimizer, device)
         self.is_ours = config.head.kind == HeadConfig.kind
         self.step = self.samples = 0
         self.stopping = False
+        self.filtered: dict[str, float] = {}
         self.checkpoints = config.out_dir / "checkpoints"
         # What a checkpoint must agree with to be continued.
-        self.identity = flatten(config) | corpus.sources | {"world_size": dist.get_world_size()}
+        self.identity = {
+            **flatten(config),
+            "head.vocab_order": _order_digest(self.model),
+            **corpus.sources,
+            "world_size": dist.get_world_size(),
+        }
 
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
@@ -103,19 +113,26 @@ class Trainer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        microbatches, losses = self.config.data.microbatches, []
+        microbatches, losses, filtered = self.config.data.microbatches, [], []
+        layer: Any = self.model.output_layer
+        filters = self.config.head.filter_eps is not None
         self.distributed.zero_grad_buffer()
         for i in range(microbatches):
             loss = self._loss(*self.corpus.train_batch(*self._samples(self.samples, i)))
             (loss / microbatches).backward()
             losses.append(loss.detach())
+            if filters:
+                metrics = layer.last_metrics
+                filtered.append(torch.stack([metrics.kept_share, metrics.rank_one_mass]))
         finalize_model_grads([self.distributed])
         self.step += 1
         self.samples += self.samples_per_step
-        means = self._mean(torch.stack(losses).mean(), float(stop))
+        shares = torch.stack(filtered).mean(0).unbind() if filters else ()
+        means = self._mean(torch.stack(losses).mean(), float(stop), *shares)
         norm = self.optimizer.step(self.step)
-        mean, stops = means()
+        mean, stops, *values = means()
         self.stopping = stops > 0
+        self.filtered = dict(zip(("kept_share", "rank_one_mass"), values, strict=False))
         return mean, norm
 
     @property
@@ -194,6 +211,12 @@ class Trainer:
             return host.tolist()
 
         return values
+
+
+def _order_digest(model: Any) -> str | None:
+    """Return the SHA-256 of the vocabulary's order; None without one."""
+    order = getattr(model.output_layer, "vocab_order", None)
+    return None if order is None else hashlib.sha256(order.row_of_token.numpy()).hexdigest()
 
 
 def _named(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
