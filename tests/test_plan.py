@@ -331,5 +331,5 @@ def test_a_plan_is_frozen_and_says_what_it_does():
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
         "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
-        "chunk_t=8192, head_t=8192, logits_bytes=525336576, lending=())"
+        "chunk_t=8192, logits_bytes=525336576, lending=())"
     )

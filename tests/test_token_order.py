@@ -195,7 +195,7 @@ sizes = st.integers(0, 40_000)
 @given(sizes, st.integers(1, 300_000), st.integers(1, 12), st.sampled_from(["auto", "in_forward"]))
 def test_pieces_hold_as_many_tokens_of_each_rank(t, V, ranks, schedule):
     chosen = _plan(t * ranks, V, ranks, schedule)
-    pieces, chunks = chosen.pieces(), chosen.chunks()
+    pieces, chunks = chosen.pieces(ranks), chosen.chunks()
     assert pieces[0][0] == 0 and pieces[-1][1] == t * ranks
     assert all(bound % ranks == 0 for piece in pieces for bound in piece)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
@@ -206,10 +206,10 @@ def test_pieces_hold_as_many_tokens_of_each_rank(t, V, ranks, schedule):
 
 
 def test_familiar_pieces():
-    assert _plan(8192, 32064, 4, "cached").pieces() == ((0, 1024), (1024, 8192))
-    assert _plan(8192, 32064, 1, "cached").pieces() == ((0, 8192),)
-    assert _plan(1024, 32064, 4, "cached").pieces() == ((0, 1024),)
-    assert _plan(8190, 32064, 3, "cached").pieces() == ((0, 1536), (1536, 8190))
+    assert _plan(8192, 32064, 4, "cached").pieces(4) == ((0, 1024), (1024, 8192))
+    assert _plan(8192, 32064, 1, "cached").pieces(1) == ((0, 8192),)
+    assert _plan(1024, 32064, 4, "cached").pieces(4) == ((0, 1024),)
+    assert _plan(8190, 32064, 3, "cached").pieces(3) == ((0, 1536), (1536, 8190))
 
 
 def _plan(tokens: int, V: int, ranks: int, schedule: Any) -> Plan:

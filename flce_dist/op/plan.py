@@ -30,14 +30,16 @@ _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
 
+_RowBytes = tuple[int, int]  # of a row of dweight in in_forward: rounded at once, accumulating
+
+
 @dataclass(frozen=True)
 class Plan:
     """The schedule and its sizes.
 
     ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
     others are recomputed in backward, ``window_v`` columns at a time. The first chunk has
-    ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``. Where tokens are
-    gathered from other ranks, the first ``head_t`` of the first chunk are a piece of their own.
+    ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``.
     ``logits_bytes`` is the most that cache and window take together, in addition to what
     ``lending`` places in dweight's memory. Cached columns and lending are those of the first chunk;
     later ones cache all.
@@ -50,7 +52,6 @@ class Plan:
     window_v: int
     first_t: int
     chunk_t: int
-    head_t: int
     logits_bytes: int
     lending: tuple[tuple[int, int], ...] = ()  # see lent_windows
 
@@ -63,11 +64,12 @@ class Plan:
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Token ranges that are gathered one after the other: the chunks, the first in two."""
+    def pieces(self, P: int) -> tuple[tuple[int, int], ...]:
+        """Token ranges that are gathered from P ranks in turn: the chunks, the first in two."""
         (start, end), *later = self.chunks()
-        head = [(start, self.head_t), (self.head_t, end)] if self.head_t < end else [(start, end)]
-        return (*head, *later)
+        head = end if P == 1 or end < _SPLIT_FROM else _round_up(-(-end // _HEAD_SHARE), _unit(P))
+        first = [(start, head), (head, end)] if head < end else [(start, end)]
+        return (*first, *later)
 
 
 @functools.lru_cache
@@ -110,11 +112,11 @@ def plan(
             are then those of ``recompute``, and hold the tiles that are kept.
     """
     column_bytes = max(1, T * itemsize)
-    tokens = _Tokens(T, gathers_from)
+    unit = _unit(gathers_from)
     schedule = "recompute" if filters else schedule
     if schedule == "in_forward":
         budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
-        return _in_forward(tokens, V, itemsize, budget, converts, dweight_row_bytes)
+        return _in_forward(T, unit, V, itemsize, budget, converts, dweight_row_bytes)
 
     caching = schedule == "cached" or (schedule == "auto" and expressible)
     window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
@@ -123,7 +125,7 @@ def plan(
         limit = DEFAULT_LOGITS_BYTES
         if caching:
             held = V + (window if converts else 0)
-            limit = _auto_budget(tokens, V, held, itemsize, converts, dweight_row_bytes, reduces)
+            limit = _auto_budget(T, unit, V, held, itemsize, converts, dweight_row_bytes, reduces)
     if limit is not None:
         columns = limit // column_bytes
         if caching:  # what is cached gets the larger part, as long as windows are not too narrow
@@ -140,7 +142,7 @@ def plan(
     else:
         assert limit is not None  # else all is cached
         if reduces and schedule == "auto":
-            in_forward = _auto_in_forward(tokens, V, itemsize, limit, converts, dweight_row_bytes)
+            in_forward = _auto_in_forward(T, unit, V, itemsize, limit, converts, dweight_row_bytes)
             if in_forward is not None:
                 return in_forward
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
@@ -149,34 +151,17 @@ def plan(
     held_bytes = held * column_bytes if T else 0
     if filters and T:
         name = "filtered"
-    return Plan(name, T, V, cached, window, T, max(1, T), tokens.head(T), held_bytes)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """T tokens; chunks and pieces are whole tiles and hold equally many tokens of each rank."""
-
-    T: int
-    P: int
-
-    @property
-    def unit(self) -> int:
-        return math.lcm(_TILE, self.P)
-
-    def head(self, first_t: int) -> int:
-        """Tokens of the first piece of a first chunk."""
-        if self.P == 1 or first_t < _SPLIT_FROM:
-            return first_t
-        return min(first_t, _round_up(-(-first_t // _HEAD_SHARE), self.unit))
+    return Plan(name, T, V, cached, window, T, max(1, T), held_bytes)
 
 
 def _auto_budget(
-    tokens: _Tokens,
+    T: int,
+    unit: int,
     V: int,
     held: int,
     itemsize: int,
     converts: bool,
-    row_bytes: tuple[int, int],
+    row_bytes: _RowBytes,
     reduces: bool,
 ) -> int:
     """Return the bytes of ``auto`` that was given none: 1 GiB, or what spares the fourth GEMM.
@@ -186,10 +171,10 @@ def _auto_budget(
     tokens, chunks of 8192 accumulate dweight. ``held`` columns are the cache's and, where it is
     converted, one window's.
     """
-    T, (rounded, accumulator) = tokens.T, row_bytes
+    rounded, accumulator = row_bytes
     budgets = [2 * held * min(T, _MANY_TOKENS)]
     if reduces and not converts:
-        lean = _auto_in_forward(tokens, V, itemsize, DEFAULT_LOGITS_BYTES, converts, row_bytes)
+        lean = _auto_in_forward(T, unit, V, itemsize, DEFAULT_LOGITS_BYTES, converts, row_bytes)
         # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
         if lean is not None and (len(lean.chunks()) == 1 or accumulator == rounded):
             return DEFAULT_LOGITS_BYTES
@@ -201,11 +186,11 @@ def _auto_budget(
 
 
 def _auto_in_forward(
-    tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
+    T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
 ) -> Plan | None:
     """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
-    at_once = _in_forward(tokens, V, itemsize, budget, converts, row_bytes)
-    if at_once.first_t == tokens.T:
+    at_once = _in_forward(T, unit, V, itemsize, budget, converts, row_bytes)
+    if at_once.first_t == T:
         return at_once
     # The accumulator replaces dweight, and at the end exists together with it, rounded.
     rounded, accumulator = (V * n for n in row_bytes)
@@ -213,26 +198,25 @@ def _auto_in_forward(
     at_end = accumulator if accumulator > rounded else 0
     if converts or rest < _LEAST_CHUNK * V * itemsize or at_end > budget:
         return None
-    return _in_forward(tokens, V, itemsize, rest, converts, row_bytes)
+    return _in_forward(T, unit, V, itemsize, rest, converts, row_bytes)
 
 
 def _in_forward(
-    tokens: _Tokens, V: int, itemsize: int, budget: int, converts: bool, row_bytes: tuple[int, int]
+    T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
 ) -> Plan:
     """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
 
     A first chunk that lends is longer than the others only where that saves a chunk, and only as
     long as that needs: large chunks make fast GEMMs.
     """
-    T = tokens.T
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
     if not 0 < T <= chunk:
-        chunk = max(tokens.unit, _round_down(chunk, tokens.unit))
+        chunk = max(unit, _round_down(chunk, unit))
 
     def later(rest: int) -> int:
-        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), tokens.unit)))
+        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), unit)))
 
     lends = bool(row_bytes[1]) and chunk < T and not converts
     first = None
@@ -240,20 +224,18 @@ def _in_forward(
         most = round(V * _MOST_RECOMPUTED)
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
-        return Plan("in_forward", T, V, *first[:2], T, max(1, T), tokens.head(T), *first[2:])
+        return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
     without_lending = -(-T // chunk)  # chunks
     for more in range(1, without_lending - 1) if lends else ():
-        first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), tokens.unit)
+        first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
         first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
-            head = tokens.head(first_t)
-            return Plan("in_forward", T, V, *first[:2], first_t, rest, head, held_bytes, first[3])
+            return Plan("in_forward", T, V, *first[:2], first_t, rest, held_bytes, first[3])
     chunk = later(T)
     first_t = min(chunk, T)
-    head = tokens.head(first_t)
-    return Plan("in_forward", T, V, V, window, first_t, chunk, head, chunk * held * itemsize)
+    return Plan("in_forward", T, V, V, window, first_t, chunk, chunk * held * itemsize)
 
 
 def _lend(
@@ -275,6 +257,11 @@ def _lend(
         return None
     held = cached - lent + (window if cached < V else 0)
     return cached, window, held * T * itemsize, windows
+
+
+def _unit(P: int) -> int:
+    """Chunks and pieces are multiples of this: whole tiles, with as many tokens of each rank."""
+    return math.lcm(_TILE, P)
 
 
 def _round_down(n: int, unit: int | None = None) -> int:

@@ -195,4 +195,4 @@ def _plan(
         gathers_from=P,
         filters=bool(options.filter_eps) and (any(needs) or options.with_metrics),
     )
-    return chosen, TokenOrder(P, chosen.pieces() if known else ((0, T),))
+    return chosen, TokenOrder(P, chosen.pieces(P) if known else ((0, T),))
