@@ -65,6 +65,7 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
             2,
             r"^head\.schedule='cached' .* use schedule='recompute'",
         ),
+        (["--export-head", "8", "--parallel.context", "2"], 4, r"export_head needs .* got 2"),
         (["--head.filter-eps", "1"], 2, r"^head\.filter_eps must be .* got 1"),
         (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, r"^head\..*filter_eps"),
         (

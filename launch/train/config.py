@@ -129,6 +129,9 @@ class RunConfig:
     """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
     """At the end of a run with our head, compare it against Megatron's own on one batch."""
+    export_head: Annotated[int, SIZE_OR_0] = 0
+    """At the end, write hidden states of this many validation tokens and the output layer's weight
+    into head.pt. 0 writes none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -140,7 +143,7 @@ class RunConfig:
 # step depends on these.
 MAY_CHANGE_ON_RESUME = frozenset(
     """out_dir steps device validate_every checkpoint_every keep_checkpoints anew_if_damaged
-    compare data.validation_batches data.text""".split()
+    compare export_head data.validation_batches data.text""".split()
 )
 
 TEXT_SHA256 = "data.text.sha256"
@@ -196,6 +199,10 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
     _require(
         config.data.text is None or os.path.isfile(config.data.text),
         f"data.text must be a file, got {config.data.text}",
+    )
+    _require(
+        not config.export_head or context == 1,
+        f"export_head needs parallel.context = 1, got {context}",
     )
     _check_optimizer(config.optimizer)
     _check_head(config.head)

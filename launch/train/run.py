@@ -9,6 +9,7 @@ from flce_dist.launch.program import RunError
 from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
+from flce_dist.launch.train.export import export_head
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from flce_dist.launch.train.ranks import on_rank_0, said, together, writing
 from flce_dist.launch.train.results import write_origin
@@ -100,6 +101,8 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             print_table(numbers)
             with writing(config.out_dir / "compare.json"):
                 write_comparison(config.out_dir, numbers)
+    if config.export_head:
+        export_head(trainer, config.export_head)
     if log:
         print(f"everything is in {config.out_dir}; the loss curve is loss.png")
     return 0

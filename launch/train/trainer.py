@@ -154,9 +154,9 @@ class Trainer:
         (mean,) = self._mean(torch.stack(losses).mean())()
         return mean
 
-    def probe_batch(self) -> tuple[Tensor, Tensor]:
-        """The first validation batch, on the device."""
-        tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
+    def probe_batch(self, index: int = 0) -> tuple[Tensor, Tensor]:
+        """A validation batch on the device, the same on all replicas."""
+        tokens, labels = self.corpus.validation_batch(index, self.config.data.batch_size)
         return self._to_device(tokens), self._to_device(labels)
 
     def head_peak_mib(self) -> float:
