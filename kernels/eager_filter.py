@@ -63,8 +63,8 @@ def kept_tiles(
     padded = F.pad(reached & counted, (0, -logits.T % TILE_T))
     by_block = padded.view(len(mass), blocks, TILE_T)
     kept = by_block.any(2).T.contiguous()
-    left_out = counted & ~_of_tokens(kept, logits.T).T
-    return kept, mass.where(left_out, 0.0).to(logits.hidden.dtype)
+    exact = _of_tokens(kept, logits.T).T | ~counted
+    return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor) -> Tensor:

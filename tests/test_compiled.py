@@ -124,15 +124,17 @@ def test_in_forward_with_metrics_is_refused():
     ("schedule", "reduction", "with_metrics"),
     [
         ("in_forward", "mean", False),
+        ("filtered", "mean", False),
         *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
     ],
 )
 def test_opcheck(schedule, reduction, with_metrics, dtype):
     """Schema, fake, autograd registration and dynamic shapes, by torch.library.opcheck."""
     hidden, weight, bias, labels = inputs(9, dtype=dtype)
+    how = {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
     options = LossOptions(
-        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, schedule=schedule,
-        impl="eager", with_metrics=with_metrics,
+        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, impl="eager",
+        with_metrics=with_metrics, **how,
     )  # fmt: skip
     spec = (*dataclasses.astuple(options), None, [True] * 3)
     arguments = (hidden, weight, labels, bias, None, *spec)

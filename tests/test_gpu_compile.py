@@ -115,6 +115,7 @@ def test_a_value_read_on_the_host_is_not_compiled_whole(device):
         ("cached", "none", False, torch.bfloat16),
         ("cached", "mean", True, torch.float16),
         ("in_forward", "sum", False, torch.float32),
+        ("filtered", "mean", False, torch.bfloat16),
     ],
 )
 def test_opcheck(schedule, reduction, with_metrics, dtype, device):
@@ -124,7 +125,9 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     weight = torch.randn(V, H, generator=g).to(device, dtype).requires_grad_()
     bias = torch.randn(V, generator=g).to(device, dtype).requires_grad_()
     labels = torch.randint(V, (2, 33), generator=g).to(device)
+    how = {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
     values = {
+        "schedule": "auto",
         "hidden": hidden,
         "weight": weight,
         "labels": labels,
@@ -138,9 +141,9 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         "reduce_dhidden": True,
         "reduce_in_fp32": False,
         "tp_invariant": False,
-        "schedule": schedule,
         "with_metrics": with_metrics,
         "needs": [True] * 3,
+        **how,
     }
     # By name, with None for what is not given.
     operator = torch.ops.flce_dist.forward.default
@@ -152,7 +155,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     call = linear_cross_entropy
     direct = call(
         hidden, weight, labels, bias=bias, reduction=reduction, label_smoothing=0.1,
-        z_loss_weight=0.01, logit_scale=0.5, schedule=schedule,
+        z_loss_weight=0.01, logit_scale=0.5, **how,
     )  # fmt: skip
     outputs = operator(*arguments)
     assert torch.equal(outputs[0], direct)
