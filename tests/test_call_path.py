@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
 
-FORWARD = {"recompute": 11, "cached": 11, "auto": 11, "in_forward": 13}
-BACKWARD = {"recompute": 8, "cached": 8, "auto": 8, "in_forward": 2}
+FORWARD = {"recompute": 11, "cached": 11, "auto": 11, "in_forward": 13, "filtered": 11}
+BACKWARD = {"recompute": 8, "cached": 8, "auto": 8, "in_forward": 2, "filtered": 8}
 
 
 def modules_of(run: Callable[[], Any]) -> list[str]:
@@ -35,17 +35,20 @@ def modules_of(run: Callable[[], Any]) -> list[str]:
     return list(seen)
 
 
-def path_of_rank(group: dist.ProcessGroup, schedule: Any) -> tuple[list[str], list[str]]:
+def path_of_rank(group: dist.ProcessGroup, schedule: str) -> tuple[list[str], list[str]]:
     """Modules of a second forward, and of its backward."""
     hidden = torch.randn(8, 16, requires_grad=True)
     weight = torch.randn(20, 16, requires_grad=True)
     labels, losses = torch.arange(16), list[torch.Tensor]()
+    options: dict[str, Any] = (
+        {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
+    )
 
     def forward() -> None:
         losses.append(
             linear_cross_entropy(
-                hidden, weight, labels, tp_group=group, sequence_parallel=True, schedule=schedule,
-                impl="eager",
+                hidden, weight, labels, tp_group=group, sequence_parallel=True, impl="eager",
+                **options,
             )
         )  # fmt: skip
 

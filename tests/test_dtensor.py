@@ -18,7 +18,7 @@ from flce_dist import api, check_ranks, linear_cross_entropy, linear_cross_entro
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses
+from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses, on_threads
 
 SPLIT, WHOLE = Shard(0), Replicate()
 NONE = Problem(options={"reduction": "none"})
@@ -120,6 +120,18 @@ def test_gradients_come_in_kind(gloo_ranks, shape, problem, placements, schedule
     )  # fmt: skip
     assert all(misses(rank, problem) == [] for rank in ranks)
     assert all(torch.equal(rank.loss, ranks[0].loss) for rank in ranks)
+
+
+@pytest.mark.parametrize("placements", [ALL, SEQUENCE])
+def test_filtered_gradients(gloo_ranks, placements):
+    """As of plain tensors; tiles without a label are not kept."""
+    options = {"filter_eps": 0.5, "sequence_parallel": placements is SEQUENCE}
+    problem = Problem(V_all=4096)
+    plain, exact = on_threads(2, problem, **options), problem.textbook(torch.float64)
+    for rank in gloo_ranks(2).run(step_rank, (2,), problem, placements, **options):
+        for name in ("loss", "dhidden", "dweight", "dbias"):
+            assert relative_rms(getattr(rank, name), getattr(plain, name)) <= 1e-6, name
+        assert relative_rms(rank.dhidden, exact.dhidden) > 1e-3
 
 
 @pytest.mark.parametrize("placements", [ALL, ROWS])
