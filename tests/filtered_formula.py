@@ -57,7 +57,7 @@ def probabilities(
     V = vocab_size or len(inputs.weight)
     p = logits(inputs, V, logit_scale).softmax(1)
     counted = (inputs.labels != IGNORE)[:, None]
-    is_label = torch.arange(V) == inputs.labels[:, None]
+    is_label = torch.arange(V, device=p.device) == inputs.labels[:, None]
     ends = [min(end, V) for end in (*starts[1:], V)]
     tiles = [
         slice(v, min(v + 256, end))
@@ -67,7 +67,7 @@ def probabilities(
     blocks = [slice(t, t + 128) for t in range(0, len(p), 128)]
     step = -(-len(p) // 128)
     kept = torch.zeros(len(blocks), len(tiles), dtype=torch.bool)
-    result, total = p.clone(), torch.zeros(len(p), 1, dtype=p.dtype)
+    result, total = p.clone(), p.new_zeros(len(p), 1)
     for j, tile in enumerate(tiles):
         left_out = counted.clone()
         for b, block in enumerate(blocks):
@@ -114,10 +114,10 @@ def gradients_of(
     if inputs.token_weight is not None:
         weights = weights * inputs.token_weight.double()
     assert upstream.loss is not None
-    g = torch.as_tensor(upstream.loss, dtype=torch.float64) * weights
+    g = torch.as_tensor(upstream.loss).to(weights) * weights
     if reduction == "mean":
         g = g / weights.sum()
-    is_label = (torch.arange(V) == inputs.labels[:, None]).double()
+    is_label = (torch.arange(V, device=p.device) == inputs.labels[:, None]).double()
     dz = p * (1 + 2 * z_loss_weight * lse)[:, None]
     dz = g[:, None] * (dz - (1 - label_smoothing) * is_label - label_smoothing / V)
     hidden = inputs.hidden.double().where(counted[:, None], 0.0)

@@ -22,7 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import parallel_autograd_checks, parallel_checks, parallel_device_checks
+from tests import (
+    parallel_autograd_checks,
+    parallel_checks,
+    parallel_device_checks,
+    parallel_filter_checks,
+)
 from tests.parallel_checks import Ranks
 
 Check = Callable[[Ranks], Iterator[str]]
@@ -35,6 +40,7 @@ CHECKS: dict[str, Check] = {
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
     "exceptions": parallel_device_checks.raised_and_called_again,
+    "filtered": parallel_filter_checks.filtered_gradients,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
     "main_grad": parallel_autograd_checks.into_main_grad,

@@ -176,7 +176,8 @@ def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str
     if not error <= 1e-5:
         found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
     for name in ("dhidden", "dweight", "dbias"):
-        budget = error_budget(*(getattr(x, name) for x in (outcome, oracle, eager)))
+        mine, *truth = (getattr(x, name) for x in (outcome, oracle, eager))
+        budget = error_budget(mine, *truth, dtype=mine.dtype)
         if not budget.met:
             found.append(f"{name}: {budget}")
     return found

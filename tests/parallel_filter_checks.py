@@ -1,0 +1,93 @@
+"""Check of filtered gradients on several ranks; the same kind as in parallel_checks.py."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.parallel.vocab import vocab_range
+from tests import filtered_formula
+from tests.parallel_checks import (
+    GRADIENTS,
+    Options,
+    Ranks,
+    Truth,
+    differing,
+    misses_of_share,
+    other_work,
+    outcome,
+    plan_of,
+    problem,
+    said,
+    same_on_all_ranks,
+    step,
+)
+from tests.parallel_problem import Problem
+from tests.problems import Inputs, Upstream
+
+
+def filtered_gradients(ranks: Ranks) -> Iterator[str]:
+    """filter_eps: what is defined on all ranks' tensors, one kept_share, the same bits again."""
+    V_all = problem(ranks.device).V_all - 61
+    one = problem(ranks.device, V_all=V_all)
+    labels = one.tensors[3]
+    labels[labels >= 0] %= V_all // 4  # else each tile holds a label of each block
+    exact, eps = Truth.of(one), 640 / V_all
+    rounds = {"max_logits_bytes": one.T * one.dtype.itemsize * (V_all // ranks.P // 3)}
+    ways_filtered: dict[str, Options] = {"one round": {}, "rounds": rounds}
+    for way, options in ways_filtered.items():
+        for sp in (False, True):
+            given: Options = {"sequence_parallel": sp, "filter_eps": eps, **options}
+            mine = step(ranks, one, **given)
+            truth = filtered_truth(exact, one, ranks.P, eps, sequence_parallel=sp)
+            found = misses_of_share(truth, mine, one, ranks.group, sp)
+            share = kept_share(ranks, one, **given)
+            if not 0.01 < share < 0.99:
+                found.append(f"kept_share is {float(share)}")
+            if not same_on_all_ranks(share, ranks.group):
+                found.append("kept_share differs between ranks")
+            yield from said(way, sp, found)
+            for repeat in range(2):
+                with other_work(ranks, repeat):
+                    again = step(ranks, one, **given)
+                yield from differing(f"{way}, repeat {repeat}", sp, again, mine)
+
+
+def filtered_truth(
+    exact: Truth, one: Problem, P: int, eps: float, *, sequence_parallel: bool
+) -> Truth:
+    """Gradients as defined on the gathered tensors, which have the budgets of exact ones."""
+    hidden, weight, bias, labels = one.tensors
+    P_gathered = P if sequence_parallel else 1
+    order = TokenOrder(P_gathered, plan_of(one, P, {"schedule": "recompute"}, P_gathered).pieces())
+    place = order.permuted(torch.arange(one.T, device=labels.device))
+    gradients = filtered_formula.filtered_gradients(
+        Inputs(hidden[place], weight, labels[place], bias),
+        eps,
+        Upstream(one.upstream),
+        starts=[vocab_range(one.n_rows, rank, P)[0] for rank in range(P)],
+    )
+    dhidden = torch.empty_like(gradients["dhidden"])
+    dhidden[place] = gradients["dhidden"]
+    defined = (dhidden, gradients["dweight"], gradients["dbias"])
+    rounded = [
+        x + (getattr(exact.eager, name) - getattr(exact.oracle, name))
+        for name, x in zip(GRADIENTS, defined, strict=True)
+    ]
+    return Truth(outcome(exact.oracle.loss, defined), outcome(exact.eager.loss, rounded))
+
+
+def kept_share(ranks: Ranks, one: Problem, **options: Any) -> Tensor:
+    """What ``linear_cross_entropy_with_metrics`` says of a call."""
+    seen: list[Tensor] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        out = linear_cross_entropy_with_metrics(*args, **kwargs)
+        seen.append(out.kept_share)
+        return out.loss
+
+    step(ranks, one, call=noting, **options)
+    return seen[0]
