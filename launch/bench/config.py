@@ -20,7 +20,7 @@ from flce_dist.launch.yaml_config import (
     check_ranges,
     from_command_line,
 )
-from flce_dist.options import COUNT, POSITIVE, Schedule
+from flce_dist.options import BELOW_ONE, COUNT, POSITIVE, Schedule
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -40,6 +40,8 @@ class RunSpec:
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
     """Hidden is split by token over the ranks; one rank holds all of it."""
+    filter_eps: Annotated[float | None, BELOW_ONE] = None
+    """Of ours. launch.bench.filtered has data on which it pays."""
 
     @property
     def is_ours(self) -> bool:
@@ -59,6 +61,8 @@ class RunSpec:
             words.append(f"{self.max_logits_bytes / 2**20:g} MiB")
         if self.sequence_parallel:
             words.append("SP")
+        if self.filter_eps is not None:
+            words.append(f"eps {self.filter_eps:.2g}")
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -199,6 +203,10 @@ def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     for run in runs:
         _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
+        _require(
+            run.is_ours or run.filter_eps is None,
+            f"filter_eps is an option of {' and '.join(OURS)}, got {run.name!r}",
+        )
         if run.sequence_parallel:
             _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
 

@@ -102,6 +102,7 @@ class Measured:
             sequence_parallel=self.run.sequence_parallel and self.problem.tp_group is not None,
             schedule=self.run.schedule,
             max_logits_bytes=self.run.max_logits_bytes,
+            filter_eps=self.run.filter_eps,
             impl=cast(Impl, self.run.impl),
         )
 

@@ -1,0 +1,312 @@
+"""Time filtered gradients on the head of a trained model, beside exact ones and their GEMMs.
+
+    python -m flce_dist.launch.bench.filtered --head head.pt --out runs/bench/filtered
+    torchrun --nproc-per-node 2 -m flce_dist.launch.bench.filtered --head head.pt --out ...
+
+``head.pt`` is what a training run writes with ``export_head``. One process measures the whole
+vocabulary in the order of frequency and in the tokenizer's, then the first and the last shard of 4
+and of 8, which ``trained_head`` simulates. Several ranks split the vocabulary and, under sequence
+parallelism, the tokens. ``ratio`` is against the three GEMMs of exact gradients on this rank's rows
+and all tokens. Rows without time, impl ``dropped``, are the errors of leaving tiles out.
+"""
+
+import dataclasses
+import random
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.launch.about import about
+from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
+from flce_dist.launch.bench.files import with_suffix
+from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
+from flce_dist.launch.bench.problem import DTYPES, Errors, Truth, make_truth
+from flce_dist.launch.bench.report import Record, make_records
+from flce_dist.launch.bench.trained_head import (
+    Part,
+    PartProblem,
+    TrainedHead,
+    dropped,
+    make_part,
+)
+from flce_dist.launch.process_group import start
+from flce_dist.launch.program import run_program
+from flce_dist.launch.strict_json import strict_json
+from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
+from flce_dist.options import POSITIVE, Impl
+from flce_dist.testing import relative_rms
+from flce_dist.vocab_order import TILE
+
+EPS = (2.0**-12, 2.0**-10)
+
+
+@dataclass(frozen=True)
+class Settings:
+    head: Path
+    """A file that a training run wrote with export_head."""
+    out: Path = Path("runs/bench/filtered")
+    """Stem of the result file, out.json."""
+    widen: Annotated[int, SIZE] = 4
+    """How many times features are repeated; at least 2 for shards."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: Annotated[int, SIZE] = 5
+    sample_ms: Annotated[float, POSITIVE] = 60.0
+    settle_ms: Annotated[float, POSITIVE] = 60.0
+
+
+@dataclass(frozen=True)
+class FilteredRecord(Record):
+    """A run on one part; ``floor_ms`` is that of the three GEMMs."""
+
+    order: str = "frequency"
+    shards: int = 1
+    shard: int = 0
+    kept_share: float | None = None
+    rank_one_mass: float | None = None
+    rank_ms: tuple[float, ...] = ()  # kernels of each rank, without communication; of several
+
+
+def main(args: list[str] | None = None) -> int:
+    settings = tyro.cli(
+        Settings, prog="python -m flce_dist.launch.bench.filtered", args=args, description=__doc__
+    )
+    check_ranges(settings)
+    is_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    device, tp_group = start("cpu" if is_cpu else "cuda")
+    head = TrainedHead.load(settings.head, device)
+    P = 1 if tp_group is None else tp_group.size()
+    parts = _parts(head, settings, P)
+    console = Console(quiet=tp_group is not None and tp_group.rank() > 0, width=140)
+    records: list[FilteredRecord] = []
+    facts = {
+        "command": shlex.join(["python", "-m", "flce_dist.launch.bench.filtered", *sys.argv[1:]]),
+        "ranks": P,
+        **about(device),
+        "config": {**dataclasses.asdict(settings), "head": settings.head.name, "out": None},
+    }
+    for part in parts:
+        found = _measure(make_part(head, part, settings.widen, tp_group), part, settings)
+        free_memory(device)
+        records += found
+        console.print(_table(found, part))
+        if not console.quiet:  # rank 0
+            path = with_suffix(settings.out, ".json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [dataclasses.asdict(record) for record in records]
+            path.write_text(strict_json({"about": facts, "records": rows}) + "\n")
+    return 0
+
+
+def _parts(head: TrainedHead, settings: Settings, P: int) -> list[Part]:
+    V_all, T = len(head.weight), len(head.labels)
+    if P > 1:
+        if V_all % P or T % P:
+            raise ConfigError(f"{P} ranks must divide {V_all} rows and {T} tokens")
+        return [Part()]
+    whole = [Part(), Part("tokenizer")]
+    if settings.widen == 1:
+        return whole
+    sizes = [shards for shards in (4, 8) if V_all % (shards * TILE) == 0]
+    return whole + [Part("frequency", n, shard) for n in sizes for shard in (0, n - 1)]
+
+
+def _runs(part: Part, problem: PartProblem) -> list[RunSpec]:
+    """Return the runs on a part, the floor first."""
+    inner = problem.problem
+    impl = "triton" if inner.hidden.device.type == "cuda" else "eager"
+    is_parallel = inner.tp_group is not None
+    ours = [
+        RunSpec(impl, "recompute", sequence_parallel=is_parallel),
+        RunSpec(impl, "cached", sequence_parallel=is_parallel),
+        *(RunSpec(impl, filter_eps=eps, sequence_parallel=is_parallel) for eps in EPS),
+    ]
+    peers = [] if is_parallel else [RunSpec("torch_eager")]
+    return [RunSpec("gemm3"), *peers, *ours]
+
+
+def _measure(given: PartProblem, part: Part, settings: Settings) -> list[FilteredRecord]:
+    """Measure all runs on one part; collective."""
+    problem, device = given.problem, given.problem.hidden.device
+    config = BenchConfig(
+        check="none",
+        warmup=1,
+        rounds=settings.rounds,
+        sample_ms=settings.sample_ms,
+        settle_ms=settings.settle_ms,
+    )
+    (V, H), names = problem.weight.shape, {dtype: name for name, dtype in DTYPES.items()}
+    shape = ShapeSpec(len(problem.labels), H, V * problem.P, names[problem.hidden.dtype])  # type: ignore[arg-type]
+    truth = make_truth(problem, gradients=True)
+    found = [Measured(run, problem, config) for run in _runs(part, given)]
+    shares: dict[str, dict[str, Any]] = {}
+    for measured in found:
+        measured.prepare(None)
+        run = measured.run
+        if measured.failure is None and run.impl != "gemm3":
+            loss, gradients, shares[run.name] = _differentiated(given, run)
+            measured.errors = _errors(given, run, loss, gradients, truth)
+            del gradients
+        over_ranks(measured)
+    without = _dropped(given, part, shape, truth)
+    del truth
+    free_memory(device)
+    order = random.Random(config.seed)  # the same on all ranks
+    for _ in range(config.rounds):
+        for measured in order.sample(found, len(found)):
+            measured.sample()
+    rank_ms = {x.run.name: _kernels_ms(x) for x in found}
+    floor, *_ = records = make_records(shape, found)
+    results = [
+        FilteredRecord(
+            **{
+                **dataclasses.asdict(record),
+                "floor_ms": floor.p50_ms,
+                "ratio": record.p50_ms and floor.p50_ms and record.p50_ms / floor.p50_ms,
+            },
+            **dataclasses.asdict(part),
+            **shares.get(measured.run.name, {}),
+            rank_ms=rank_ms[measured.run.name],
+        )
+        for record, measured in zip(records, found, strict=True)
+    ]
+    for measured in found:
+        measured.release()
+    return results + without
+
+
+def _differentiated(
+    given: PartProblem, run: RunSpec
+) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, float]]:
+    """Return loss, both gradients and what a filtered run says of itself."""
+    problem = given.problem
+    hidden = problem.hidden[problem.tokens_of(run)].detach().requires_grad_()
+    weight = problem.weight.detach().requires_grad_()
+    shares = {}
+    if run.is_ours:
+        result = linear_cross_entropy_with_metrics(
+            hidden,
+            weight,
+            problem.labels,
+            tp_group=problem.tp_group,
+            sequence_parallel=run.sequence_parallel,
+            schedule=run.schedule,
+            filter_eps=run.filter_eps,
+            impl=cast(Impl, run.impl),
+        )
+        loss = result.loss
+        if run.filter_eps is not None:
+            shares = {
+                "kept_share": float(result.kept_share),
+                "rank_one_mass": float(result.rank_one_mass),
+            }
+    else:
+        loss = F.cross_entropy(hidden @ weight.T, problem.labels)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), (dhidden, dweight), shares
+
+
+def _errors(
+    given: PartProblem, run: RunSpec, loss: Tensor, gradients: tuple[Tensor, Tensor], truth: Truth
+) -> Errors:
+    dhidden, dweight = gradients
+    assert truth.dhidden is not None and truth.dweight is not None
+    tokens = given.problem.tokens_of(run)
+
+    def of_model(d: Tensor) -> Tensor:
+        return d[given.rows][:, given.columns]
+
+    return Errors(
+        abs(loss.item() - truth.loss) / abs(truth.loss),
+        relative_rms(dhidden[:, given.columns], truth.dhidden[tokens][:, given.columns]),
+        relative_rms(of_model(dweight), of_model(truth.dweight)),
+    )
+
+
+def _dropped(
+    given: PartProblem, part: Part, shape: ShapeSpec, truth: Truth
+) -> list[FilteredRecord]:
+    """Return the errors of leaving tiles out: on the whole vocabulary, in one process."""
+    problem = given.problem
+    is_whole = not (part.shards > 1 or problem.P > 1 or shape.T % 128 or shape.V % TILE)
+    found = []
+    for eps in EPS if is_whole else ():
+        left, kept_share = dropped(problem, eps)
+        assert left.dhidden is not None and left.dweight is not None
+        assert truth.dhidden is not None and truth.dweight is not None
+        record = FilteredRecord(
+            op="linear_cross_entropy",
+            impl="dropped",
+            schedule=None,
+            dtype="fp64",
+            T=shape.T,
+            V=shape.V,
+            H=shape.H,
+            P=1,
+            mode="forward_backward",
+            max_logits_bytes=None,
+            sequence_parallel=False,
+            dhidden_error=relative_rms(left.dhidden, truth.dhidden),
+            dweight_error=relative_rms(left.dweight, truth.dweight),
+            filter_eps=eps,
+            order=part.order,
+            kept_share=kept_share,
+        )
+        found.append(record)
+    return found
+
+
+def _kernels_ms(measured: Measured) -> tuple[float, ...]:
+    """Return each rank's time in kernels that are no communication; collective."""
+    group = measured.problem.tp_group
+    if group is None or measured.problem.hidden.device.type == "cpu":
+        return ()
+    profile = measured.profile(None)
+    mine = 0.0
+    if profile is not None:
+        mine = ((profile.products_us or 0.0) + (profile.other_us or 0.0)) / 1e3
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    return tuple(everyones)
+
+
+def _table(records: list[FilteredRecord], part: Part) -> Table:
+    first = records[0]
+    ranks = f" on {first.P} ranks" if first.P > 1 else ""
+    title = f"{part.name}: T={first.T} H={first.H} V={first.V} {first.dtype}{ranks}"
+    table = Table(title=title, caption="kept: share of tiles; left: mass in rank one")
+    table.add_column("run", no_wrap=True)
+    columns: dict[str, tuple[str, Callable[[FilteredRecord], float | None]]] = {
+        "ms": (".3f", lambda r: r.p50_ms),
+        "/ 3 GEMMs": (".3f", lambda r: r.ratio),
+        "kept": (".4f", lambda r: r.kept_share),
+        "left": (".4f", lambda r: r.rank_one_mass),
+        "workspace MiB": (",.1f", lambda r: r.workspace_mib),
+        "loss": (".1e", lambda r: r.loss_error),
+        "dhidden": (".5f", lambda r: r.dhidden_error),
+        "dweight": (".5f", lambda r: r.dweight_error),
+    }
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for record in records:
+        values = [value(record) for _, value in columns.values()]
+        forms = [form for form, _ in columns.values()]
+        texts = ("" if x is None else format(x, f) for x, f in zip(values, forms, strict=True))
+        table.add_row(record.run.name, *texts, record.message or "")
+    return table
+
+
+if __name__ == "__main__":
+    run_program(main)
