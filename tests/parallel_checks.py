@@ -102,13 +102,13 @@ def ways(one: Problem, P: int) -> dict[str, Options]:
     return found
 
 
-def plan_of(one: Problem, P: int, options: Options, gathers_from: int = 1) -> Plan:
+def plan_of(one: Problem, P: int, options: Options) -> Plan:
     """What the op does with ``one`` in this way."""
     itemsize = one.dtype.itemsize
     return plan(
         T=one.T, V=-(-one.V_all // P), itemsize=itemsize, schedule=options["schedule"],
         max_logits_bytes=options.get("max_logits_bytes"),
-        dweight_row_bytes=(one.H * itemsize, one.H * 4), gathers_from=gathers_from,
+        dweight_row_bytes=(one.H * itemsize, one.H * 4),
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def filtered_truth(
     """Gradients as defined on the gathered tensors, which have the budgets of exact ones."""
     hidden, weight, bias, labels = one.tensors
     P_gathered = P if sequence_parallel else 1
-    order = TokenOrder(P_gathered, plan_of(one, P, {"schedule": "recompute"}, P_gathered).pieces())
+    order = TokenOrder(P_gathered, plan_of(one, P, {"schedule": "recompute"}).pieces(P_gathered))
     place = order.permuted(torch.arange(one.T, device=labels.device))
     gradients = filtered_formula.filtered_gradients(
         Inputs(hidden[place], weight, labels[place], bias),
