@@ -95,20 +95,25 @@ def tokenise(config: RunConfig) -> Tokens:
         ConfigError: if the text is not UTF-8.
         RunError: if the file cannot be written.
     """
-    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-
-    vocabulary = files("mistral_common") / "data" / "tekken_240911.json"
-    tokenizer = Tekkenizer.from_file(str(vocabulary))
+    tokenizer, vocabulary = load_tokenizer()
     text = read_text(config.data.text)
     sources = {
         TEXT_SHA256: hashlib.sha256(text.encode()).hexdigest(),
-        "vocabulary.sha256": hashlib.sha256(vocabulary.read_bytes()).hexdigest(),
+        "vocabulary.sha256": hashlib.sha256(vocabulary).hexdigest(),
     }
     name = "-".join(digest[:16] for digest in sources.values())
     path = config.out_dir.parent / "tokens" / f"{name}.npy"
     if not path.exists():
-        _write(path, _encode(tokenizer, text))
+        _write(path, encode(tokenizer, text))
     return Tokens(path, tokenizer.n_words, sources)
+
+
+def load_tokenizer() -> tuple[Any, bytes]:
+    """Return Tekken's tokenizer, and the content of its file."""
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    path = files("mistral_common") / "data" / "tekken_240911.json"
+    return Tekkenizer.from_file(str(path)), path.read_bytes()
 
 
 def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
@@ -143,7 +148,7 @@ def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
     )
 
 
-def _encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
+def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
     """Return what ``tokenizer.encode`` does for the text, cut after lines into parts for threads.
 
     tiktoken, below it, encodes without the interpreter's lock, and straight into an array.

@@ -1,0 +1,159 @@
+"""Make an order of the vocabulary, and give it to a checkpoint (docs/vocabulary_order.md).
+
+    python -m flce_dist.launch.vocab_order count text.txt --out counts.npy
+    python -m flce_dist.launch.vocab_order order counts.npy --out order.pt
+    python -m flce_dist.launch.vocab_order convert rank0.pt rank1.pt --to ordered \\
+        --order order.pt --out ordered
+
+Each file is written whole or not at all.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+
+from flce_dist import frequency_order
+from flce_dist.launch.program import run_program
+from flce_dist.launch.vocab_order.files import (
+    array_bytes,
+    read_counts,
+    read_order,
+    read_state,
+    tensor_bytes,
+    write_all,
+)
+from flce_dist.launch.vocab_order.rows import map_name, ordered, plain
+from flce_dist.launch.yaml_config import ConfigError, read_utf8
+from flce_dist.vocab_order import VocabOrder
+
+
+@dataclass(frozen=True)
+class Count:
+    """Count the tokens of texts by Tekken's vocabulary of 131,072 entries."""
+
+    texts: tyro.conf.Positional[tuple[Path, ...]]
+    """UTF-8 files, a sample of the training text."""
+    out: Path = Path("counts.npy")
+    """Counts [V_all] int64: a file .npy, or .pt for torch.load."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Make the order of token counts: tokens of like frequency share a tile of 256 rows."""
+
+    counts: tyro.conf.Positional[Path]
+    """Counts [V_all] of any real dtype, .npy or .pt."""
+    out: Path = Path("order.pt")
+    """The token of each row [V_all] int64, for torch.load and vocab_order=."""
+    padded_vocab_size: int | None = None
+    """Rows of the whole weight if they are more than V_all."""
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Move the rows of an output layer in state dicts into an order, or back."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """Files of torch.save, each a dict of tensors by name: one, or those of all tensor-parallel
+    ranks in the order of ranks, each with its rows."""
+    to: Literal["ordered", "plain"]
+    """The order of --order, or the tokenizer's."""
+    out: Path
+    """Folder for the converted files, which keep their names."""
+    order: Path | None = None
+    """File of the order, for --to ordered. --to plain finds it in the checkpoint."""
+    names: tuple[str, ...] = ("weight",)
+    """Tensors whose rows move: weight, bias, a tied embedding, optimizer state of these."""
+    map: str | None = None
+    """Name of the tensor that says which order the rows have; by default row_of_token beside the
+    first of the names."""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Return 0 once the files are written."""
+    command: Count | Order | Convert = tyro.cli(
+        Count | Order | Convert,
+        prog="python -m flce_dist.launch.vocab_order",
+        args=args,
+        description=__doc__,
+    )
+    if isinstance(command, Count):
+        written = count(command)
+    else:
+        written = order(command) if isinstance(command, Order) else convert(command)
+    for path in written:
+        print(path)
+    return 0
+
+
+def count(command: Count) -> list[Path]:
+    """Write the counts; return their path, as ``order`` and ``convert`` do."""
+    if not command.texts:
+        raise ConfigError("texts must name at least one file, got none")
+    texts = [read_utf8(path, "texts") for path in command.texts]
+    # Seconds, for which no error waits.
+    from flce_dist.launch.train.data import encode, load_tokenizer
+
+    tokenizer, _ = load_tokenizer()
+    counts = np.zeros(tokenizer.n_words, dtype=np.int64)
+    for text in texts:
+        counts += np.bincount(encode(tokenizer, text), minlength=len(counts))
+    content = array_bytes(counts) if command.out.suffix == ".npy" else None
+    return write_all({command.out: content or tensor_bytes(torch.from_numpy(counts))})
+
+
+def order(command: Order) -> list[Path]:
+    counts = read_counts(command.counts)
+    try:
+        found = frequency_order(counts, padded_vocab_size=command.padded_vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"{command.counts}: {error}") from error
+    return write_all({command.out: tensor_bytes(found.token_of_row)})
+
+
+def convert(command: Convert) -> list[Path]:
+    names, files = command.names, command.files
+    outputs = [command.out / path.name for path in files]
+    if not files or len(set(outputs)) < len(files):
+        raise ConfigError(
+            f"files must have names of their own, got {[path.name for path in files]}"
+        )
+    for path in files:
+        if path.absolute().parent.resolve() == command.out.absolute().resolve():
+            raise ConfigError(
+                f"--out must be another folder than that of {path}, got {command.out}"
+            )
+    if not names:
+        raise ConfigError("--names must name at least one tensor, got none")
+    chosen = _order_of(command)
+    states = [read_state(path) for path in files]
+    name_of_map = command.map or map_name(names[0])
+    try:
+        if chosen is None:
+            converted = plain(states, names, name_of_map)
+        else:
+            converted = ordered(states, names, name_of_map, chosen)
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+    return write_all(dict(zip(outputs, converted, strict=True)))
+
+
+def _order_of(command: Convert) -> VocabOrder | None:
+    """The order to convert to; None is the tokenizer's."""
+    if command.to == "plain":
+        if command.order is not None:
+            raise ConfigError(
+                f"--to plain takes the order from the checkpoint, got --order {command.order}"
+            )
+        return None
+    if command.order is None:
+        raise ConfigError("--to ordered needs --order, the file that the command order writes")
+    return read_order(command.order)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,72 @@
+"""Rows of state dicts in an order of their own, and back; of one file, or of one for each rank.
+
+V_all = vocabulary; the rows of all ranks are those of the whole weight, padding last.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order
+
+State = dict[str, Tensor]
+
+
+def map_name(name: str) -> str:
+    """Return the name of ``row_of_token`` beside a tensor ``name``."""
+    prefix, dot, _ = name.rpartition(".")
+    return f"{prefix}{dot}{MAP}"
+
+
+def ordered(
+    states: Sequence[State], names: Sequence[str], map_name: str, order: VocabOrder
+) -> list[State]:
+    """Move the rows of the tensors ``names`` into ``order``, and add its map to each state.
+
+    Raises:
+        ValueError: the rows have an order, are fewer than V_all, or a tensor is missing.
+    """
+    if any(map_name in state for state in states):
+        raise ValueError(f"the rows have an order already ({map_name}); convert --to plain first")
+    moved = _moved(states, names, order.token_of_row)
+    return [{**state, map_name: order.row_of_token.clone()} for state in moved]
+
+
+def plain(states: Sequence[State], names: Sequence[str], map_name: str) -> list[State]:
+    """Move the rows back into the tokenizer's order, which the states' maps say how.
+
+    Raises:
+        ValueError: the states have no map or different ones, or as ``ordered``.
+    """
+    maps = [state.get(map_name) for state in states]
+    first = maps[0]
+    if not isinstance(first, Tensor) or any(x is None for x in maps):
+        raise ValueError(f"the rows are in the tokenizer's order already: there is no {map_name}")
+    if not all(torch.equal(x, first) for x in maps if x is not None):
+        raise ValueError(f"{map_name} must be the same in all files, but they differ")
+    row_of_token = as_vocab_order(first, len(first)).token_of_row  # checked: a permutation
+    moved = _moved(states, names, row_of_token)
+    return [{name: x for name, x in state.items() if name != map_name} for state in moved]
+
+
+def _moved(states: Sequence[State], names: Sequence[str], source: Tensor) -> list[State]:
+    """Give the first rows of each tensor the rows ``source`` of it; padding stays."""
+    result = [dict(state) for state in states]
+    for name in names:
+        shards = [state.get(name) for state in states]
+        if not all(isinstance(shard, Tensor) and shard.dim() for shard in shards):
+            raise ValueError(
+                f"there is no tensor {name} with rows; --names must name those to move"
+            )
+        parts = [shard for shard in shards if shard is not None]
+        rows = torch.cat(parts)
+        if len(rows) < len(source):
+            raise ValueError(
+                f"{name} must have the {len(source)} rows of the order or more, got {len(rows)}"
+            )
+        rows[: len(source)] = rows[source]
+        sizes = [len(part) for part in parts]
+        for state, part in zip(result, rows.split(sizes), strict=True):
+            state[name] = part.clone()
+    return result

@@ -1,0 +1,168 @@
+"""``python -m flce_dist.launch.vocab_order``: counts, orders, and checkpoints converted by them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("tyro")
+
+from flce_dist import LinearCrossEntropy, frequency_order, vocab_range
+from flce_dist.launch.program import RunError
+from flce_dist.launch.vocab_order.__main__ import main
+from flce_dist.launch.yaml_config import ConfigError
+
+V, ROWS = 700, 704
+
+
+def saved(path: Path, x: Any) -> str:
+    path.parent.mkdir(exist_ok=True)
+    torch.save(x, path)
+    return str(path)
+
+
+def counts() -> Tensor:
+    return torch.randint(1000, (V,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> str:
+    np.save(tmp_path / "counts.npy", counts().numpy())
+    path = str(tmp_path / "order.pt")
+    assert main(["order", str(tmp_path / "counts.npy"), "--out", path]) == 0
+    return path
+
+
+def run(*args: Any) -> None:
+    assert main([str(arg) for arg in args]) == 0
+
+
+def test_counts_of_a_text(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    (tmp_path / "a").write_text("the end of the text")
+    for name in ("counts.npy", "counts.pt"):
+        run("count", tmp_path / "a", tmp_path / "a", "--out", tmp_path / "new" / name)
+    found = np.load(tmp_path / "new" / "counts.npy")
+    assert found.shape == (131_072,) and found.dtype == np.int64
+    assert found.sum() == 2 * 7 and sorted(found)[-3:] == [2, 2, 2]  # with <s> and </s>
+    assert torch.equal(torch.load(tmp_path / "new" / "counts.pt"), torch.from_numpy(found))
+
+
+@pytest.mark.parametrize("padded", [None, 900])
+def test_an_order_is_that_of_frequency_order(tmp_path: Path, padded: int | None) -> None:
+    path, out = saved(tmp_path / "counts.pt", counts()), tmp_path / "order.pt"
+    run("order", path, "--out", out, *([] if padded is None else ["--padded-vocab-size", padded]))
+    wanted = frequency_order(counts(), padded_vocab_size=padded).token_of_row
+    assert torch.equal(torch.load(out), wanted)
+
+
+def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: str) -> None:
+    plain = LinearCrossEntropy(8, V, padded_vocab_size=ROWS, bias=True)
+    assert plain.bias is not None
+    torch.nn.init.normal_(plain.bias)
+    path = saved(tmp_path / "head.pt", plain.state_dict())
+    names = ("--names", "weight", "bias")
+    run("convert", path, "--to", "ordered", "--order", order, "--out", tmp_path / "new", *names)
+    tokens = torch.load(order)
+    head = LinearCrossEntropy(8, V, padded_vocab_size=ROWS, bias=True, vocab_order=tokens)
+    head.load_state_dict(torch.load(tmp_path / "new" / "head.pt"))
+    hidden, labels = torch.randn(20, 8), torch.randint(V, (20,))
+    torch.testing.assert_close(head(hidden, labels), plain(hidden, labels))
+    torch.testing.assert_close(head.logits(hidden), plain.logits(hidden))
+
+    run(
+        "convert", tmp_path / "new" / "head.pt", "--to", "plain", "--out", tmp_path / "back", *names
+    )
+    back = torch.load(tmp_path / "back" / "head.pt")
+    assert back.keys() == plain.state_dict().keys()
+    assert all(torch.equal(back[name], x) for name, x in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_files_of_ranks(tmp_path: Path, order: str, P: int) -> None:
+    """Rows move between ranks; what is not named stays."""
+    name = "output_layer.weight"
+    whole, other = torch.randn(ROWS, 8), torch.randn(5)
+    shards = [whole[slice(*vocab_range(ROWS, rank, P))] for rank in range(P)]
+    files = [
+        saved(tmp_path / "old" / f"rank{rank}.pt", {name: shard, "other": other})
+        for rank, shard in enumerate(shards)
+    ]
+    run("convert", *files, "--to", "ordered", "--order", order, "--out", tmp_path / "new",
+        "--names", name)  # fmt: skip
+    new = [tmp_path / "new" / f"rank{rank}.pt" for rank in range(P)]
+    states = [torch.load(path) for path in new]
+    rows, tokens = torch.cat([state[name] for state in states]), torch.load(order)
+    assert torch.equal(rows[:V], whole[tokens]) and torch.equal(rows[V:], whole[V:])
+    for state, shard in zip(states, shards, strict=True):
+        assert state[name].shape == shard.shape and torch.equal(state["other"], other)
+        assert torch.equal(state["output_layer.row_of_token"], tokens.argsort())
+    run("convert", *new, "--to", "plain", "--out", tmp_path / "back", "--names", name)
+    for rank, shard in enumerate(shards):
+        back = torch.load(tmp_path / "back" / f"rank{rank}.pt")
+        assert back.keys() == {name, "other"} and torch.equal(back[name], shard)
+
+
+WRONG: dict[str, tuple[Any, list[str], str]] = {
+    "too few rows": ({"weight": torch.ones(V - 1, 2)}, [], "must have the 700 rows .* got 699"),
+    "ordered": (
+        {"weight": torch.ones(V, 2), "row_of_token": torch.arange(V)}, [], "have an order already"
+    ),
+    "plain": ({"weight": torch.ones(V, 2)}, ["--to", "plain"], "no row_of_token"),
+    "no permutation": (
+        {"weight": torch.ones(V, 2), "row_of_token": torch.zeros(V, dtype=torch.long)},
+        ["--to", "plain"], "each of 700 token ids once",
+    ),
+    "no tensor": ({"bias": torch.ones(V)}, [], "no tensor weight with rows"),
+    "no dict": ([1], [], "must hold a dict of tensors by name, got list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, order: str, case: str) -> None:
+    state, how, message = WRONG[case]
+    path = saved(tmp_path / "head.pt", state)
+    how = how or ["--to", "ordered", "--order", order]
+    with pytest.raises(ConfigError, match=message) as error:
+        run("convert", path, *how, "--out", tmp_path / "new")
+    assert path in str(error.value) and not (tmp_path / "new").exists()
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path, order: str) -> None:
+    path = saved(tmp_path / "head.pt", {"weight": torch.ones(V, 2)})
+    other = saved(tmp_path / "other" / "head.pt", {})
+    (tmp_path / "text.pt").write_text("text")
+    to = ("--to", "ordered", "--out", tmp_path / "new")
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        (("convert", path, *to), "--to ordered needs --order"),
+        (("convert", path, *to, "--order", tmp_path / "no.pt"), "no.pt cannot be read: No such"),
+        (("convert", path, *to, "--order", tmp_path / "text.pt"), "must be a file of torch.save"),
+        (("convert", path, other, *to, "--order", order), "files must have names of their own"),
+        (("convert", path, "--to", "ordered", "--out", tmp_path, "--order", order), "--out must"),
+        (("convert", path, "--to", "plain", "--out", tmp_path / "new", "--order", order), "plain"),
+        (("order", tmp_path / "text.pt"), "must be a file of torch.save"),
+        (("order", path), "must hold a tensor, got dict"),
+        (("order", order, "--padded-vocab-size", 1), "padded_vocab_size must be at least V_all"),
+        (("count",), "texts must name at least one file"),
+        (("count", tmp_path / "no.txt"), "texts must name a file that can be read"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            run(*arguments)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, order: str) -> None:
+    files = [
+        saved(tmp_path / "old" / name, {"weight": torch.ones(V // 2, 2)}) for name in ("a", "b")
+    ]
+    (tmp_path / "new" / "b").mkdir(parents=True)  # which no file can replace
+    (tmp_path / "file").touch()
+    to = ("--to", "ordered", "--order", order, "--out")
+    with pytest.raises(RunError, match=r"cannot write .*file/a"):
+        run("convert", *files, *to, tmp_path / "file")
+    with pytest.raises(RunError, match=r"cannot write .*new/b"):
+        run("convert", *files, *to, tmp_path / "new")
+    assert not list((tmp_path / "new").glob("*.tmp"))
