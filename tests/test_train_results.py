@@ -85,3 +85,16 @@ def test_runs_that_do_not_compare_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=message):
             results.main([out, *runs])
     assert not Path(out).exists()
+
+
+def test_what_a_run_approximates_is_in_the_file(tmp_path: Path) -> None:
+    for name in ("exact", "filtered"):
+        leave_run(tmp_path / name)
+    path = tmp_path / "filtered" / "metrics.jsonl"
+    shares = {"kept_share": 0.25, "rank_one_mass": 0.1}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**r, **shares}) + "\n" for r in lines))
+    runs = results.collect({name: tmp_path / name for name in ("exact", "filtered")})["runs"]
+    assert runs["filtered"]["kept_share"] == [0.25] * 100
+    assert runs["filtered"]["rank_one_mass"] == [0.1] * 100
+    assert not shares.keys() & runs["exact"].keys()
