@@ -144,15 +144,14 @@ def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
     if saved is None:
         return (
             f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
-            "layer has a vocab_order; convert the checkpoint: rows[:V_all] = "
-            f"rows[vocab_order.token_of_row] of the whole weight and bias, and add {key} = "
-            "vocab_order.row_of_token"
+            "layer has a vocab_order; convert the checkpoint by "
+            "python -m flce_dist.launch.vocab_order convert --to ordered"
         )
     if own is None:
         return (
             f"the checkpoint's rows have a vocab_order ({key}), but this layer has none; pass "
-            f"vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint: rows[:V_all] = "
-            f"rows[checkpoint[{key!r}]] of the whole weight and bias, without {key}"
+            f"vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint by "
+            "python -m flce_dist.launch.vocab_order convert --to plain"
         )
     if torch.equal(saved.cpu(), own.row_of_token):
         return None

@@ -64,8 +64,7 @@ def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: s
     assert plain.bias is not None
     torch.nn.init.normal_(plain.bias)
     path = saved(tmp_path / "head.pt", plain.state_dict())
-    names = ("--names", "weight", "bias")
-    run("convert", path, "--to", "ordered", "--order", order, "--out", tmp_path / "new", *names)
+    run("convert", path, "--to", "ordered", "--order", order, "--out", tmp_path / "new")
     tokens = torch.load(order)
     head = LinearCrossEntropy(8, V, padded_vocab_size=ROWS, bias=True, vocab_order=tokens)
     head.load_state_dict(torch.load(tmp_path / "new" / "head.pt"))
@@ -73,9 +72,7 @@ def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: s
     torch.testing.assert_close(head(hidden, labels), plain(hidden, labels))
     torch.testing.assert_close(head.logits(hidden), plain.logits(hidden))
 
-    run(
-        "convert", tmp_path / "new" / "head.pt", "--to", "plain", "--out", tmp_path / "back", *names
-    )
+    run("convert", tmp_path / "new" / "head.pt", "--to", "plain", "--out", tmp_path / "back")
     back = torch.load(tmp_path / "back" / "head.pt")
     assert back.keys() == plain.state_dict().keys()
     assert all(torch.equal(back[name], x) for name, x in plain.state_dict().items())
@@ -144,6 +141,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, order: str) -> None:
         (("convert", path, "--to", "ordered", "--out", tmp_path, "--order", order), "--out must"),
         (("convert", path, "--to", "plain", "--out", tmp_path / "new", "--order", order), "plain"),
         (("order", tmp_path / "text.pt"), "must be a file of torch.save"),
+        (("order", tmp_path / "no.npy"), "no.npy cannot be read: No such file"),
         (("order", path), "must hold a tensor, got dict"),
         (("order", order, "--padded-vocab-size", 1), "padded_vocab_size must be at least V_all"),
         (("count",), "texts must name at least one file"),

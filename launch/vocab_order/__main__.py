@@ -26,7 +26,7 @@ from flce_dist.launch.vocab_order.files import (
     tensor_bytes,
     write_all,
 )
-from flce_dist.launch.vocab_order.rows import map_name, ordered, plain
+from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
 from flce_dist.launch.yaml_config import ConfigError, read_utf8
 from flce_dist.vocab_order import VocabOrder
 
@@ -67,7 +67,8 @@ class Convert:
     order: Path | None = None
     """File of the order, for --to ordered. --to plain finds it in the checkpoint."""
     names: tuple[str, ...] = ("weight",)
-    """Tensors whose rows move: weight, bias, a tied embedding, optimizer state of these."""
+    """Tensors whose rows move: weights, a tied embedding, optimizer state of these. A bias moves
+    with the weight beside it."""
     map: str | None = None
     """Name of the tensor that says which order the rows have; by default row_of_token beside the
     first of the names."""
@@ -131,6 +132,7 @@ def convert(command: Convert) -> list[Path]:
         raise ConfigError("--names must name at least one tensor, got none")
     chosen = _order_of(command)
     states = [read_state(path) for path in files]
+    names = with_biases(names, states[0])
     name_of_map = command.map or map_name(names[0])
     try:
         if chosen is None:

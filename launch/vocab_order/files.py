@@ -21,7 +21,9 @@ def read_counts(path: Path) -> Tensor:
         return _tensor(path)
     try:
         return torch.from_numpy(np.load(path))
-    except (OSError, ValueError, TypeError, EOFError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, EOFError) as error:
         raise ConfigError(f"{path} must be an array of NumPy: {error}") from error
 
 

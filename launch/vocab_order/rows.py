@@ -19,6 +19,17 @@ def map_name(name: str) -> str:
     return f"{prefix}{dot}{MAP}"
 
 
+def with_biases(names: Sequence[str], state: State) -> tuple[str, ...]:
+    """Return ``names``, and after each weight the bias beside it if the state has one."""
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
+        prefix, _, last = name.rpartition("weight")
+        if not last and f"{prefix}bias" in state:
+            found[f"{prefix}bias"] = None
+    return tuple(found)
+
+
 def ordered(
     states: Sequence[State], names: Sequence[str], map_name: str, order: VocabOrder
 ) -> list[State]:
