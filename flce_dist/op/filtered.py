@@ -72,7 +72,9 @@ def backward(
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients: those of kept tiles a round at a time, added to those of the others.
 
-    The sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
+    Only the lists of tiles and the scaled mass are made while hidden is still being gathered: the
+    profile needs tokens of every piece, and both rank-one GEMMs need the profile or hidden. The sum
+    of dhidden over ranks starts before the last dweight GEMM and overlaps it.
     """
     call, logits, gather = gradients.call, chunk.logits, chunk.gather
     assert logits is not None and gather is not None
