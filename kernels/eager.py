@@ -142,6 +142,8 @@ def _statistics(
             a, b = max(start, first), min(start + z.shape[1], first + window.shape[1])
             if a < b:
                 part = slice(a - start, b - start)
-                de = e[:, part] * softcap_grad(z[:, part], logits.softcap)
-                de = de.masked_fill_(~other[:, part], 0.0)
-                window[rows, a - first : b - first] = de.to(window.dtype)
+                window[rows, a - first : b - first] = (  # unnamed, so that it is freed at once
+                    (e[:, part] * softcap_grad(z[:, part], logits.softcap))
+                    .masked_fill_(~other[:, part], 0.0)
+                    .to(window.dtype)
+                )
