@@ -124,6 +124,7 @@ OPTIONS: dict[str, Any] = dict(
     logit_scale=0.5,
     reduce_dhidden=False,
     reduce_in_fp32=True,
+    filter_eps=2.0**-12,
     schedule="recompute",
     max_logits_bytes=1 << 20,
 )

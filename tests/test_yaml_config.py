@@ -45,7 +45,7 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -
 def test_every_value_can_be_overridden() -> None:
     values = {"model.dtype": "bfloat16", "head.schedule": "cached", "head.impl": "eager"}
     values |= {"device": "cpu", "out_dir": "elsewhere", "data.text": str(QUICKSTART)}
-    values |= {"optimizer.min_lr": "1e-4"}
+    values |= {"optimizer.min_lr": "1e-4", "head.kind": "megatron_fused"}
     defaults = flatten(RunConfig())
     for key, default in defaults.items():
         name = key.replace("_", "-")
@@ -53,7 +53,7 @@ def test_every_value_can_be_overridden() -> None:
             section, dot, last = name.rpartition(".")
             args = [f"--{section}{dot}{'no-' if default else ''}{last}"]
         elif isinstance(default, int):
-            args = [f"--{name}", str(2 * default)]
+            args = [f"--{name}", str(2 * default or 1)]
         else:
             args = [f"--{name}", values.get(key, "1" if key == "head.max_logits_bytes" else "0.5")]
         changed = flatten(load_config(args, world_size=4))

@@ -173,7 +173,7 @@ def approximation(
     counted = logits.counted.sum()
     sums = counted.new_zeros(3, dtype=logits.stats_dtype)
     sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
-    sums[2] = kept.numel()
+    sums[2:].fill_(kept.numel())  # assigning a number copies it from the host
     kept_sum, left, tiles = collectives.all_reduce_sum(sums, call.tp_group)
     return kept_sum / tiles, left / counted.clamp_min(1)
 
