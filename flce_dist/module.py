@@ -134,18 +134,18 @@ class LinearCrossEntropy(nn.Module):
         self._ignored_row = self.options.ignore_index
         if vocab_order is not None:
             self.vocab_order = as_vocab_order(vocab_order, self.vocab_size)
-            if not self.weight.is_meta:
-                check_on_ranks(self.vocab_order, self.weight, self.tp_group)
             rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
             self._ignored_row = row_of_id(self._ignored_row, self.vocab_order)
         self.register_buffer(MAP, rows)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the weight and zero the bias. One all-reduce of 8 bytes per group."""
+        """Initialise the weight and zero the bias. One all-reduce of 8 bytes per group, and one of
+        16 with a vocab_order."""
         if self.weight.is_meta:
             return
         if self.vocab_order is not None and self.row_of_token is not None:
+            check_on_ranks(self.vocab_order, self.weight, self.tp_group)
             self.row_of_token.copy_(self.vocab_order.row_of_token)
         seed = self._shared_seed()
         state = torch.get_rng_state()

@@ -57,14 +57,17 @@ def check_ranks(
             comes before agrees.
             Without a group, what ``linear_cross_entropy`` raises.
     """
-    chosen = options_of(check_ranks, options)
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
+
+    def mine() -> dict[str, Any]:
+        chosen = options_of(check_ranks, options)
+        return _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
+
     if not isinstance(tp_group, dist.ProcessGroup):
-        _summary(arguments)
+        mine()
         return
     failure: Exception | None = None
     try:
-        summary = _summary(arguments)
+        summary = mine()
     except Exception as error:  # of any type, for example TypeError for a wrong argument
         failure, summary = error, {"error": f"{type(error).__name__}: {error}"}
     summaries: list[Any] = [None] * tp_group.size()

@@ -49,6 +49,8 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     """
     if counts.dim() != 1 or not counts.numel():
         raise ValueError(f"counts must be [V_all], got {tuple(counts.shape)}")
+    if counts.is_complex() or counts.isnan().any():
+        raise ValueError(f"counts must be real numbers, got {counts.dtype} or NaN among them")
     V_all = len(counts)
     rows = V_all if padded_vocab_size is None else padded_vocab_size
     if rows < V_all:

@@ -57,7 +57,7 @@ def forget_earlier_runs() -> None:
 
 def corpus(rows: int = 10) -> Corpus:
     generator = torch.Generator().manual_seed(0)
-    sequences = torch.randint(VOCAB, (rows + 2, 9), generator=generator)
+    sequences = torch.randint(VOCAB, (rows + 4, 9), generator=generator)
     return Corpus(sequences[:rows], sequences[rows:], VOCAB, seed=1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_dist import check_ranks
 from flce_dist.launch.train.model import token_losses
 from flce_dist.memory import peak_memory, release_shared_memory
+from flce_dist.vocab_order import rows_of
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,15 @@ def check_head(model: Any, given: HeadInput, group: dist.ProcessGroup) -> None:
 
 def megatron_head(model: Any, given: HeadInput) -> Tensor:
     """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
-    with _gradients_returned(model.output_layer):
-        logits, _ = model.output_layer(given.hidden, given.weight)
-    return type(model).compute_language_model_loss(model, given.labels, logits)
+    layer, labels = model.output_layer, given.labels
+    rows = getattr(layer, "row_of_token", None)
+    with _gradients_returned(layer):
+        if rows is None:
+            logits, _ = layer(given.hidden, given.weight)
+        else:  # putting logits into the tokenizer's order is no part of Megatron's loss
+            logits, _ = layer.row_logits(given.hidden, given.weight, None)
+            labels = rows_of(labels, rows)
+    return type(model).compute_language_model_loss(model, labels, logits)
 
 
 @contextmanager

@@ -147,10 +147,11 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the mean loss over the validation batches."""
-        losses = []
+        losses, data, group = [], self.config.data, self.groups.data
         with torch.no_grad():
-            for i in range(self.config.data.validation_batches):
-                losses.append(self._loss(*self.corpus.validation_batch(*self._samples(0, i))))
+            for i in range(data.validation_batches):
+                batch = i * group.size() + group.rank()
+                losses.append(self._loss(*self.corpus.validation_batch(batch, data.batch_size)))
         (mean,) = self._mean(torch.stack(losses).mean())()
         return mean
 

@@ -56,7 +56,7 @@ def plain(states: Sequence[State], names: Sequence[str], map_name: str) -> list[
         raise ValueError(f"the rows are in the tokenizer's order already: there is no {map_name}")
     if not all(torch.equal(x, first) for x in maps if x is not None):
         raise ValueError(f"{map_name} must be the same in all files, but they differ")
-    row_of_token = as_vocab_order(first, len(first)).token_of_row  # checked: a permutation
+    row_of_token = as_vocab_order(first, first.numel()).token_of_row  # checked: a permutation
     moved = _moved(states, names, row_of_token)
     return [{name: x for name, x in state.items() if name != map_name} for state in moved]
 
