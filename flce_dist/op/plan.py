@@ -107,7 +107,7 @@ def plan(
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
-        gathers_from: ranks whose tokens are gathered; pieces hold as many of each.
+        gathers_from: ranks whose tokens are gathered; chunks hold as many of each.
         filters: whether gradients are filtered, under schedule ``auto`` or ``recompute``; windows
             are then those of ``recompute``, and hold the tiles that are kept.
     """

@@ -45,14 +45,14 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
     return 0 if tp_group is None else dist.get_rank(tp_group)
 
 
-def message_device(x: object, tp_group: dist.ProcessGroup | None) -> torch.device:
+def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for messages between hosts: the CPU if the group has a CPU backend.
 
-    Otherwise the device of ``x`` if it is a tensor on a GPU, else the current GPU.
+    Otherwise the device of ``x`` if that is a GPU, else the current GPU.
     """
     if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
         return torch.device("cpu")
-    if isinstance(x, Tensor) and x.is_cuda:
+    if x.is_cuda:
         return x.device
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -35,6 +35,7 @@ from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench.problem import DTYPES, Errors, Truth, make_truth
 from flce_dist.launch.bench.report import Record, make_records
 from flce_dist.launch.bench.trained_head import (
+    TILE_T,
     Part,
     PartProblem,
     TrainedHead,
@@ -239,7 +240,7 @@ def _dropped(
 ) -> list[FilteredRecord]:
     """Return the errors of leaving tiles out: on the whole vocabulary, in one process."""
     problem = given.problem
-    is_whole = not (part.shards > 1 or problem.P > 1 or shape.T % 128 or shape.V % TILE)
+    is_whole = not (part.shards > 1 or problem.P > 1 or shape.T % TILE_T or shape.V % TILE)
     found = []
     for eps in EPS if is_whole else ():
         left, kept_share = dropped(problem, eps)

@@ -118,7 +118,7 @@ class Trainer:
         filters = self.config.head.filter_eps is not None
         self.distributed.zero_grad_buffer()
         for i in range(microbatches):
-            loss = self._loss(*self.corpus.train_batch(*self._samples(self.samples, i)))
+            loss = self._loss(*self.corpus.train_batch(*self._samples(i)))
             (loss / microbatches).backward()
             losses.append(loss.detach())
             if filters:
@@ -140,10 +140,10 @@ class Trainer:
         data = self.config.data
         return data.batch_size * data.microbatches * self.groups.data.size()
 
-    def _samples(self, start: int, i: int) -> tuple[int, int]:
+    def _samples(self, i: int) -> tuple[int, int]:
         """First sample and number of samples of this replica's ``i``-th microbatch."""
         size, data = self.config.data.batch_size, self.groups.data
-        return start + (i * data.size() + data.rank()) * size, size
+        return self.samples + (i * data.size() + data.rank()) * size, size
 
     def validate(self) -> float:
         """Return the mean loss over the validation batches."""
