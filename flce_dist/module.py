@@ -21,17 +21,10 @@ from flce_dist.api import (
 )
 from flce_dist.op import checks, dtensor
 from flce_dist.options import LossOptions, options_of
+from flce_dist.order_checks import agreed_order, mismatch
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.vocab_order import (
-    MAP,
-    VocabOrder,
-    as_vocab_order,
-    check_on_ranks,
-    mismatch,
-    row_of_id,
-    rows_of,
-)
+from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order, row_of_id, rows_of
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own
@@ -126,26 +119,29 @@ class LinearCrossEntropy(nn.Module):
         self.weight = nn.Parameter(torch.empty(V, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
         self._mark_parameters()
-        self._set_order(vocab_order)
-        self.reset_parameters()
 
-    def _set_order(self, vocab_order: VocabOrder | Tensor | None) -> None:
-        self.vocab_order, rows = None, None
-        self._ignored_row = self.options.ignore_index
-        if vocab_order is not None:
-            self.vocab_order = as_vocab_order(vocab_order, self.vocab_size)
+        def make_order() -> VocabOrder | None:
+            return None if vocab_order is None else as_vocab_order(vocab_order, self.vocab_size)
+
+        self.vocab_order = make_order() if self.weight.is_meta else self._agreed(make_order)
+        rows, self._ignored_row = None, self.options.ignore_index
+        if self.vocab_order is not None:
             rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
             self._ignored_row = row_of_id(self._ignored_row, self.vocab_order)
         self.register_buffer(MAP, rows)
+        self._initialize()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight and zero the bias. Two all-reduces per group, of 8 and 16 bytes."""
+        if not self.weight.is_meta:
+            self._agreed(lambda: self.vocab_order)
+            self._initialize()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise the weight and zero the bias. One all-reduce of 8 bytes per group, and one of
-        16 with a vocab_order."""
+    def _initialize(self) -> None:
         if self.weight.is_meta:
             return
         if self.vocab_order is not None and self.row_of_token is not None:
-            check_on_ranks(self.vocab_order, self.weight, self.tp_group)
             self.row_of_token.copy_(self.vocab_order.row_of_token)
         seed = self._shared_seed()
         state = torch.get_rng_state()
@@ -240,10 +236,17 @@ class LinearCrossEntropy(nn.Module):
         options["ignore_index"] = self._ignored_row
         return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)
 
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups of all ranks that hold a part of the weight, one per dimension."""
+        return [self.tp_group, *dtensor.groups_of(self.weight)]
+
+    def _agreed(self, make: Callable[[], VocabOrder | None]) -> VocabOrder | None:
+        return agreed_order(make, self.weight, self._groups())
+
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
         seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
-        for group in (self.tp_group, *dtensor.groups_of(self.weight)):
+        for group in self._groups():
             seed = seed.to(collectives.message_device(self.weight, group))
             collectives.all_reduce_max(seed, group)
         return int(seed)

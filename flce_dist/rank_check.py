@@ -184,11 +184,16 @@ def _differences(facts: list[dict[str, Any]]) -> list[str]:
     """Return each fact that differs between ranks, with its values."""
     found = []
     for name in facts[0]:
-        groups = _groups(repr(one[name]) for one in facts)
-        if len(groups) > 1:
-            values = " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
-            found.append(f"{name} is {values}")
+        values = [repr(one[name]) for one in facts]
+        if len(set(values)) > 1:
+            found.append(f"{name} is {on_ranks(values)}")
     return found
+
+
+def on_ranks(values: Iterable[str]) -> str:
+    """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
+    groups = _groups(values)
+    return " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
 
 
 def _seams(rows: list[tuple[int, int]]) -> list[str]:

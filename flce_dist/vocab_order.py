@@ -8,11 +8,8 @@ rows.
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from flce_dist.parallel import collectives
 
 TILE = 256
 """Rows whose gradients are computed, or approximated, together."""
@@ -119,45 +116,3 @@ def rows_of(tokens: Tensor, row_of_token: Tensor) -> Tensor:
 def row_of_id(token: int, order: VocabOrder) -> int:
     """``rows_of`` for one number of the host, such as ignore_index."""
     return int(order.row_of_token[token]) if 0 <= token < len(order.row_of_token) else token
-
-
-def check_on_ranks(order: VocabOrder, like: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks of ``group`` if they differ. One all-reduce of 16 bytes.
-
-    ``like`` is a tensor on the device of the group's collectives.
-    """
-    factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
-    digest = (order.row_of_token * factors).sum()  # modulo 2**64
-    both = torch.stack([digest, -digest]).to(collectives.message_device(like, group))
-    collectives.all_reduce_max(both, group)
-    if both.tolist() != [int(digest), -int(digest)]:
-        raise ValueError("vocab_order must be the same on all ranks of tp_group, but they differ")
-
-
-def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
-    """Return why rows of a checkpoint may not be loaded into a layer, or None if they may.
-
-    Args:
-        saved: what the checkpoint holds as ``key``, the row of each token, or None.
-        own: the layer's order.
-    """
-    if saved is None and own is None:
-        return None
-    if saved is None:
-        return (
-            f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
-            "layer has a vocab_order; convert the checkpoint by "
-            "python -m flce_dist.launch.vocab_order convert --to ordered"
-        )
-    if own is None:
-        return (
-            f"the checkpoint's rows have a vocab_order ({key}), but this layer has none; pass "
-            f"vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint by "
-            "python -m flce_dist.launch.vocab_order convert --to plain"
-        )
-    if torch.equal(saved.cpu(), own.row_of_token):
-        return None
-    return (
-        f"the checkpoint's rows have another vocab_order ({key}) than this layer; make the layer "
-        f"with vocab_order=checkpoint[{key!r}].argsort()"
-    )

@@ -295,11 +295,13 @@ def rank_refusals(group: Any) -> None:
     wrong: list[tuple[Any, str]] = [
         (torch.arange(VOCAB - 1), rf"each of vocab_size = {VOCAB} rows, got \({VOCAB - 1},\)"),
         (torch.zeros(VOCAB, dtype=torch.long), "each of 96 token ids once"),
-        (order_of(seed=group.rank()), "the same on all ranks"),
+        (order_of(seed=group.rank()), r"order \w+ on rank 0 and order \w+ on rank 1"),
+        ([order_of(), None][group.rank()], r"order \w+ on rank 0 and None on rank 1"),
+        ([None, torch.arange(3)][group.rank()], r"None on rank 0 and an invalid one .* on rank 1"),
     ]
     for order, message in wrong:
         model = as_megatron_has_it(build(2, True, False)[0])
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^vocab_order must .*{message}"):
             use_linear_cross_entropy(model, vocab_order=order)
     model = as_megatron_has_it(build(2, True, False)[0]).to("meta")
     with pytest.raises(NotImplementedError, match="meta device; build it on the CPU"):

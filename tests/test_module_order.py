@@ -149,6 +149,26 @@ def test_copies_and_the_repr_have_the_order() -> None:
         make(None, vocab_order=torch.arange(512), padded_vocab_size=512)
 
 
+def disagree_rank(group: dist.ProcessGroup, layout: Layout, orders: list[Any]) -> str:
+    order = orders[group.rank()]
+    with pytest.raises(ValueError, match=r"^vocab_order must be the same on all ranks") as caught:
+        layout.make(vocab_order=order, on_meta=layout.fsdp > 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, fsdp=2)])
+def test_all_ranks_refuse_orders_that_differ(gloo_ranks, layout):
+    """None waits for another; over a data-parallel mesh they compare when weights are drawn."""
+    others = [None, order_of(seed=1)]
+    if layout.fsdp == 1:
+        others.append(torch.zeros(VOCAB, dtype=torch.long))
+    for other in others:
+        orders = [ORDER] * (layout.size - 1) + [other]
+        messages = gloo_ranks(layout.size).run(disagree_rank, layout, orders)
+        assert len(set(messages)) == 1
+        assert messages[0].count(f"rank {layout.size - 1}") == 1
+
+
 # --- checkpoints
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import VocabOrder, frequency_order, vocab_range
-from flce_dist.testing import run_ranks
-from flce_dist.vocab_order import TILE, as_vocab_order, check_on_ranks, rows_of
+from flce_dist.vocab_order import TILE, as_vocab_order, rows_of
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:
@@ -133,17 +132,3 @@ def test_wrong_counts_are_refused() -> None:
         frequency_order(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="padded_vocab_size must be at least V_all = 5, got 4"):
         frequency_order(torch.zeros(5), padded_vocab_size=4)
-
-
-def check_rank(group: Any, seed: int = 0) -> None:
-    check_on_ranks(frequency_order(zipf(600, seed)), torch.empty(0), group)
-
-
-def test_ranks_with_different_orders_are_refused_on_each() -> None:
-    run_ranks(check_rank, 3)
-
-    def rank(group: Any) -> None:
-        with pytest.raises(ValueError, match="must be the same on all ranks"):
-            check_rank(group, seed=group.rank() // 2)
-
-    run_ranks(rank, 3)

@@ -10,15 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.order_checks import agreed_order, mismatch
 from flce_dist.parallel import collectives
-from flce_dist.vocab_order import (
-    MAP,
-    VocabOrder,
-    as_vocab_order,
-    check_on_ranks,
-    mismatch,
-    rows_of,
-)
+from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 
 _GATHERED = 1 << 26
 """Elements of the weights of all ranks that exist at once while rows move."""
@@ -27,41 +21,56 @@ _GATHERED = 1 << 26
 def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | None) -> None:
     """Move the rows of this pipeline stage's output layer and tied embedding into ``order``.
 
-    The model computes what it did before. Collective over the tensor-parallel group.
+    The model computes what it did before. Collective over the tensor-parallel group, with
+    ``order=None``, too: ranks may differ in that.
     """
     layer = model.output_layer if getattr(model, "post_process", True) else None
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     embedding = getattr(model, "embedding", None) if tied else None
+    words = None if embedding is None else embedding.word_embeddings
+    if layer is None and words is None:
+        return
+    found = _agreed(model, layer, words, order, vocab_size)
     if layer is not None:
-        layer.vocab_order = None
+        layer.vocab_order = found
         layer.register_buffer(MAP, None)
         model.register_load_state_dict_pre_hook(_before_load)
-    if order is None:
+    if found is None:
         return
     if layer is not None:
-        layer.vocab_order = as_vocab_order(order, vocab_size or layer.output_size)
-        _set_map(layer, layer.vocab_order, model, persistent=True)
+        _set_map(layer, found, model, persistent=True)
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:
-                _move_rows(parameter, layer.vocab_order, layer.tp_group)
-    if embedding is not None:
-        words = embedding.word_embeddings
-        found = as_vocab_order(order, vocab_size or words.num_embeddings)
+                _move_rows(parameter, found, layer.tp_group)
+    if words is not None:
         _set_map(words, found, model, persistent=False)
         words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
         _move_rows(words.weight, found, words.tp_group)
 
 
+def _agreed(
+    model: Any, layer: Any, words: Any, order: VocabOrder | Tensor | None, vocab_size: int | None
+) -> VocabOrder | None:
+    """Return the order, checked and the same on all ranks of the group."""
+    like = next(model.parameters())
+
+    def make() -> VocabOrder | None:
+        if order is None:
+            return None
+        if like.is_meta:
+            raise NotImplementedError(
+                "vocab_order is not supported for a model on the meta device; build it on the CPU "
+                "or on a GPU"
+            )
+        rows = words.num_embeddings if layer is None else layer.output_size
+        return as_vocab_order(order, vocab_size or rows)
+
+    return agreed_order(make, like, [(words if layer is None else layer).tp_group])
+
+
 def _set_map(module: Any, order: VocabOrder, model: Any, *, persistent: bool) -> None:
     """Make the row of each token a buffer: in state dicts of the output layer, and only there."""
-    like = next(model.parameters())
-    if like.is_meta:
-        raise NotImplementedError(
-            "vocab_order is not supported for a model on the meta device; build it on the CPU or "
-            "on a GPU"
-        )
-    check_on_ranks(order, like, module.tp_group)
-    rows = order.row_of_token.to(like.device, copy=True)
+    rows = order.row_of_token.to(next(model.parameters()).device, copy=True)
     module.register_buffer(MAP, rows, persistent=persistent)
 
 
