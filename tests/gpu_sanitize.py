@@ -20,7 +20,7 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget
-from tests.filtered_formula import filtered_gradients, probabilities
+from tests.filtered_formula import definition, filtered_gradients
 from tests.problems import Inputs
 
 V = 507
@@ -122,7 +122,7 @@ def filtered(tensors: dict[str, Tensor], case: Case, truth: dict[str, Tensor]) -
     """``truth`` with the gradients that filter_eps defines; some tiles must not be kept."""
     inputs, options = Inputs(**{name: x.cpu() for name, x in tensors.items()}), dict(case.options)
     eps = options.pop("filter_eps")
-    kept = probabilities(inputs, eps, vocab_size=V).kept
+    kept = definition(inputs, eps, vocab_size=V).kept
     assert kept.any() and not kept.all(), f"{case}: nothing to filter, or everything"
     gradients = filtered_gradients(inputs, eps, vocab_size=V, reduction="sum", **options)
     return {name: gradients.get(name, x).to(x) for name, x in truth.items()}

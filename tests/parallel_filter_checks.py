@@ -68,7 +68,7 @@ def filtered_truth(
         Inputs(hidden[place], weight, labels[place], bias),
         eps,
         Upstream(one.upstream),
-        starts=[vocab_range(one.n_rows, rank, P)[0] for rank in range(P)],
+        shard_starts=[vocab_range(one.n_rows, rank, P)[0] for rank in range(P)],
     )
     dhidden = torch.empty_like(gradients["dhidden"])
     dhidden[place] = gradients["dhidden"]

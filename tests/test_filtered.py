@@ -16,9 +16,9 @@ from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.op.prepare import kernels_of
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import (
+    definition,
     exact,
     filtered_gradients,
-    probabilities,
     zipf_inputs,
 )
 from tests.problems import (
@@ -100,7 +100,7 @@ def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> N
     upstream = Upstream(per_token_upstream(300) if is_none else 3.0)
     with poisoned_memory():
         check_filtered(problem, 2.0**-7, upstream, impl=impl, **options)
-    kept = probabilities(problem, 2.0**-7, **options).kept.double().mean()
+    kept = definition(problem, 2.0**-7, **options).kept.double().mean()
     assert 0.1 < kept < 0.9
 
 
@@ -114,7 +114,7 @@ def test_triton_computes_what_is_defined(dtype: torch.dtype, name: str) -> None:
     problem = zipf_inputs(150, 600, 16, dtype, bias=True)
     is_none = OPTIONS[name].get("reduction") == "none"
     upstream = Upstream(per_token_upstream(150) if is_none else 3.0)
-    assert not probabilities(problem, 2.0**-7).kept.all()
+    assert not definition(problem, 2.0**-7).kept.all()
     check_filtered(problem, 2.0**-7, upstream, impl="triton", **OPTIONS[name])
 
 
@@ -158,7 +158,7 @@ def test_rank_one_is_far_closer_than_dropping(
     large: tuple[Inputs, Outcome], dtype: torch.dtype
 ) -> None:
     problem, wanted = large[0].to(dtype), large[1]
-    assert 0.15 < probabilities(problem, EPS).kept.double().mean() < 0.25
+    assert 0.15 < definition(problem, EPS).kept.double().mean() < 0.25
     actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
     dropped = filtered_gradients(problem, EPS, drops=True)
     for name, budget, least in (("dhidden", 0.003, 0.1), ("dweight", 0.003, 0.002)):
@@ -173,7 +173,7 @@ def test_rows_that_no_block_keeps_move_in_the_right_direction(
 ) -> None:
     """Dropping would leave them without a gradient."""
     problem, wanted = large
-    never = ~probabilities(problem, EPS).kept.any(0).repeat_interleave(256)[:8000]
+    never = ~definition(problem, EPS).kept.any(0).repeat_interleave(256)[:8000]
     assert never.sum() > 1000
     actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)["dweight"][never].double()
     truth = wanted["dweight"][never]
@@ -219,7 +219,7 @@ def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -
 def test_metrics_say_what_is_approximated(impl: Any) -> None:
     problem = zipf_inputs(300, 2600, 16).to(device_of(impl))
     operands = (problem.hidden, problem.weight, problem.labels)
-    truth = probabilities(problem.to(torch.device("cpu")), EPS)
+    truth = definition(problem.to(torch.device("cpu")), EPS)
 
     plain = linear_cross_entropy_with_metrics(*operands, impl=impl)
     assert plain.kept_share == 1 and plain.rank_one_mass == 0
@@ -227,7 +227,7 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
         hidden = problem.hidden.clone().requires_grad_(needs_grad)
         out = linear_cross_entropy_with_metrics(hidden, *operands[1:], filter_eps=EPS, impl=impl)
         assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
-        assert out.rank_one_mass.item() == pytest.approx(truth.mass, rel=1e-4)
+        assert out.rank_one_mass.item() == pytest.approx(truth.rank_one_mass.item(), rel=1e-4)
         assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
         for metric, same in zip(out[:5], plain, strict=False):
             assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)

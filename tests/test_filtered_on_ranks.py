@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
-from tests.filtered_formula import filtered_gradients, probabilities, zipf_inputs
+from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
 from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, run_op
 
 EPS = 2.0**-9
@@ -86,13 +86,13 @@ def test_ranks_compute_what_is_defined(cut: str, sequence_parallel: bool) -> Non
     if sequence_parallel and 256 % len(ranges):
         ranges = CUTS["2 ranks"]
     starts = sorted({start for start, end in ranges if start < end})
-    wanted = filtered_gradients(problem, EPS, starts=starts)
+    wanted = filtered_gradients(problem, EPS, shard_starts=starts)
     actual = joined(problem, ranges, sequence_parallel=sequence_parallel)
     for name in GRADIENTS:
         assert relative_rms(actual[name], wanted[name]) <= 1e-11, name
-    truth = probabilities(problem, EPS, starts=starts)
+    truth = definition(problem, EPS, shard_starts=starts)
     assert actual["kept_share"].item() == pytest.approx(truth.kept.double().mean().item())
-    assert actual["rank_one_mass"].item() == pytest.approx(truth.mass)
+    assert actual["rank_one_mass"].item() == pytest.approx(truth.rank_one_mass.item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -113,7 +113,7 @@ def test_padding_of_the_last_shard() -> None:
     problem, ranges = problem_of(), [(0, 768), (768, 1536)]
     problem.labels.clamp_(max=1299)
     actual = joined(problem, ranges, vocab_size=1300, sequence_parallel=True)
-    wanted = filtered_gradients(problem, EPS, vocab_size=1300, starts=[0, 768])
+    wanted = filtered_gradients(problem, EPS, vocab_size=1300, shard_starts=[0, 768])
     for name in GRADIENTS:
         assert relative_rms(actual[name], wanted[name]) <= 1e-11, name
     assert not actual["dweight"][1300:].any() and not actual["dbias"][1300:].any()
@@ -125,7 +125,7 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
     found = run_ranks(lambda group: on_rank(group, problem, CUTS["2 ranks"], **options), 2)
     dhidden = [results["dhidden"] for results, _ in found]
     total = dhidden[0] if "reduce_in_fp32" in options else sum(dhidden)
-    wanted = filtered_gradients(problem, EPS, starts=[0, 768])["dhidden"]
+    wanted = filtered_gradients(problem, EPS, shard_starts=[0, 768])["dhidden"]
     assert isinstance(total, Tensor) and relative_rms(total, wanted) <= 1e-11
 
 
@@ -164,7 +164,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
 def test_a_shard_with_an_lse_of_its_own_is_found(mutate: Patch) -> None:
     """Each rank's own lse would make its probabilities too large."""
     problem, ranges = problem_of(), CUTS["2 ranks"]
-    wanted = filtered_gradients(problem, EPS, starts=[0, 768])
+    wanted = filtered_gradients(problem, EPS, shard_starts=[0, 768])
 
     def locally(original: Any, logits: Any, tiles: Tensor, stats: Any, eps: float) -> Any:
         return original(logits, tiles, stats._replace(others=stats.others / 2), eps)

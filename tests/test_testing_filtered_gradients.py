@@ -1,0 +1,47 @@
+"""``flce_dist.testing.filtered_gradients`` on problems that can be computed by hand."""
+
+import pytest
+import torch
+
+from flce_dist.testing import filtered_gradients, relative_rms
+from tests.filtered_formula import exact, zipf_inputs
+from tests.filtered_formula import filtered_gradients as by_name
+
+
+def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
+    """130 tokens in two blocks, of which the profile takes every other; row 0 keeps tile 0."""
+    hidden = torch.ones(130, 1, dtype=torch.float64)
+    hidden[1::2] = 3.0
+    weight = torch.zeros(512, 1, dtype=torch.float64)
+    weight[0] = 6.0
+    weight[256:] = torch.linspace(-1.0, 0.0, 256)[:, None]
+    found = filtered_gradients(
+        hidden, weight, torch.zeros(130, dtype=torch.int64), filter_eps=0.1, reduction="sum"
+    )
+    assert found.kept.tolist() == [[True, False], [True, False]]
+    p = (hidden @ weight.T).softmax(1)
+    mass = p[:, 256:].sum(1, keepdim=True)
+    profile = p[0, 256:] / mass[0]
+    p[:, 256:] = mass * profile
+    p[:, 0] -= 1
+    assert relative_rms(found.dweight, p.T @ hidden) < 1e-14
+    assert relative_rms(found.dhidden, p @ weight) < 1e-14
+    assert found.rank_one_mass.item() == pytest.approx(mass.mean().item())
+    assert found.dbias is None
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_where_all_tiles_are_kept_it_is_the_gradient_of_the_loss(drops: bool) -> None:
+    inputs = zipf_inputs(200, 700, 8, torch.float64, bias=True, token_weight=True)
+    options = {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.7}
+    wanted = exact(inputs, torch.float64, None, **options)
+    found = by_name(inputs, 1e-12, None, drops=drops, **options)
+    for name, gradient in found.items():
+        assert relative_rms(gradient, wanted[name]) < 1e-12, name
+
+
+def test_a_threshold_at_a_probability_is_refused() -> None:
+    operands = torch.zeros(4, 2), torch.zeros(512, 2), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"within 1e-05 of filter_eps = 0\.001953125, relative"):
+        filtered_gradients(*operands, filter_eps=1 / 512)
+    assert filtered_gradients(*operands, filter_eps=1.001 / 512).rank_one_mass == 0.5
