@@ -43,7 +43,11 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
     with torch.compiler.set_stance("force_eager"):
         trainer.head_peak_mib()  # leaves no trace
         numbers = [number for _ in range(3) for number in trainer.train_step()]
-        numbers.append(trainer.validate())
+        validation = trainer.validate()
+    # Labels are evenly spread over 64 tokens, all of them among the 256 most frequent ones.
+    assert [band["tokens"] for band in validation.by_frequency] == [32, 0, 0, 0, 0]
+    assert validation.by_frequency[0]["loss"] == pytest.approx(validation.loss)
+    numbers.append(validation.loss)
     assert (trainer.step, trainer.samples) == (3, 12)
     weights = {}
     for name, weight in trainer.model.named_parameters():
@@ -218,7 +222,7 @@ def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
     """The whole loop; ``event`` happens to one rank between steps 2 and 3, or in a save."""
     forget_earlier_runs()
     train, validation, save = Trainer.train_step, RunLog.validation, Trainer.save
-    loss_of = Trainer._loss
+    losses_of = Trainer._token_losses
 
     def terminate() -> None:
         if group.rank() == 1 and "SIGTERM" in event:
@@ -230,8 +234,8 @@ def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
             terminate()
         return numbers
 
-    def full_disk(log: RunLog, step: int, loss: float) -> None:
-        validation(log, step, loss)
+    def full_disk(log: RunLog, *record: Any) -> None:
+        validation(log, *record)
         if event == "full disk":
             log._file = open("/dev/full", "a", buffering=1)
 
@@ -242,19 +246,19 @@ def rank_run(group: Any, out_dir: Path, event: str = "") -> int | str:
             optimizer_state(trainer.optimizer)[f"optimizer.{NAME}.exp_avg"][0] = math.nan
         save(trainer)
 
-    def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
+    def losses(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
         factor = {"loss": math.nan, "gradient norm": 1e30}.get(event, 1.0)
         validates = not torch.is_grad_enabled()
         if event == "validation loss" and validates:
             factor = math.inf
         now = trainer.step == (4 if validates else 2) and group.rank() == 1
-        return loss_of(trainer, *batch) * (factor if now else 1.0)
+        return losses_of(trainer, *batch) * (factor if now else 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", train_step)
         patch.setattr(Trainer, "save", save_and_terminate)
         patch.setattr(RunLog, "validation", full_disk)
-        patch.setattr(Trainer, "_loss", loss)
+        patch.setattr(Trainer, "_token_losses", losses)
         try:
             return run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
         except RunError as error:

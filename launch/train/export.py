@@ -47,7 +47,7 @@ def export_head(trainer: "Trainer", tokens: int) -> None:
             "hidden": torch.cat(hidden)[:tokens].clone(),
             "weight": weight.cpu().clone(),
             "labels": torch.cat(labels)[:tokens].clone(),
-            "counts": trainer.corpus.token_counts(),
+            "counts": trainer.counts,
         }
         with writing(path, sum(x.nbytes for x in content.values())):
             torch.save(content, scratch)

@@ -5,6 +5,7 @@ For the one rank that reports.
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ class RunLog:
         )
         self._bar.update(step - self._bar.n)
 
-    def validation(self, step: int, loss: float) -> None:
-        self._write("validation", step, {"loss": loss})
+    def validation(self, step: int, loss: float, by_frequency: list[dict[str, Any]]) -> None:
+        """Record one ``Validation``."""
+        self._write("validation", step, {"loss": loss, "by_frequency": by_frequency})
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, message: str) -> None:
@@ -74,16 +76,26 @@ class RunLog:
             self._events.close()
             self._file.close()
 
-    def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         line = strict_json({"kind": kind, "step": step, **values}, indent=None) + "\n"
         try:
             with writing(self.path, len(line)):
                 self._file.write(line)
             with writing(Path(self._events.log_dir)):
-                for name, value in values.items():
+                for name, value in _scalars(values):
                     self._events.add_scalar(f"{kind}/{name}", value, step)
         except RunError as error:
             self.failure = self.failure or error
+
+
+def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if name != "by_frequency":
+            yield name, value
+            continue
+        for band in value:
+            if band["loss"] is not None:
+                yield f"loss_from_{band['from']}", band["loss"]
 
 
 def set_aside(path: Path, step: int) -> int:

@@ -79,10 +79,10 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         if trainer.stopping:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if last or trainer.step % config.validate_every == 0:
-            validation_loss = trainer.validate()
+            validation = trainer.validate()
             if log:
-                log.validation(trainer.step, validation_loss)
-            require_all_finite({"validation loss": validation_loss})
+                log.validation(trainer.step, validation.loss, validation.by_frequency)
+            require_all_finite({"validation loss": validation.loss})
         # After the records of this step, so that none of a saved step can be missing.
         if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
             trainer.save()

@@ -39,6 +39,13 @@ from flce_dist.launch.train.state import (
     restore,
     restore_random,
 )
+from flce_dist.launch.train.validation import (
+    BANDS,
+    Validation,
+    band_of_token,
+    band_sums,
+    each_token,
+)
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.memory import shared_bytes
 
@@ -48,14 +55,17 @@ class Trainer:
 
     Attributes:
         model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
+        counts: [V_all] int64, how often each token occurs in the training text.
         filtered: with ``head.filter_eps``, kept_share and rank_one_mass of the latest step.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
         self.groups: Groups = initialize_megatron(config, device)
-        counts = corpus.token_counts() if config.head.vocab_order else None
-        self.model = build_model(config, corpus.vocab_size, device, counts)
+        self.counts = corpus.token_counts()
+        self.bands = band_of_token(self.counts)
+        order_by = self.counts if config.head.vocab_order else None
+        self.model = build_model(config, corpus.vocab_size, device, order_by)
         self.distributed = distribute(self.model)
         self.optimizer = Optimizer(self.distributed, config.optimizer, device)
         self.is_ours = config.head.kind == HeadConfig.kind
@@ -145,15 +155,18 @@ class Trainer:
         size, data = self.config.data.batch_size, self.groups.data
         return self.samples + (i * data.size() + data.rank()) * size, size
 
-    def validate(self) -> float:
-        """Return the mean loss over the validation batches."""
-        losses, data, group = [], self.config.data, self.groups.data
-        with torch.no_grad():
+    def validate(self) -> Validation:
+        """Return the loss over the validation batches, the same on every rank; collective."""
+        sums = torch.zeros(2, len(BANDS), dtype=torch.float64, device=self.device)
+        data, group = self.config.data, self.groups.data
+        with torch.no_grad(), each_token(self.model.output_layer):
             for i in range(data.validation_batches):
                 batch = i * group.size() + group.rank()
-                losses.append(self._loss(*self.corpus.validation_batch(batch, data.batch_size)))
-        (mean,) = self._mean(torch.stack(losses).mean())()
-        return mean
+                tokens, labels = self.corpus.validation_batch(batch, data.batch_size)
+                losses = self._token_losses(tokens, labels)
+                sums += band_sums(losses, self._to_device(self.bands[labels]))
+        dist.all_reduce(sums)
+        return Validation.of(sums / self.groups.tensor.size())  # whose ranks hold the same losses
 
     def probe_batch(self, index: int = 0) -> tuple[Tensor, Tensor]:
         """A validation batch on the device, the same on all replicas."""
@@ -181,8 +194,12 @@ class Trainer:
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of this rank's tokens, of which all ranks have the same number."""
-        tokens, labels = self._to_device(tokens), self._to_device(labels)
-        return token_losses(self.distributed, tokens, labels).sum() / labels.numel()
+        losses = self._token_losses(tokens, labels)
+        return losses.sum() / (labels.numel() // self.groups.context.size())
+
+    def _token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of this rank's share of sequences [b, s], by token or summed."""
+        return token_losses(self.distributed, self._to_device(tokens), self._to_device(labels))
 
     def _to_device(self, x: Tensor) -> Tensor:
         """Copy this rank's share of sequences [b, s] to the device, without waiting for it."""
