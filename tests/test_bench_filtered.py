@@ -23,8 +23,12 @@ T, V, H, EPS = 256, 2048, 16, 2.0**-10
 
 
 def head(dtype: torch.dtype = torch.float32) -> TrainedHead:
-    """Tokens of like frequency are far apart."""
-    given = zipf_inputs(T, V, H, dtype, ignored=0.0)
+    return as_head(zipf_inputs(T, V, H, dtype, ignored=0.0))
+
+
+def as_head(given: Inputs) -> TrainedHead:
+    """Rows of ``given`` are in order of frequency; here like frequencies are far apart."""
+    V = len(given.weight)
     place = torch.randperm(V, generator=torch.Generator().manual_seed(1))
     weight, counts = torch.empty_like(given.weight), torch.empty(V, dtype=torch.long)
     weight[place], counts[place] = given.weight, torch.arange(V, 0, -1)
@@ -59,7 +63,11 @@ def test_all_parts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert filtering["kept_share"] == leaving_out["kept_share"]
     assert filtering["dhidden_error"] < leaving_out["dhidden_error"]
     assert by_run["tokenizer", 1, "eager", EPS]["kept_share"] > 0.95
-    assert "frequency order, shard 7 of 8: T=256 H=32 V=256 fp32" in capsys.readouterr().out
+    assert len(found["rows"]) == 3 * 5  # buckets, runs
+    assert {(r["batches"], r["T"], r["H"]) for r in found["rows"]} == {(1, T, H)}
+    out = capsys.readouterr().out
+    assert "frequency order, shard 7 of 8: T=256 H=32 V=256 fp32" in out
+    assert "rows by frequency: 1 x T=256 H=16 V=2048 fp32" in out
 
 
 def rank_main(group: Any, arguments: list[str]) -> int:
@@ -120,6 +128,14 @@ def test_dropped_tiles_are_those_of_the_definition() -> None:
     assert found.dhidden is not None and found.dweight is not None
     assert relative_rms(found.dhidden, wanted["dhidden"]) < 1e-12
     assert relative_rms(found.dweight, wanted["dweight"]) < 1e-12
+
+
+def test_batches_leave_out_what_does_not_fill_one() -> None:
+    given = head()
+    first, second = given.batches(100)
+    assert torch.equal(torch.cat([first.labels, second.labels]), given.labels[:200])
+    assert torch.equal(torch.cat([first.hidden, second.hidden]), given.hidden[:200])
+    assert [len(x.labels) for x in given.batches()] == [T]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
     python -m flce_dist.launch.bench.filtered --head head.pt --out runs/bench/filtered
     torchrun --nproc-per-node 2 -m flce_dist.launch.bench.filtered --head head.pt --out ...
 
-``head.pt`` is what a training run writes with ``export_head``. One process measures the whole
-vocabulary in the order of frequency and in the tokenizer's, then the first and the last shard of 4
-and of 8, which ``trained_head`` simulates. Several ranks split the vocabulary and, under sequence
+``head.pt`` is what a training run writes with ``export_head``; its first 8192 tokens are timed. One
+process measures the whole vocabulary in the order of frequency and in the tokenizer's, then the
+first and the last shard of 4 and of 8, which ``trained_head`` simulates, and last the rows by
+frequency (``rare_rows``), in all tokens. Several ranks split the vocabulary and, under sequence
 parallelism, the tokens. ``ratio`` is against the three GEMMs of exact gradients on this rank's rows
-and all tokens. Rows without time, impl ``dropped``, are the errors of leaving tiles out.
+and all tokens. Records without time, impl ``dropped``, are the errors of leaving tiles out.
 """
 
 import dataclasses
@@ -17,36 +18,36 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.launch.about import about
+from flce_dist.launch.bench import rare_rows
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench.problem import DTYPES, Errors, Truth, make_truth
 from flce_dist.launch.bench.report import Record, make_records
 from flce_dist.launch.bench.trained_head import (
-    TILE_T,
     Part,
     PartProblem,
     TrainedHead,
+    differentiated,
     dropped,
     make_part,
+    whole_tiles,
 )
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
-from flce_dist.options import POSITIVE, Impl
+from flce_dist.options import POSITIVE
 from flce_dist.testing import relative_rms
 from flce_dist.vocab_order import TILE
 
@@ -86,8 +87,8 @@ def main(args: list[str] | None = None) -> int:
     check_ranges(settings)
     is_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     device, tp_group = start("cpu" if is_cpu else "cuda")
-    head = TrainedHead.load(settings.head, device)
-    P = 1 if tp_group is None else tp_group.size()
+    batches = TrainedHead.load(settings.head, device).batches()
+    head, P = batches[0], 1 if tp_group is None else tp_group.size()
     parts = _parts(head, settings, P)
     console = Console(quiet=tp_group is not None and tp_group.rank() > 0, width=140)
     records: list[FilteredRecord] = []
@@ -97,17 +98,25 @@ def main(args: list[str] | None = None) -> int:
         **about(device),
         "config": {**dataclasses.asdict(settings), "head": settings.head.name, "out": None},
     }
+    path = with_suffix(settings.out, ".json")
     for part in parts:
         found = _measure(make_part(head, part, settings.widen, tp_group), part, settings)
         free_memory(device)
         records += found
         console.print(_table(found, part))
         if not console.quiet:  # rank 0
-            path = with_suffix(settings.out, ".json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [dataclasses.asdict(record) for record in records]
-            path.write_text(strict_json({"about": facts, "records": rows}) + "\n")
+            _write(path, facts, records=records)
+    if P == 1 and whole_tiles(len(head.labels), len(head.weight)):
+        rows = rare_rows.measure(batches, EPS)
+        console.print(rare_rows.table(rows))
+        _write(path, facts, records=records, rows=rows)
     return 0
+
+
+def _write(path: Path, facts: dict[str, Any], **records: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lists = {name: [dataclasses.asdict(x) for x in found] for name, found in records.items()}
+    path.write_text(strict_json({"about": facts, **lists}) + "\n")
 
 
 def _parts(head: TrainedHead, settings: Settings, P: int) -> list[Part]:
@@ -156,7 +165,7 @@ def _measure(given: PartProblem, part: Part, settings: Settings) -> list[Filtere
         measured.prepare(None)
         run = measured.run
         if measured.failure is None and run.impl != "gemm3":
-            loss, gradients, shares[run.name] = _differentiated(given, run)
+            loss, gradients, shares[run.name] = differentiated(problem, run)
             measured.errors = _errors(given, run, loss, gradients, truth)
             del gradients
         over_ranks(measured)
@@ -187,37 +196,6 @@ def _measure(given: PartProblem, part: Part, settings: Settings) -> list[Filtere
     return results + without
 
 
-def _differentiated(
-    given: PartProblem, run: RunSpec
-) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, float]]:
-    """Return loss, both gradients and what a filtered run says of itself."""
-    problem = given.problem
-    hidden = problem.hidden[problem.tokens_of(run)].detach().requires_grad_()
-    weight = problem.weight.detach().requires_grad_()
-    shares = {}
-    if run.is_ours:
-        result = linear_cross_entropy_with_metrics(
-            hidden,
-            weight,
-            problem.labels,
-            tp_group=problem.tp_group,
-            sequence_parallel=run.sequence_parallel,
-            schedule=run.schedule,
-            filter_eps=run.filter_eps,
-            impl=cast(Impl, run.impl),
-        )
-        loss = result.loss
-        if run.filter_eps is not None:
-            shares = {
-                "kept_share": float(result.kept_share),
-                "rank_one_mass": float(result.rank_one_mass),
-            }
-    else:
-        loss = F.cross_entropy(hidden @ weight.T, problem.labels)
-    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
-    return loss.detach(), (dhidden, dweight), shares
-
-
 def _errors(
     given: PartProblem, run: RunSpec, loss: Tensor, gradients: tuple[Tensor, Tensor], truth: Truth
 ) -> Errors:
@@ -240,7 +218,7 @@ def _dropped(
 ) -> list[FilteredRecord]:
     """Return the errors of leaving tiles out: on the whole vocabulary, in one process."""
     problem = given.problem
-    is_whole = not (part.shards > 1 or problem.P > 1 or shape.T % TILE_T or shape.V % TILE)
+    is_whole = part.shards == problem.P == 1 and whole_tiles(shape.T, shape.V)
     found = []
     for eps in EPS if is_whole else ():
         left, kept_share = dropped(problem, eps)

@@ -11,20 +11,24 @@ that are kept and the gradients of all other rows and features are those of a ra
 collectives are not timed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist import frequency_order
+from flce_dist import frequency_order, linear_cross_entropy_with_metrics
+from flce_dist.launch.bench.config import RunSpec
 from flce_dist.launch.bench.problem import CHUNK_BYTES, Problem, Truth
 from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.options import Impl
 from flce_dist.vocab_order import TILE
 
 TILE_T = 128
+BATCH_T = 8192
 PARTS = 3  # of the rest's logit: 24 bits in bf16
 
 
@@ -58,6 +62,13 @@ class TrainedHead:
             return cls(**content)
         except (OSError, TypeError, RuntimeError) as error:
             raise ConfigError(f"head must be a file of export_head, got {path}: {error}") from error
+
+    def batches(self, T: int = BATCH_T) -> list["TrainedHead"]:
+        """Return batches of T tokens without the rest, or one batch if there are fewer."""
+        T = min(T, len(self.labels))
+        count = len(self.labels) // T
+        cuts = [slice(i * T, (i + 1) * T) for i in range(count)]
+        return [replace(self, hidden=self.hidden[cut], labels=self.labels[cut]) for cut in cuts]
 
 
 @dataclass(frozen=True)
@@ -132,11 +143,46 @@ def _lse_of(hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([(chunk.double() @ weight.T).logsumexp(1) for chunk in chunks])
 
 
+def differentiated(
+    problem: Problem, run: RunSpec
+) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, float]]:
+    """Return loss, both gradients and what a filtered run says of itself."""
+    hidden = problem.hidden[problem.tokens_of(run)].detach().requires_grad_()
+    weight = problem.weight.detach().requires_grad_()
+    shares = {}
+    if run.is_ours:
+        result = linear_cross_entropy_with_metrics(
+            hidden,
+            weight,
+            problem.labels,
+            tp_group=problem.tp_group,
+            sequence_parallel=run.sequence_parallel,
+            schedule=run.schedule,
+            filter_eps=run.filter_eps,
+            impl=cast(Impl, run.impl),
+        )
+        loss = result.loss
+        if run.filter_eps is not None:
+            shares = {
+                "kept_share": float(result.kept_share),
+                "rank_one_mass": float(result.rank_one_mass),
+            }
+    else:
+        loss = F.cross_entropy(hidden @ weight.T, problem.labels)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), (dhidden, dweight), shares
+
+
+def whole_tiles(T: int, V: int) -> bool:
+    """Whether T tokens and V rows are whole tiles, as ``dropped`` needs."""
+    return T % TILE_T == 0 and V % TILE == 0
+
+
 @torch.no_grad()
 def dropped(problem: Problem, eps: float) -> tuple[Truth, float]:
     """Return the fp64 gradients without tiles that are not kept, and the share that is kept.
 
-    For one process; T and V are whole tiles.
+    For one process.
     """
     T, V = len(problem.labels), len(problem.weight)
     weight, columns = problem.weight.double(), V // TILE
