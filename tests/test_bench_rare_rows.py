@@ -14,14 +14,8 @@ pytest.importorskip("rich")
 from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench import rare_rows
 from flce_dist.launch.bench.rare_rows import RowsRecord
-from tests.filtered_formula import (
-    filtered_gradients,
-    gradients_of,
-    logits,
-    probabilities,
-    zipf_inputs,
-)
-from tests.problems import Inputs, Patch, Upstream
+from tests.filtered_formula import definition, exact, zipf_inputs
+from tests.problems import Inputs, Patch
 from tests.test_bench_filtered import as_head
 
 T, V, H, BATCHES, EPS = 256, 8192, 16, 3, 2.0**-8
@@ -41,11 +35,8 @@ def measured() -> list[RowsRecord]:
 def dweights(run: str) -> list[Tensor]:
     """fp64 gradients of the batches; rows are in order of frequency."""
     if run in ("exact", "torch_eager"):
-        p = [logits(batch, V).softmax(1) for batch in batches]
-        found = [gradients_of(x, b, Upstream()) for x, b in zip(p, batches, strict=True)]
-    else:
-        found = [filtered_gradients(b, EPS, drops=run == "dropped") for b in batches]
-    return [x["dweight"] for x in found]
+        return [exact(batch, torch.float64)["dweight"] for batch in batches]
+    return [definition(batch, EPS, drops=run == "dropped").dweight for batch in batches]
 
 
 def last_update(gradients: list[Tensor]) -> Tensor:
@@ -61,15 +52,15 @@ def last_update(gradients: list[Tensor]) -> Tensor:
 @functools.cache
 def expected(run: str) -> dict[str, Tensor]:
     """Of each row."""
-    exact, found = dweights("exact"), dweights(run)
-    kept = probabilities(batches[0], EPS).kept.any(0).repeat_interleave(256)
-    wanted, update = last_update(exact), last_update(found)
+    truth, found = dweights("exact"), dweights(run)
+    kept = definition(batches[0], EPS).kept.any(0).repeat_interleave(256)
+    wanted, update = last_update(truth), last_update(found)
     return {
         "label_share": torch.bincount(batches[0].labels, minlength=V).clamp(max=1).double(),
         "rank_one_share": (~kept & (run != "torch_eager")).double(),
-        "error_p50": (found[0] - exact[0]).norm(dim=1) / exact[0].norm(dim=1),
-        "error_p90": (found[0] - exact[0]).norm(dim=1) / exact[0].norm(dim=1),
-        "cosine_p50": cosine(found[0], exact[0]),
+        "error_p50": (found[0] - truth[0]).norm(dim=1) / truth[0].norm(dim=1),
+        "error_p90": (found[0] - truth[0]).norm(dim=1) / truth[0].norm(dim=1),
+        "cosine_p50": cosine(found[0], truth[0]),
         "update_error_p50": (update - wanted).norm(dim=1) / wanted.norm(dim=1),
         "update_cosine_p50": cosine(update, wanted),
         "update_ratio_p50": update.norm(dim=1) / wanted.norm(dim=1),
@@ -113,7 +104,7 @@ def test_each_bucket_has_the_errors_of_its_rows() -> None:
 
 def test_rank_one_rows_are_known_after_rounding() -> None:
     given = zipf_inputs(T, V, H, torch.bfloat16, ignored=0.0)
-    kept = probabilities(given, EPS).kept.any(0).repeat_interleave(256)
+    kept = definition(given, EPS).kept.any(0).repeat_interleave(256)
     weight = given.weight.requires_grad_()
     for eps, wanted in ((EPS, ~kept), (None, torch.zeros(V, dtype=torch.bool))):
         loss = linear_cross_entropy(given.hidden, weight, given.labels, filter_eps=eps)
