@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-TILE = 256
+from flce_dist.op.filtered import TILE_V
+
+TILE = TILE_V
 """Rows whose gradients are computed, or approximated, together."""
 SHARDS = 64
 """An order gives equal work to P ranks if P divides this."""

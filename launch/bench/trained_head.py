@@ -25,9 +25,9 @@ from flce_dist.launch.bench.config import RunSpec
 from flce_dist.launch.bench.problem import CHUNK_BYTES, Problem, Truth
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import Impl
+from flce_dist.testing.filtered_gradients import TILE_T
 from flce_dist.vocab_order import TILE
 
-TILE_T = 128
 BATCH_T = 8192
 PARTS = 3  # of the rest's logit: 24 bits in bf16
 
