@@ -105,7 +105,7 @@ def test_an_order_alone_changes_no_number(pool: RankPool, tmp_path: Path) -> Non
     ordered = train(pool, tmp_path / "ordered", head=HeadConfig(vocab_order=True), **changes)
     for one, other in zip(plain, ordered, strict=True):
         assert one.pop("kind") == other.pop("kind")
-        for entry in (one, other):  # all tokens that occur are in the first band
+        for entry in (one, other):  # of the bands the first will do
             entry["first_band"] = entry.pop("by_frequency", [{"loss": 0.0}])[0]["loss"]
         assert other == pytest.approx(one, rel=1e-4)
 

@@ -60,10 +60,11 @@ class DataConfig:
 class HeadConfig:
     """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
 
-    kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
+    kind: Literal["linear_cross_entropy", "dropped_tiles", "megatron_fused", "megatron_unfused"] = (
         "linear_cross_entropy"
     )
-    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without."""
+    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without.
+    dropped_tiles: no gradients where filter_eps approximates them; slow, to compare with."""
     schedule: Literal["auto", "cached", "recompute", "in_forward"] = "auto"
     max_logits_bytes: int | None = None
     impl: Literal["triton", "eager"] | None = None
@@ -73,8 +74,8 @@ class HeadConfig:
     softcap: float | None = None
     logit_scale: float = 1.0
     filter_eps: float | None = None
-    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
-    recorded. Saves time only with vocab_order."""
+    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass (or
+    dropped_mass) are recorded. Saves time only with vocab_order."""
     vocab_order: bool = False
     """Order the vocabulary by how often tokens occur in the training text."""
 
@@ -206,6 +207,10 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
     )
     _check_optimizer(config.optimizer)
     _check_head(config.head)
+    _require(
+        config.head.kind != "dropped_tiles" or tensor == 1,
+        f"head.kind=dropped_tiles needs parallel.tensor = 1, got {tensor}",
+    )
 
 
 def _check_head(config: HeadConfig) -> None:
@@ -213,9 +218,15 @@ def _check_head(config: HeadConfig) -> None:
         LinearCrossEntropy(1, 1, device="meta", **config.options())
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
+    drops = config.kind == "dropped_tiles"
+    _require(
+        not drops or config.filter_eps is not None,
+        f"head.kind=dropped_tiles needs head.filter_eps, got {config.filter_eps}",
+    )
+    own = {"kind", "filter_eps", "vocab_order"} if drops else {"kind"}
     for name, value in vars(config).items():
         _require(
-            config.kind == HeadConfig.kind or name == "kind" or value == getattr(HeadConfig, name),
+            config.kind == HeadConfig.kind or name in own or value == getattr(HeadConfig, name),
             f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
             f"head.kind={config.kind}",
         )

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from flce_dist import frequency_order
 from flce_dist.launch.train.attention import CausalAttention
-from flce_dist.launch.train.config import HeadConfig, RunConfig
+from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.cpu import run_megatron_on_cpu
+from flce_dist.launch.train.dropped_tiles import drop_tiles
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
+
+SHARES = ("kept_share", "rank_one_mass", "dropped_mass")
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,10 @@ def build_model(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    is_ours = config.head.kind == HeadConfig.kind
+    is_megatrons = config.head.kind.startswith("megatron_")
     # Each rank holds the same number of rows; the head leaves out those beyond vocab_size.
     rows = -(-vocab_size // tensor) * tensor
-    if not is_ours and vocab_size % tensor:
+    if is_megatrons and vocab_size % tensor:
         raise ConfigError(
             f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
             f"divide the {vocab_size} entries, got {tensor}"
@@ -138,14 +141,18 @@ def build_model(
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
     ).to(device)
-    if is_ours:
-        use_linear_cross_entropy(
-            gpt,
-            vocab_size=vocab_size,
-            vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
-            metrics=config.head.filter_eps is not None,
-            **config.head.options(),
-        )
+    if is_megatrons:
+        return gpt
+    use_linear_cross_entropy(
+        gpt,
+        vocab_size=vocab_size,
+        vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
+        metrics=config.head.filter_eps is not None,
+        **config.head.options(),
+    )
+    if config.head.kind == "dropped_tiles":
+        assert config.head.filter_eps is not None
+        drop_tiles(gpt.output_layer, config.head.filter_eps)
     return gpt
 
 
@@ -184,3 +191,13 @@ def token_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=labels)
+
+
+def filter_shares(model: Any) -> dict[str, Tensor]:
+    """Return what head.filter_eps kept and left out in the latest loss, as scalars by name.
+
+    These are kept_share and rank_one_mass, or dropped_mass; {} without head.filter_eps.
+    """
+    metrics = getattr(model.output_layer, "last_metrics", None)
+    found = {} if metrics is None else metrics._asdict()
+    return {name: found[name] for name in SHARES if name in found}

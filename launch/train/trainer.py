@@ -27,6 +27,7 @@ from flce_dist.launch.train.model import (
     Groups,
     build_model,
     distribute,
+    filter_shares,
     initialize_megatron,
     token_losses,
 )
@@ -47,6 +48,7 @@ from flce_dist.launch.train.validation import (
     each_token,
 )
 from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.megatron.fused_layer import FusedLayer
 from flce_dist.memory import shared_bytes
 
 
@@ -56,7 +58,7 @@ class Trainer:
     Attributes:
         model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
         counts: [V_all] int64, how often each token occurs in the training text.
-        filtered: with ``head.filter_eps``, kept_share and rank_one_mass of the latest step.
+        filtered: ``filter_shares`` of the latest step, means over all ranks.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
@@ -124,25 +126,21 @@ class Trainer:
         from megatron.core.distributed import finalize_model_grads
 
         microbatches, losses, filtered = self.config.data.microbatches, [], []
-        layer: Any = self.model.output_layer
-        filters = self.config.head.filter_eps is not None
         self.distributed.zero_grad_buffer()
         for i in range(microbatches):
             loss = self._loss(*self.corpus.train_batch(*self._samples(i)))
             (loss / microbatches).backward()
             losses.append(loss.detach())
-            if filters:
-                metrics = layer.last_metrics
-                filtered.append(torch.stack([metrics.kept_share, metrics.rank_one_mass]))
+            filtered.append(filter_shares(self.model))
         finalize_model_grads([self.distributed])
         self.step += 1
         self.samples += self.samples_per_step
-        shares = torch.stack(filtered).mean(0).unbind() if filters else ()
+        shares = [torch.stack([each[name] for each in filtered]).mean() for name in filtered[0]]
         means = self._mean(torch.stack(losses).mean(), float(stop), *shares)
         norm = self.optimizer.step(self.step)
         mean, stops, *values = means()
         self.stopping = stops > 0
-        self.filtered = dict(zip(("kept_share", "rank_one_mass"), values, strict=False))
+        self.filtered = dict(zip(filtered[0], values, strict=True))
         return mean, norm
 
     @property
@@ -177,7 +175,7 @@ class Trainer:
         """Check the head and measure its peak memory on one batch, without a trace in the run."""
         given = head_input(self.model, *self.probe_batch())
         head: Head = megatron_head
-        if self.is_ours:
+        if isinstance(self.model.output_layer, FusedLayer):
             head = our_head
             check_head(self.model, given, self.groups.tensor)
         # The first run on a GPU also makes the workspaces that libraries keep.
