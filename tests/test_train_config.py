@@ -29,7 +29,24 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 )
 def test_shipped_configurations_are_valid(path: Path) -> None:
     config = load_config(["--config", str(path)], world_size=2)
-    assert config.parallel.tensor == 2 and config.parallel.sequence_parallel
+    assert config.parallel.tensor == (1 if path.stem == "filtered" else 2)
+    assert config.parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["--head.schedule", "cached"],
+        ["--head.filter-eps", "0.000244140625"],
+        ["--head.kind", "dropped_tiles", "--head.filter-eps", "0.000244140625"],
+    ],
+    ids=" ".join,
+)
+def test_heads_of_the_filtered_comparison_are_valid(head: list[str]) -> None:
+    path = str(QUICKSTART.parent / "filtered.yaml")
+    config = load_config(["--config", path, *head, "--model.no-tie-embeddings"])
+    assert config.head.vocab_order and not config.model.tie_embeddings
+    assert config.head.filter_eps in (None, 2.0**-12)
 
 
 @pytest.mark.parametrize(

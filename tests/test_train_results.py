@@ -32,7 +32,14 @@ def leave_run(folder: Path, shift: float = 0.0, steps: int = 100, **about: Any) 
          "peak_mib": 40_000.0 + step, "head_peak_mib": 1000.0}
         for step in range(1, steps + 1)
     ]  # fmt: skip
-    records.append({"kind": "validation", "step": steps, "loss": 3.5 + shift})
+    for step, loss in ((steps // 2, 4.0), (steps, 3.5)):
+        bands = [
+            {"from": 0, "tokens": 30, "loss": 2.0 + loss + shift},
+            {"from": 256, "tokens": 0, "loss": None},
+            {"from": 1024, "tokens": 2, "loss": 5.0 + loss - shift},
+        ]
+        validation = {"loss": loss + shift, "by_frequency": bands}
+        records.append({"kind": "validation", "step": step, **validation})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
@@ -52,7 +59,13 @@ def test_runs_become_one_file_and_one_figure(tmp_path: Path) -> None:
     run = found["runs"][LABELS[1]]
     assert run["command"] == "python x" and run["config"]["seed"] == 1234
     assert (run["step_ms"], run["tokens_per_s"], run["peak_mib"]) == (200.0, 160_060, 40_100)
-    assert len(run["loss"]) == 100 and run["validation"] == [[100, 3.51]]
+    assert len(run["loss"]) == 100 and run["validation"] == [[50, 4.01], [100, 3.51]]
+    assert run["steps_per_point"] == 1
+    assert run["by_frequency"] == {
+        "from": [0, 256, 1024],
+        "tokens": [30, 0, 2],
+        "loss": [[6.01, None, 8.99], [5.51, None, 8.49]],
+    }
     assert len(path.read_text().splitlines()) < 400, "a list of numbers takes one line"
     assert plot.main([str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "convergence-training.png").stat().st_size > 10_000
@@ -98,3 +111,17 @@ def test_what_a_run_approximates_is_in_the_file(tmp_path: Path) -> None:
     assert runs["filtered"]["kept_share"] == [0.25] * 100
     assert runs["filtered"]["rank_one_mass"] == [0.1] * 100
     assert not shares.keys() & runs["exact"].keys()
+
+
+def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
+    leave_run(tmp_path / "long", steps=2503)
+    path = tmp_path / "long" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    lines[7]["loss"] = None  # as of a step that was not finite
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = results.collect({"long": tmp_path / "long"})["runs"]["long"]
+    assert run["steps_per_point"] == 5 and len(run["loss"]) == len(run["gradient_norm"]) == 501
+    assert run["loss"][0] == pytest.approx(sum(losses[:5]) / 5, abs=1e-4)
+    assert run["loss"][1] is None
+    assert run["loss"][-1] == pytest.approx(sum(losses[-3:]) / 3, abs=1e-4)

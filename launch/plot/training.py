@@ -29,18 +29,14 @@ def training_figure(runs: dict[str, dict[str, Any]]) -> Figure:
         [["loss", "difference"], ["speed", "memory"]], height_ratios=[2.2, 0.3 + 0.17 * len(runs)]
     )
     baseline = next((label for label in runs if label.startswith("Megatron")), next(iter(runs)))
-    reference = runs[baseline]["loss"]
+    reference = smoothed(runs[baseline], "loss")
     for (label, run), color in zip(runs.items(), COLORS * len(runs), strict=False):
-        steps, means = _smooth(run["loss"])
-        rows["loss"].plot(steps, means, color=color, linewidth=1.2, label=label)
-        checked = [point for point in run["validation"] if point[1] is not None]
-        if checked:
-            rows["loss"].plot(*zip(*checked, strict=True), "o", color=color, markersize=3.5)
+        means = smoothed(run, "loss")
+        rows["loss"].plot(*points(means), color=color, linewidth=1.2, label=label)
+        rows["loss"].plot(*points(validation(run)), "o", color=color, markersize=3.5)
         if label != baseline:
-            length = min(len(run["loss"]), len(reference))
-            pairs = zip(run["loss"][:length], reference[:length], strict=True)
-            steps, means = _smooth([_difference(mine, other) for mine, other in pairs])
-            rows["difference"].plot(steps, means, color=color, linewidth=1.2)
+            gaps = differences(means, reference)
+            rows["difference"].plot(*points(gaps), color=color, linewidth=1.2)
     rows["loss"].set_ylabel("loss (nats per token)", fontsize=8)
     rows["loss"].set_title(
         f"Training loss (mean of {SMOOTHED} steps); dots: validation", fontsize=9, loc="left"
@@ -84,16 +80,30 @@ def _bars(axes: Axes, runs: dict[str, dict[str, Any]], key: str, label: str) -> 
     axes.set_xlabel(label, fontsize=8)
 
 
-def _difference(mine: float | None, other: float | None) -> float | None:
-    return None if mine is None or other is None else mine - other
+Curve = dict[float, float]
+"""Values by step."""
 
 
-def _smooth(values: list[float | None]) -> tuple[list[float], list[float]]:
-    """Return means over SMOOTHED steps and the middle step of each."""
-    steps, means = [], []
-    for start in range(0, len(values), SMOOTHED):
-        part = [x for x in values[start : start + SMOOTHED] if x is not None and math.isfinite(x)]
-        if part:
-            steps.append(start + (len(values[start : start + SMOOTHED]) + 1) / 2)
-            means.append(sum(part) / len(part))
-    return steps, means
+def smoothed(run: dict[str, Any], key: str) -> Curve:
+    """Return means over SMOOTHED steps, or over those of one point, by their middle step."""
+    values, each = run[key], run.get("steps_per_point", 1)
+    size, means = max(1, SMOOTHED // each), {}
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
+        known = [x for x in part if x is not None and math.isfinite(x)]
+        if known:
+            means[start * each + (len(part) * each + 1) / 2] = sum(known) / len(known)
+    return means
+
+
+def validation(run: dict[str, Any]) -> Curve:
+    return {step: loss for step, loss in run["validation"] if loss is not None}
+
+
+def differences(mine: Curve, other: Curve) -> Curve:
+    """Return where ``mine`` lies above ``other``, at the steps of both."""
+    return {step: mine[step] - other[step] for step in mine if step in other}
+
+
+def points(curve: Curve) -> tuple[list[float], list[float]]:
+    return list(curve), list(curve.values())

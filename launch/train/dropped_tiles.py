@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.vocab_order import TILE, rows_of
+from flce_dist.testing.filtered_gradients import TILE_T, TILE_V
+from flce_dist.vocab_order import rows_of
 
-TILE_T = 128
 CHUNK = 16 * TILE_T
+SHARES = ("kept_share", "rank_one_mass", "dropped_mass")
+"""What a head with head.filter_eps says of a step."""
 
 
 class DroppedMetrics(NamedTuple):
@@ -80,7 +82,7 @@ class _DroppedTiles(torch.autograd.Function):
             p = _tiles(z.sub_(lse[here, None]).exp_())
             kept = p.amax((1, 3)) >= eps
             block = torch.arange(len(z), device=z.device) // TILE_T
-            kept[block, labels[here] // TILE] = True
+            kept[block, labels[here] // TILE_V] = True
             mass[here] = (p.sum(3) * ~kept[:, None]).sum(2).flatten()[: len(z)]
             kept_blocks.append(kept)
         kept = torch.cat(kept_blocks)
@@ -101,7 +103,7 @@ class _DroppedTiles(torch.autograd.Function):
             dz[torch.arange(len(dz), device=dz.device), labels[here]] -= 1.0
             dz *= dloss[here, None]
             blocks = kept[here.start // TILE_T :][: -(-len(dz) // TILE_T)]
-            columns = blocks.repeat_interleave(TILE, 1)[:, : len(weight)]
+            columns = blocks.repeat_interleave(TILE_V, 1)[:, : len(weight)]
             dz *= columns.repeat_interleave(TILE_T, 0)[: len(dz)]
             rounded = dz.to(hidden.dtype)
             torch.mm(rounded, weight, out=dhidden[here])
@@ -130,11 +132,11 @@ def _add_gemm(acc: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _tiles(x: Tensor) -> Tensor:
-    """View [T, V], padded to whole tiles by zeros, as [blocks, TILE_T, tiles, TILE]."""
-    padding = (0, -x.shape[1] % TILE, 0, -x.shape[0] % TILE_T)
+    """View [T, V], padded to whole tiles by zeros, as [blocks, TILE_T, tiles, TILE_V]."""
+    padding = (0, -x.shape[1] % TILE_V, 0, -x.shape[0] % TILE_T)
     if any(padding):
         x = F.pad(x, padding)
-    return x.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE_T))
+    return x.unflatten(1, (-1, TILE_V)).unflatten(0, (-1, TILE_T))
 
 
 def _given_to_main_grad(weight: Any, dweight: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -5,7 +5,9 @@
 
 A run leaves ``run.json`` (hardware, versions, commit, command and configuration) and
 ``metrics.jsonl``. The result file has what all runs share of the first, and for each run by its
-label what is its own, both losses over steps, the median step and the peak memory.
+label what is its own, both losses over steps, the validation loss by the frequency of labels, the
+median step and the peak memory. Of more than 1000 steps a curve has means of 5 steps each, or of
+25, and so on: ``steps_per_point``.
 """
 
 import json
@@ -24,10 +26,13 @@ from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError, run_program
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import RunConfig, flatten
+from flce_dist.launch.train.dropped_tiles import SHARES
 from flce_dist.launch.train.ranks import writing
 
 ORIGIN = "run.json"
 METRICS = "metrics.jsonl"
+MOST_POINTS = 1000
+"""Of a curve over steps."""
 WARM_UP = 20
 """Steps whose times are left out: kernels are compiled in the first."""
 
@@ -84,19 +89,42 @@ def _curves(records: list[dict[str, Any]]) -> dict[str, Any]:
     if len(train) <= WARM_UP:
         raise RunError(f"a run must have more than {WARM_UP} steps, got {len(train)}")
     steady = train[WARM_UP:]
+    every = 1
+    while len(train) > MOST_POINTS * every:
+        every *= 5
+    curves = {"loss": 4, "gradient_norm": 4}
+    curves |= {name: 5 for name in SHARES if name in train[0]}
     return {
         "tokens_per_s": round(statistics.median(r["tokens_per_s"] for r in steady)),
         "step_ms": round(statistics.median(r["step_ms"] for r in steady), 2),
         "peak_mib": max((round(r["peak_mib"]) for r in train if "peak_mib" in r), default=None),
         "head_peak_mib": round(train[0]["head_peak_mib"], 1),
-        "loss": [round(r["loss"], 4) for r in train],
+        "steps_per_point": every,
         **{
-            name: [round(r[name], 5) for r in train]
-            for name in ("kept_share", "rank_one_mass")
-            if name in train[0]
+            name: [
+                _mean([r[name] for r in train[start : start + every]], digits)
+                for start in range(0, len(train), every)
+            ]
+            for name, digits in curves.items()
         },
-        "gradient_norm": [round(r["gradient_norm"], 4) for r in train],
-        "validation": [[r["step"], round(r["loss"], 5)] for r in validation],
+        "validation": [[r["step"], _mean([r["loss"]], 5)] for r in validation],
+        "by_frequency": _by_frequency([r["by_frequency"] for r in validation]),
+    }
+
+
+def _mean(values: list[float | None], digits: int) -> float | None:
+    """Return the mean; None, which stands for a number that was not finite, if any is None."""
+    known = [x for x in values if x is not None]
+    return round(statistics.fmean(known), digits) if len(known) == len(values) else None
+
+
+def _by_frequency(validations: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
+    """Return where bands begin, how many labels each holds, and their losses in each validation."""
+    last = validations[-1] if validations else []
+    return {
+        "from": [band["from"] for band in last],
+        "tokens": [band["tokens"] for band in last],
+        "loss": [[_mean([band["loss"]], 5) for band in bands] for bands in validations],
     }
 
 
