@@ -271,20 +271,25 @@ def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> 
     pools[2].run(rank_fusion, tied)
 
 
+def first_stage(tp: int) -> Any:
+    stage = as_megatron_has_it(build_another(tp, sp=False, tied=True))
+    stage.post_process = False
+    del stage.output_layer
+    return stage
+
+
 def rank_first_stage(group: Any) -> None:
     """A pipeline stage with a tied embedding and no output layer."""
     expected = as_megatron_has_it(build(2, sp=False, tied=True)[0])
-    stage = as_megatron_has_it(build_another(2, sp=False, tied=True))
-    stage.post_process = False
-    del stage.output_layer
-    use_linear_cross_entropy([stage], vocab_order=order_of())
+    (stage,) = use_linear_cross_entropy([first_stage(2)], vocab_order=order_of())
     tokens, positions, _ = inputs_of(batch()[0])
     assert not torch.equal(stage.embedding.word_embeddings.weight,
                            expected.embedding.word_embeddings.weight)  # fmt: skip
     words = stage.embedding.word_embeddings
     assert torch.equal(stage.embedding(tokens, positions), expected.embedding(tokens, positions))
     assert torch.equal(words(input_=tokens), words(tokens))
-    assert stage.state_dict().keys() <= expected.state_dict().keys()
+    added = {"embedding.word_embeddings.row_of_token"}
+    assert stage.state_dict().keys() - expected.state_dict().keys() == added
 
 
 def test_a_first_stage_with_a_tied_embedding(pools: dict[int, RankPool]) -> None:
@@ -315,22 +320,23 @@ def test_wrong_orders_are_refused(pools: dict[int, RankPool]) -> None:
 # --- checkpoints
 
 
-def rank_checkpoint(group: Any, tied: bool) -> list[Any]:
+def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
     """What dist_checkpointing does on these ranks: it asks by key, and loads in place."""
 
-    def model(order: Any) -> Any:
-        model = as_megatron_has_it(build_another(group.size(), False, tied))
+    def model(order: Any, *, is_first: bool = is_first) -> Any:
+        tp = group.size()
+        model = first_stage(tp) if is_first else as_megatron_has_it(build_another(tp, False, tied))
         return use_linear_cross_entropy(model, vocab_order=order)
 
     def sharded(model: Any) -> Any:
         found = model.sharded_state_dict(metadata={"dp_cp_group": alone})
         return {name: x for name, x in found.items() if isinstance(x, ShardedTensor)}
 
+    def content(model: Any) -> dict[str, Tensor]:
+        return {x.key: x.data.detach().clone() for x in sharded(model).values()}
+
     def load(model: Any, saved: dict[str, Tensor], strict: bool = True) -> None:
-        state: dict[str, Tensor] = {}
-        for name, x in sharded(model).items():
-            if x.key in saved:
-                state[name] = x.data.detach().copy_(saved[x.key])
+        state = {name: x.data.detach().copy_(saved[x.key]) for name, x in sharded(model).items()}
         model.load_state_dict(state, strict=strict)
 
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -338,10 +344,13 @@ def rank_checkpoint(group: Any, tied: bool) -> list[Any]:
 
     build(group.size(), False, tied)
     alone = new_group([group.rank()], use_local_synchronization=True)
-    ordered, plain = model(order_of()), model(None)
-    saved, without = ({x.key: x.data.detach().clone() for x in sharded(m).values()}
-                      for m in (ordered, plain))  # fmt: skip
-    assert saved.keys() - without.keys() == {"output_layer.row_of_token"}
+    ordered = model(order_of())
+    saved, without = content(model(order_of(), is_first=False)), content(model(None))
+    rows = EMBEDDING if tied else "output_layer.weight"
+    in_order = f"{rows}.in_vocab_order"
+    added = saved.keys() - without.keys()
+    assert added >= {in_order, "output_layer.row_of_token"} and rows not in saved
+    assert content(ordered).keys() <= saved.keys()
 
     same = model(order_of())
     for parameter in same.parameters():
@@ -349,14 +358,16 @@ def rank_checkpoint(group: Any, tied: bool) -> list[Any]:
     load(same, saved)
     for name, x in ordered.state_dict().items():
         assert x is None or torch.equal(same.state_dict()[name], x), name
+    with pytest.raises(KeyError, match=f"'{rows}'"):
+        load(model(None), saved)
+    with pytest.raises(KeyError, match=f"'{in_order}'"):
+        load(model(order_of()), without)
+    map_name = "embedding.word_embeddings" if is_first else "output_layer"
     for strict in (True, False):
-        with pytest.raises(
-            RuntimeError, match=r"another vocab_order \(output_layer.row_of_token\)"
-        ):
+        with pytest.raises(RuntimeError, match=rf"another vocab_order \({map_name}.row_of_token\)"):
             load(model(order_of(seed=1)), saved, strict)
-        with pytest.raises(RuntimeError, match=r"no output_layer.row_of_token.*--to ordered"):
-            load(model(order_of()), without, strict)
-    entry = sharded(ordered)["output_layer.row_of_token"]
+    entry = sharded(ordered)[f"{map_name}.row_of_token"]
+    assert entry.key == "output_layer.row_of_token"
     return [entry.global_shape, entry.global_offset, entry.replica_id]
 
 
@@ -364,12 +375,24 @@ def rank_checkpoint(group: Any, tied: bool) -> list[Any]:
 def test_sharded_checkpoints_hold_the_order_once(
     pools: dict[int, RankPool], tp: int, tied: bool
 ) -> None:
-    entries = pools[tp].run(rank_checkpoint, tied)
+    entries = pools[tp].run(rank_checkpoint, tied, is_first=False)
     assert entries == [[(VOCAB,), (0,), (0, rank, 0)] for rank in range(tp)]
 
 
-def rank_state_dict(group: Any, tied: bool) -> None:
+def test_a_first_stage_checks_the_order_of_a_sharded_checkpoint(
+    pools: dict[int, RankPool],
+) -> None:
+    entries = pools[2].run(rank_checkpoint, True, is_first=True)
+    assert entries == [[(VOCAB,), (0,), (1, rank, 0)] for rank in range(2)]
+
+
+def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
     plain, model = models(2, True, tied)
+    if is_first:
+        plain, model = (
+            use_linear_cross_entropy(first_stage(2), vocab_order=order)
+            for order in (None, order_of())
+        )
     for strict in (True, False):
         with pytest.raises(RuntimeError, match="convert --to ordered"):
             model.load_state_dict(plain.state_dict(), strict=strict)
@@ -379,8 +402,8 @@ def rank_state_dict(group: Any, tied: bool) -> None:
     model.load_state_dict({}, strict=False)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
 def test_state_dicts_of_another_order_or_none_are_refused(
-    pools: dict[int, RankPool], tied: bool
+    pools: dict[int, RankPool], tied: bool, is_first: bool
 ) -> None:
-    pools[2].run(rank_state_dict, tied)
+    pools[2].run(rank_state_dict, tied, is_first)

@@ -58,8 +58,8 @@ def use_linear_cross_entropy(
             multi-token prediction the latest loss is that of the next token.
         vocab_order: which token each row of the output layer, and of an embedding tied to it, is
             of; the same on all ranks and stages. Rows move there now. Input ids, labels and logits
-            keep the tokenizer's ids. The output layer's ``row_of_token`` is in state dicts; rows
-            of another order, or of none, are refused.
+            keep the tokenizer's ids. ``row_of_token`` is in state dicts; rows of another order, or
+            of none, are refused.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
             vocab_size, filter_eps, schedule, max_logits_bytes and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and

@@ -1,4 +1,4 @@
-"""A ``vocab_order`` in a model of megatron-core: rows, input ids, real logits and checkpoints.
+"""A ``vocab_order`` in a model of megatron-core: rows, input ids and real logits.
 
 V = rows of this rank, P = tensor-parallel size, V_all = entries that the order is of; rows from
 V_all on are padding and stay where they are.
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.order_checks import agreed_order, mismatch
+from flce_dist.megatron.ordered_checkpoints import guard_checkpoints
+from flce_dist.order_checks import agreed_order
 from flce_dist.parallel import collectives
 from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 
@@ -31,10 +32,11 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     if layer is None and words is None:
         return
     found = _agreed(model, layer, words, order, vocab_size)
-    if layer is not None:
-        layer.vocab_order = found
-        layer.register_buffer(MAP, None)
-        model.register_load_state_dict_pre_hook(_before_load)
+    for module in (layer, words):
+        if module is not None:
+            module.vocab_order = found
+            module.register_buffer(MAP, None)
+    guard_checkpoints(model, has_order=found is not None)
     if found is None:
         return
     if layer is not None:
@@ -43,7 +45,7 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
             if parameter is not None:
                 _move_rows(parameter, found, layer.tp_group)
     if words is not None:
-        _set_map(words, found, model, persistent=False)
+        _set_map(words, found, model, persistent=layer is None)
         words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
         _move_rows(words.weight, found, words.tp_group)
 
@@ -69,7 +71,7 @@ def _agreed(
 
 
 def _set_map(module: Any, order: VocabOrder, model: Any, *, persistent: bool) -> None:
-    """Make the row of each token a buffer: in state dicts of the output layer, and only there."""
+    """Make the row of each token a buffer; persistent on one module of each stage."""
     rows = order.row_of_token.to(next(model.parameters()).device, copy=True)
     module.register_buffer(MAP, rows, persistent=persistent)
 
@@ -126,24 +128,3 @@ def place_of_token(layer: Any, place: Tensor) -> Tensor:
     first = layer.tp_group.rank() * layer.output_size_per_partition
     tokens = _with_padding(layer.row_of_token.argsort(), layer.output_size)
     return tokens[place + first] - first
-
-
-def _before_load(
-    model: Any,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Refuse rows of another order, with ``strict=False``, too."""
-    layer = f"{prefix}output_layer."
-    names = [f"{layer}weight", f"{layer}bias"]
-    if model.share_embeddings_and_output_weights:
-        names.append(f"{prefix}embedding.word_embeddings.weight")
-    if any(name in state_dict for name in names):
-        problem = mismatch(state_dict.get(layer + MAP), model.output_layer.vocab_order, layer + MAP)
-        if problem is not None:
-            error_msgs.append(problem)
