@@ -3,14 +3,13 @@
 import csv
 import dataclasses
 import math
-import os
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
-from flce_dist.launch.bench import files
 from flce_dist.launch.bench.files import read_results, write_results
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.yaml_config import ConfigError
@@ -79,11 +78,11 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(before) == {"found.json", "found.csv"}
 
-    def full_disk(handle, *args, **kwargs):
-        os.close(handle)
+    def full_disk(path, text, **kwargs):
+        path.write_bytes(text[:10].encode())
         raise OSError("no space left")
 
-    monkeypatch.setattr(files.os, "fdopen", full_disk)
+    monkeypatch.setattr(Path, "write_text", full_disk)
     with pytest.raises(OSError, match="no space"):
         write_results(out, {"n": 2}, [record, record])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before

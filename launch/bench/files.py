@@ -9,15 +9,14 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
+from flce_dist.launch.replacing import replacing
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -149,13 +148,5 @@ def _flat(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp's are for the owner alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")

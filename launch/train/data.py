@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flce_dist.launch.replacing import replacing
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
 from flce_dist.launch.train.ranks import writing
 from flce_dist.launch.yaml_config import ConfigError, read_utf8
@@ -167,16 +168,8 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
 
 def _write(path: Path, ids: NDArray[np.int32]) -> None:
-    """Write a file that is whole or not there."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    with writing(path, ids.nbytes):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with scratch.open("wb") as file:
-                np.save(file, ids)
-            scratch.rename(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    with writing(path, ids.nbytes), replacing(path) as scratch, scratch.open("wb") as file:
+        np.save(file, ids)
 
 
 def read_text(path: Path | None) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.replacing import replacing
 from flce_dist.launch.train.head import head_input
 from flce_dist.launch.train.ranks import on_rank_0, writing
 
@@ -42,16 +43,15 @@ def export_head(trainer: "Trainer", tokens: int) -> None:
 
     def write() -> None:
         path = trainer.config.out_dir / HEAD
-        scratch = path.with_suffix(".tmp")
         content = {
             "hidden": torch.cat(hidden)[:tokens].clone(),
             "weight": weight.cpu().clone(),
             "labels": torch.cat(labels)[:tokens].clone(),
             "counts": trainer.counts,
         }
-        with writing(path, sum(x.nbytes for x in content.values())):
+        size = sum(x.nbytes for x in content.values())
+        with writing(path, size), replacing(path) as scratch:
             torch.save(content, scratch)
-            scratch.rename(path)
 
     on_rank_0(write)
 

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.replacing import replacing
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.ranks import writing
 
@@ -112,9 +113,8 @@ def set_aside(path: Path, step: int) -> int:
     if cut:
         with path.with_name(CUT).open("ab") as file:
             file.write(b"".join(cut))
-        scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(b"".join(line for line in lines if belongs(line)))
-        scratch.rename(path)
+        with replacing(path) as scratch:
+            scratch.write_bytes(b"".join(line for line in lines if belongs(line)))
     return len(cut)
 
 

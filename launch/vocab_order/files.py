@@ -1,7 +1,7 @@
 """Files of counts, orders and state dicts. What is read is checked, and nothing in it is run."""
 
 import io
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flce_dist.launch.replacing import replacing
 from flce_dist.launch.train.files import write_shard, write_synced
 from flce_dist.launch.train.ranks import writing
 from flce_dist.launch.yaml_config import ConfigError
@@ -61,21 +62,11 @@ def write_all(contents: dict[Path, Any]) -> list[Path]:
     Raises:
         RunError: a file cannot be written. None is there in part.
     """
-    scratch = {path: path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in contents}
-    try:
+    with ExitStack() as stack:
         for path, content in contents.items():
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                (write_synced if isinstance(content, bytes) else write_shard)(
-                    scratch[path], content
-                )
-        for path, written in scratch.items():
-            with writing(path):
-                written.rename(path)
-    finally:
-        for written in scratch.values():
-            if written.exists():
-                written.unlink()
+            stack.enter_context(writing(path))
+            scratch = stack.enter_context(replacing(path))
+            (write_synced if isinstance(content, bytes) else write_shard)(scratch, content)
     return list(contents)
 
 
