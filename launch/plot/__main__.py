@@ -7,7 +7,9 @@ Of each file ``<name>.json`` come the figures that its records are enough for:
 ``<name>.profile.json``, come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one
 grid, one commit and one kind of GPU on different numbers of ranks together give
 ``<first name>-scaling.png``. Training runs, collected by ``flce_dist.launch.train.results``, give
-``<name>-training.png``.
+``<name>-training.png``, and ``<name>-filtered.png`` if some filter gradients. A file of
+``flce_dist.launch.bench.filtered`` gives ``<name>-time.png``, and together with such runs
+``<name of the runs>-overview.png``.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,12 @@ from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
 from flce_dist.launch.plot.bars import latency, memory
 from flce_dist.launch.plot.dial import dial
+from flce_dist.launch.plot.filtered_runs import (
+    filtered_figure,
+    overview,
+    read_filtered_times,
+    times_figure,
+)
 from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
@@ -58,8 +66,10 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     stems = [path.stem for path in results]
     if len(set(stems)) < len(stems):
         raise ConfigError(f"results must have names of their own, got {stems}")
-    found: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
+    found: dict[Path, tuple[Figure | None, list[dict[str, Any]]]] = {}
     by_hardware: dict[str, list[ResultFile]] = {}
+    trained: dict[Path, dict[str, Any]] = {}
+    timed: list[dict[str, Any]] = []
     for path in results:
         if path.stem.endswith(PROFILE):
             about, profiles = read_profiles(path)
@@ -68,22 +78,33 @@ def draw(results: list[Path], out: Path) -> list[Path]:
                 name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()
             }
         elif (training := read_training(path)) is not None:
-            about = training["about"]
-            figures = {"training": training_figure(training["runs"])}
+            about, runs_of = training["about"], training["runs"]
+            figures = {"training": training_figure(runs_of), "filtered": filtered_figure(runs_of)}
+            trained[path] = training
+        elif (times := read_filtered_times(path)) is not None:
+            about, figures = times["about"], {"time": times_figure(times["records"])}
+            timed.append(times)
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
             by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for name, figure in figures.items():
-            found[out / f"{_name(path)}-{name}.png"] = figure, about
+            found[out / f"{_name(path)}-{name}.png"] = figure, [about]
     for alike in map(one_grid, by_hardware.values()):
         if alike:
             path, about, _ = alike[0]
             figure = scaling([record for _, _, records in alike for record in records])
-            found[out / f"{_name(path)}-scaling.png"] = figure, {**about, "ranks": 1}
-    drawn = [(path, figure, about) for path, (figure, about) in found.items() if figure]
-    for path, figure, about in drawn:
-        figure.supxlabel(caption(about, figure.get_figwidth()), fontsize=7, color="dimgray")
+            found[out / f"{_name(path)}-scaling.png"] = figure, [{**about, "ranks": 1}]
+    for path, training in trained.items():
+        for times in timed:
+            figure = overview(times["records"], training["runs"])
+            found[out / f"{_name(path)}-overview.png"] = figure, [times["about"], training["about"]]
+    drawn = [(path, figure, abouts) for path, (figure, abouts) in found.items() if figure]
+    for path, figure, abouts in drawn:
+        captions = dict.fromkeys(caption(about, figure.get_figwidth()) for about in abouts)
+        sides = ("left: ", "right: ") if len(captions) > 1 else ("",)
+        below = "\n".join(map("".join, zip(sides, captions, strict=True)))
+        figure.supxlabel(below, fontsize=7, color="dimgray")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
     return [path for path, *_ in drawn]

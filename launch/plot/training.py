@@ -53,18 +53,20 @@ def training_figure(runs: dict[str, dict[str, Any]]) -> Figure:
     for axes in rows.values():
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_title(runs), fontsize=10)
+    figure.suptitle(model_title(runs), fontsize=10)
     return figure
 
 
-def _title(runs: dict[str, dict[str, Any]]) -> str:
+def model_title(runs: dict[str, dict[str, Any]]) -> str:
     """Name the model and the layout, which all runs share."""
     config = next(iter(runs.values()))["config"]
     layers, hidden, dtype, tensor = (
         config[key]
         for key in ("model.num_layers", "model.hidden_size", "model.dtype", "parallel.tensor")
     )
-    return f"GPT of {layers} layers, hidden {hidden}, {dtype}, tensor-parallel {tensor}"
+    parallel = f", tensor-parallel {tensor}" if tensor > 1 else ""
+    untied = "" if config["model.tie_embeddings"] else ", untied"
+    return f"GPT of {layers} layers, hidden {hidden}, {dtype}{untied}{parallel}"
 
 
 def _bars(axes: Axes, runs: dict[str, dict[str, Any]], key: str, label: str) -> None:
