@@ -12,10 +12,10 @@ from flce_dist.launch.verify.cases import (
     Shape,
     cases,
     default_shapes,
-    make_data,
     part_cached_budget,
     variants,
 )
+from flce_dist.launch.verify.data import make_data
 from flce_dist.op import prepare
 from flce_dist.op.plan import Plan, plan
 
@@ -42,7 +42,9 @@ def plans_of(case: Case, shape: Shape, dtype: torch.dtype, monkeypatch: Any) -> 
 
     monkeypatch.setattr(prepare, "plan", spy)
     data = make_data(case.variant, shape, 1, dtype, torch.device("cpu"), seed=0)
-    truth = verify_checks.make_truth(data, case.variant, metric_gradients=False)
+    truth = verify_checks.make_truth(
+        data, case.variant, metric_gradients=False, filter_eps=None, P=1
+    )
     checks = verify_checks.run_case(case, data, truth, None, None)
     assert all(check.met for check in checks.values()), checks
     return seen

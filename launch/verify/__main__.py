@@ -4,7 +4,8 @@
     python -m flce_dist.launch.verify --dtypes fp32 --shapes 64 48 1000   # one process
 
 All ranks form one tensor-parallel group. Every schedule, reduction and main option, with and
-without sequence parallelism, is compared with fp64; errors are printed beside their budgets, and
+without sequence parallelism, is compared with fp64, gradients with filter_eps with their definition
+in fp64; errors are printed beside their budgets, and
 the exit status is 1 if one is missed on any rank. NCCL on GPUs, gloo elsewhere.
 """
 
@@ -31,11 +32,13 @@ from flce_dist.launch.verify.cases import (
     Shape,
     cases,
     default_shapes,
-    make_data,
+    filtered_shape,
+    filtered_variants,
     part_cached_budget,
     variants,
 )
 from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
 from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
@@ -51,7 +54,8 @@ class Settings:
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     shapes: tuple[tuple[Size, Size, Size], ...] = ()
     """Triples of tokens, hidden size and vocabulary, over all ranks; tokens and vocabulary are
-    rounded up to multiples of the ranks. By default chosen by device."""
+    rounded up to multiples of the ranks. By default chosen by device. Cases with filter_eps, which
+    belong to recompute, have a shape of their own beside them."""
     schedules: tuple[Schedule, ...] = ("recompute", "cached", "in_forward", "auto")
     impl: Impl | None = None
     """By default what linear_cross_entropy chooses on this device."""
@@ -99,18 +103,19 @@ def _run(
 ) -> list[Record]:
     """Run every case, each rank its share of it."""
     P = 1 if tp_group is None else tp_group.size()
-    shapes = []
-    asked = [Shape(*sizes) for sizes in settings.shapes]
-    for shape in asked or default_shapes(device.type, P):
+    asked = [Shape(*sizes) for sizes in settings.shapes] or default_shapes(device.type, P)
+    grid = [(shape, variants()) for shape in asked] + [(filtered_shape(P), filtered_variants())]
+    fitting = []
+    for shape, losses in grid:
         if _fits(shape, device, tp_group):
-            shapes.append(shape)
+            fitting.append((shape, losses))
         else:
             console.print(f"skipped {shape}: its fp64 logits do not fit into memory")
     todo = []
     for dtype in settings.dtypes:
-        for shape in shapes:
+        for shape, losses in fitting:
             budget = part_cached_budget(shape, P, DTYPES[dtype])
-            for variant in variants():
+            for variant in losses:
                 group = list(cases(variant, settings.schedules, P, budget))
                 todo.append((dtype, shape, variant, group))
     records = []
@@ -118,14 +123,13 @@ def _run(
         bar = progress.add_task("", total=sum(len(group) for *_, group in todo))
         for dtype, shape, variant, group in todo:
             data = make_data(variant, shape, P, DTYPES[dtype], device, settings.seed)
-            truth = functools.cache(functools.partial(make_truth, data, variant))
+            truth = functools.cache(functools.partial(make_truth, data, variant, P=P))
             for case in group:
                 progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
                 checks, failure = {}, None
                 try:
-                    checks = run_case(
-                        case, data, truth(case.metric_gradients), tp_group, settings.impl
-                    )
+                    expected = truth(case.metric_gradients, case.filter_eps)
+                    checks = run_case(case, data, expected, tp_group, settings.impl)
                 except Exception as error:  # a broken case is a miss, and must not hide the others
                     failure = f"{type(error).__name__}: {error}"
                 records.append(Record(dtype, shape, case, checks, failure))

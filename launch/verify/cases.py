@@ -1,19 +1,20 @@
-"""What ``verify`` runs: the variants of the loss, their data, and the ways to compute them.
+"""What ``verify`` runs: the variants of the loss, and the ways to compute them.
 
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from flce_dist import plan, vocab_range
+from flce_dist import plan
 from flce_dist.options import Reduction, Schedule
 
 METRICS = ("lse", "logprob", "entropy")
+FILTER_EPS = 0.08
+"""The largest probabilities of tiles are below half of it or above twice."""
 
 
 class Shape(NamedTuple):
@@ -36,6 +37,7 @@ class Variant:
     metrics: bool = False
     padding: int = 0  # rows of the weight beyond the vocabulary
     uneven: bool = False  # shards of different lengths, given by vocab_range
+    filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,21 @@ class Case:
     variant: Variant
     schedule: Schedule
     sequence_parallel: bool
-    max_logits_bytes: int | None = None  # if given, a budget that a part of the columns fits into
+    max_logits_bytes: int | None = None  # if given, a budget that not all columns fit into
+    filter_eps: float | None = None
 
     @property
     def name(self) -> str:
-        part = "" if self.max_logits_bytes is None else ", part cached"
-        return f"{self.schedule}{part}{', SP' if self.sequence_parallel else ''}"
+        name, part = str(self.schedule), ", part cached"
+        if self.filter_eps is not None:
+            name, part = f"eps={self.filter_eps:g}", ", rounds"
+        name += "" if self.max_logits_bytes is None else part
+        return f"{name}{', SP' if self.sequence_parallel else ''}"
 
     @property
     def metric_gradients(self) -> bool:
         """Whether lse, logprob and entropy get upstream gradients too."""
-        return self.variant.metrics and self.schedule != "in_forward"
+        return self.variant.metrics and self.schedule != "in_forward" and self.filter_eps is None
 
 
 def variants() -> list[Variant]:
@@ -89,6 +95,27 @@ def variants() -> list[Variant]:
     ]
 
 
+def filtered_variants() -> list[Variant]:
+    """What the two rank-one GEMMs and the lists of tiles must get right, together."""
+    options = ("label_smoothing", 0.1), ("z_loss_weight", 1e-3), ("logit_scale", 1.1)
+    return [
+        Variant("filter_eps", filtered=True),
+        Variant("filter_eps, options", "sum", options=options, bias=True, filtered=True),
+        Variant(
+            "filter_eps, uneven", "none", token_weight=True, metrics=True, padding=5,
+            uneven=True, filtered=True,
+        ),
+    ]  # fmt: skip
+
+
+def filtered_shape(P: int) -> Shape:
+    """Return three blocks of tokens, and nine tiles of each shard; the last ones are not full.
+
+    So few tokens are gathered at once, hence in the caller's order.
+    """
+    return Shape(300, 128, 2100 * P)
+
+
 def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
     """Return a plain shape, an odd one, and one of so many columns that a budget can divide them.
 
@@ -105,7 +132,7 @@ def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
 
     It is the middle one of those that do, and None if none does.
     """
-    T, V = _round_up(shape.T, P), _round_up(shape.V_all, P) // P
+    T, V = round_up(shape.T, P), round_up(shape.V_all, P) // P
     column_bytes = T * dtype.itemsize
     budgets = []
     for columns in range(256, 2 * V, 256):
@@ -129,6 +156,10 @@ def cases(
 
     ``part_cached`` comes from ``part_cached_budget``.
     """
+    if variant.filtered:
+        if "recompute" in schedules:
+            yield from _filtered_cases(variant, P)
+        return
     needs_logits = {"softcap", "label_smoothing"} <= dict(variant.options).keys()
     for schedule in schedules:
         if needs_logits and schedule in ("cached", "in_forward"):
@@ -141,82 +172,15 @@ def cases(
                 yield Case(variant, schedule, sequence_parallel, part_cached)
 
 
-@dataclass(frozen=True)
-class Data:
-    """Whole inputs and upstream gradients, the same on every rank."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    token_weight: Tensor | None
-    dloss: Tensor
-    dmetrics: Tensor  # [3, T]
-    vocab_size: int
+def _filtered_cases(variant: Variant, P: int) -> Iterator[Case]:
+    """Yield one round and, of the first variant, several, and every tile kept."""
+    for sequence_parallel in (False, True) if P > 1 else (False,):
+        case = Case(variant, "recompute", sequence_parallel, filter_eps=FILTER_EPS)
+        yield case
+        if variant.name == "filter_eps":
+            yield replace(case, max_logits_bytes=1)
+            yield replace(case, filter_eps=0.0)
 
 
-def make_data(
-    variant: Variant, shape: Shape, P: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> Data:
-    """Draw inputs, among them the tokens that break losses.
-
-    Confident tokens, tokens whose loss is beyond exp's range, ignored tokens that hold NaN, and
-    the first and last row of each shard as labels. T and the vocabulary are rounded up to
-    multiples of P, the vocabulary of uneven shards to one row more.
-    """
-    T, H = _round_up(shape.T, P), shape.H
-    rows = _round_up(shape.V_all, P) + variant.uneven
-    vocab_size = rows - variant.padding
-    generator = torch.Generator().manual_seed(seed)
-
-    hidden = torch.randn(T, H, generator=generator)
-    weight = torch.randn(rows, H, generator=generator) * (1.5 / H**0.5)
-    bias = torch.randn(rows, generator=generator)
-    labels = torch.randint(vocab_size, (T,), generator=generator)
-    bounds = [vocab_range(rows, r, P) for r in range(P)]
-    edges = [row for start, end in bounds for row in (start, end - 1) if row < vocab_size][:T]
-    labels[: len(edges)] = torch.tensor(edges)
-    _aim(hidden, weight, labels, {**dict.fromkeys(range(2, T, 4), 12.0), T // 2: -150.0})
-    ignored = torch.rand(T, generator=generator) < 0.1
-    labels[ignored] = -100
-    hidden[ignored] = torch.nan
-    weight[vocab_size:] *= 100.0  # would be seen, if it were
-
-    token_weight = torch.rand(T, generator=generator)
-    # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
-    dloss = torch.tensor(0.7 * T if variant.reduction == "mean" else 0.7)
-    if variant.reduction == "none":
-        dloss = torch.randn(T, generator=generator)
-    return Data(
-        hidden=hidden.to(device, dtype),
-        weight=weight.to(device, dtype),
-        labels=labels.to(device),
-        bias=bias.to(device, dtype) if variant.bias else None,
-        token_weight=token_weight.to(device) if variant.token_weight else None,
-        dloss=dloss.to(device),
-        dmetrics=torch.randn(len(METRICS), T, generator=generator).to(device),
-        vocab_size=vocab_size,
-    )
-
-
-def _aim(hidden: Tensor, weight: Tensor, labels: Tensor, logits: dict[int, float]) -> None:
-    """Give tokens, the keys, these label logits by stretching hidden and weight alike.
-
-    A vector much longer than the others would rule every RMS and hide errors elsewhere. Of tokens
-    with one label the last is aimed: an indexed write to one row twice has no order, and the ranks
-    would hold different weights.
-    """
-    last = {label: token for token, label in enumerate(labels.tolist()) if token in logits}
-    tokens = torch.tensor(list(last.values()), dtype=torch.long)
-    if len(tokens) == 0:
-        return
-    logit = torch.tensor([logits[token] for token in last.values()])[:, None]
-    direction = torch.nn.functional.normalize(hidden[tokens])
-    usual_hidden, usual_weight = hidden.shape[1] ** 0.5, 1.5
-    stretch = (logit.abs() / (usual_hidden * usual_weight)).sqrt()
-    hidden[tokens] = direction * usual_hidden * stretch
-    weight[labels[tokens]] = direction * usual_weight * stretch * logit.sign()
-
-
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -1,27 +1,34 @@
 """How ``verify`` judges a case: this rank's results against its part of the truth.
 
-The truth is textbook PyTorch on the whole inputs in fp64, which every rank computes for itself;
-the budget comes from the same in the dtype under test. So no collective of ours, and no mistake in
-one, can spoil both sides of a comparison.
+The truth is textbook PyTorch on the whole inputs in fp64, or the definition of filtered gradients,
+which every rank computes for itself; the budget comes from the same in the dtype under test. So no
+collective of ours, and no mistake in one, can spoil both sides of a comparison.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, vocab_range
-from flce_dist.launch.verify.cases import METRICS, Case, Data, Variant
+from flce_dist import (
+    LossWithMetrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    vocab_range,
+)
+from flce_dist.launch.verify.cases import Case, Variant
+from flce_dist.launch.verify.data import Data
 from flce_dist.options import Impl
 from flce_dist.reference import reference_linear_cross_entropy
-from flce_dist.testing import ErrorBudget, error_budget, relative_rms
+from flce_dist.testing import ErrorBudget, error_budget, filtered_gradients, relative_rms
 
 FP32_BUDGET = 1e-5
 """Relative error that loss, lse, logprob and entropy may have: they are fp32 in every dtype."""
 
-Results = dict[str, Tensor]  # loss, lse, logprob, entropy, correct, dhidden, dweight, dbias
+Results = dict[str, Tensor]
+"""dhidden, dweight, dbias, and by the names of LossWithMetrics what a call returns."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +37,71 @@ class Truth:
 
     oracle: Results
     eager: Results
+    dtype: torch.dtype
 
 
-def make_truth(data: Data, variant: Variant, metric_gradients: bool) -> Truth:
-    """Compute a variant by textbook PyTorch, twice."""
+def make_truth(
+    data: Data, variant: Variant, metric_gradients: bool, filter_eps: float | None, P: int
+) -> Truth:
+    """Compute a variant by textbook PyTorch, twice.
+
+    Filtered gradients are those of their definition, with the error of eager PyTorch's exact ones.
+    """
     dtypes = (torch.float64, data.hidden.dtype)
     oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
-    return Truth(oracle, eager)
+    if not filter_eps:
+        return Truth(oracle, eager, data.hidden.dtype)
+    defined = filtered_gradients(
+        data.hidden,
+        data.weight,
+        data.labels,
+        filter_eps=filter_eps,
+        dloss=data.dloss,
+        bias=data.bias,
+        reduction=variant.reduction,
+        token_weight=data.token_weight,
+        vocab_size=data.vocab_size,
+        shard_starts=[vocab_range(len(data.weight), rank, P)[0] for rank in range(P)],
+        **dict(variant.options),
+    )
+    for name in oracle.keys() & {"dhidden", "dweight", "dbias"}:
+        gradient = getattr(defined, name)
+        eager[name] = gradient + (eager[name] - oracle[name])
+        oracle[name] = gradient
+    oracle["kept_share"] = defined.kept.double().mean()
+    oracle["rank_one_mass"] = defined.rank_one_mass
+    return Truth(oracle, eager, data.hidden.dtype)
 
 
 def run_case(
     case: Case, data: Data, truth: Truth, tp_group: dist.ProcessGroup | None, impl: Impl | None
 ) -> dict[str, ErrorBudget]:
     """Compute ``case`` on this rank and compare; every rank must call this."""
-    P = 1 if tp_group is None else tp_group.size()
-    rank = 0 if tp_group is None else tp_group.rank()
+    P, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     T, rows = len(data.labels), len(data.weight)
     tokens = slice(rank * T // P, (rank + 1) * T // P) if case.sequence_parallel else slice(T)
     own = slice(*vocab_range(rows, rank, P))
+    results = _results(case, data, tokens, own, tp_group, impl)
+    parts = {"dhidden": tokens, "dweight": own, "dbias": own}
+    checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
+    if tp_group is not None:
+        checks["same loss"] = _same_on_all_ranks(results["loss"], tp_group)
+    if case.filter_eps == 0.0:
+        exact = _results(replace(case, filter_eps=None), data, tokens, own, tp_group, impl)
+        errors = [relative_rms(x, exact[name]) for name, x in results.items()]
+        checks["same as recompute"] = ErrorBudget(sum(errors), 0.0)  # NaN if one is
+    return checks
 
+
+def _results(
+    case: Case,
+    data: Data,
+    tokens: slice,
+    own: slice,
+    tp_group: dist.ProcessGroup | None,
+    impl: Impl | None,
+) -> Results:
+    """Call the op forward and backward on this rank's tokens and its own rows."""
     hidden, weight = data.hidden[tokens].clone(), data.weight[own].clone()
     bias = None if data.bias is None else data.bias[own].clone()
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
@@ -64,18 +117,14 @@ def run_case(
         vocab_range=(own.start, own.stop) if case.variant.uneven else None,
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
+        filter_eps=case.filter_eps,
         schedule=case.schedule,
         max_logits_bytes=case.max_logits_bytes,
         impl=impl,
         **dict(case.variant.options),
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
-    results = _differentiate(outputs, leaves, data, case.metric_gradients)
-    parts = {"dhidden": tokens, "dweight": own, "dbias": own}
-    checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
-    if tp_group is not None:
-        checks["same loss"] = _same_on_all_ranks(results["loss"], tp_group)
-    return checks
+    return _differentiate(outputs, leaves, data, case.metric_gradients)
 
 
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
@@ -92,7 +141,8 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         vocab_size=data.vocab_size,
         **dict(variant.options),
     )
-    return _differentiate(outputs, leaves, data, metric_gradients)
+    one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
+    return _differentiate((*outputs, one, zero), leaves, data, metric_gradients)
 
 
 def _differentiate(
@@ -106,7 +156,7 @@ def _differentiate(
     torch.autograd.backward(
         roots, [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
     )
-    results = dict(zip(("loss", *METRICS, "correct"), outputs, strict=False))
+    results = dict(zip(LossWithMetrics._fields, outputs, strict=False))
     for name, leaf in zip(("dhidden", "dweight", "dbias"), leaves, strict=False):
         results[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: x.detach() for name, x in results.items()}
@@ -115,9 +165,13 @@ def _differentiate(
 def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> ErrorBudget:
     oracle, eager = truth.oracle[name], truth.eager[name]
     if part is not None:
-        return error_budget(actual, oracle[part], eager[part])
+        return error_budget(actual, oracle[part], eager[part], dtype=truth.dtype)
     if name == "correct":
         return ErrorBudget(float((actual != oracle).sum()), 0.0)
+    if name == "rank_one_mass":
+        # A sum of masses that are rounded to the dtype under test, each relative to itself.
+        rounding = torch.finfo(truth.dtype).eps
+        return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET + rounding)
     return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET)
 
 

@@ -1,0 +1,190 @@
+"""The cases of ``launch.verify`` with filter_eps: their data, and the mistakes that they find."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy, vocab_range
+from flce_dist.kernels import eager
+from flce_dist.launch.verify import __main__ as verify
+from flce_dist.launch.verify import checks as verify_checks
+from flce_dist.launch.verify.cases import (
+    FILTER_EPS,
+    Case,
+    cases,
+    filtered_shape,
+    filtered_variants,
+)
+from flce_dist.launch.verify.checks import Truth, make_truth, run_case
+from flce_dist.launch.verify.data import Data, make_data
+from tests.problems import Patch
+
+TILE_T, TILE_V = 128, 256
+CASES = [
+    case for variant in filtered_variants() for case in cases(variant, ("recompute",), 1, None)
+]
+DTYPES = list(verify.DTYPES.values())
+
+
+@functools.cache
+def data_of(case: Case, dtype: torch.dtype, P: int = 1, seed: int = 0) -> Data:
+    return make_data(case.variant, filtered_shape(P), P, dtype, torch.device("cpu"), seed)
+
+
+@functools.cache
+def truth_of(case: Case, dtype: torch.dtype) -> Truth:
+    return make_truth(data_of(case, dtype), case.variant, False, case.filter_eps, P=1)
+
+
+def missed(case: Case, dtype: torch.dtype) -> set[str]:
+    """Names of the checks that ``case`` does not pass."""
+    checks = run_case(case, data_of(case, dtype), truth_of(case, dtype), None, "eager")
+    return {name for name, check in checks.items() if not check.met}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_all_kinds_of_cases_are_there(sequence_parallel: bool) -> None:
+    found = [
+        (case.filter_eps, case.max_logits_bytes)
+        for variant in filtered_variants()
+        for case in cases(variant, ("recompute", "cached", "in_forward", "auto"), 2, None)
+        if case.sequence_parallel == sequence_parallel
+    ]
+    assert Counter(found) == {(FILTER_EPS, None): 3, (FILTER_EPS, 1): 1, (0.0, None): 1}
+    assert not list(cases(filtered_variants()[0], ("cached", "in_forward"), 1, None))
+
+
+# --- data
+
+
+def probabilities(case: Case, data: Data) -> Tensor:
+    """[T, vocab_size], 0 for ignored tokens."""
+    counted = (data.labels >= 0)[:, None]
+    weight = data.weight[: data.vocab_size].double()
+    z = data.hidden.double().where(counted, 0.0) @ weight.T
+    z = z * dict(case.variant.options).get("logit_scale", 1.0)
+    if data.bias is not None:
+        z = z + data.bias[: data.vocab_size].double()
+    return z.softmax(1).where(counted, 0.0)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("variant", range(len(filtered_variants())))
+def test_no_probability_is_near_the_threshold(P: int, seed: int, variant: int) -> None:
+    case = Case(filtered_variants()[variant], "recompute", False)
+    data = data_of(case, torch.float32, P, seed)
+    p = probabilities(case, data)
+    for rank in range(P):
+        start, end = vocab_range(len(data.weight), rank, P)
+        for first in range(start, min(end, data.vocab_size), TILE_V):
+            tile = p[:, first : min(first + TILE_V, end)]
+            for block in tile.split(TILE_T):
+                assert not FILTER_EPS / 2 < block.max() < 2 * FILTER_EPS
+
+
+def test_tiles_and_labels_are_of_all_kinds() -> None:
+    case = CASES[0]
+    data = data_of(case, torch.float32)
+    p = probabilities(case, data)
+    likely = torch.stack(
+        [
+            torch.stack([tile.amax() for tile in block.split(TILE_V, 1)]) > FILTER_EPS
+            for block in p.split(TILE_T)
+        ]
+    )
+    assert likely.shape == (3, 9)
+    assert likely.sum() > 6  # more than fit into one round of the smallest budget
+    assert likely.any(1).tolist() == [True, True, False]
+    assert not likely.any(0).all() and not likely.all()
+    counted = data.labels >= 0
+    tiles = data.labels.clamp_min(0) // TILE_V
+    has_likely_row = likely[torch.arange(len(p)) // TILE_T, tiles] & counted
+    alone = counted & ~has_likely_row
+    assert alone.sum() > 10 and has_likely_row.sum() > 50
+    labels_alone = Counter(data.labels[alone].tolist())
+    assert max(labels_alone.values()) > 3, "several tokens share such a label"
+    assert set(labels_alone) & set(data.labels[has_likely_row].tolist()), "in another block"
+    tiles_of_tokens = likely.repeat_interleave(TILE_T, 0)[: len(p)]
+    left_out = p.masked_fill(tiles_of_tokens.repeat_interleave(TILE_V, 1)[:, : p.shape[1]], 0.0)
+    assert 0.3 < left_out.sum() / counted.sum() < 0.8
+
+
+# --- mistakes
+
+
+def without_mass(original: Callable[..., Any], *args: Any) -> Any:
+    kept, mass = original(*args)
+    return kept, torch.zeros_like(mass)
+
+
+def uniform_profile(original: Callable[..., Any], logits: Any, *args: Any) -> Tensor:
+    q = torch.ones_like(original(logits, *args))
+    return torch.cat([tile / len(tile) for tile in q.split(TILE_V)])
+
+
+def a_tile_of_zeros(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    d = original(*args, **kwargs)
+    if args[3] == 0:  # the first round
+        d[:TILE_T, :TILE_V] = 0.0
+    return d
+
+
+def a_tile_too_few(original: Callable[..., Any], *args: Any) -> Any:
+    """Of block 1 the tile with the likely row 4 * 256 + 128."""
+    kept, mass = original(*args)
+    kept[1, 4] = False
+    return kept, mass
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "mass is dropped": ("kept_tiles", without_mass),
+    "the profile is uniform": ("tile_profile", uniform_profile),
+    "D of a tile is zero": ("kept_dlogits", a_tile_of_zeros),
+    "a tile is not kept": ("kept_tiles", a_tile_too_few),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mistake_is_found(mutate: Patch, fault: str, dtype: torch.dtype) -> None:
+    """In every case that filters; eps=0 runs none of this.
+
+    In bf16 dweight need not show it: upstream gradients of both signs nearly cancel rank one, and
+    errors of eager PyTorch are large with many options.
+    """
+    filtering = [case for case in CASES if case.filter_eps]
+    assert not any(missed(case, dtype) for case in filtering)
+    mutate(eager, *FAULTS[fault])
+    for case in filtering:
+        plain = case.variant.name == "filter_eps" or dtype != torch.bfloat16
+        wanted = {"dhidden", "dweight"} if plain else {"dhidden"}
+        assert missed(case, dtype) >= wanted, f"{case.variant.name}: {case.name}"
+
+
+def test_gradients_that_are_not_filtered_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exact(*args: Any, filter_eps: float, **kwargs: Any) -> Tensor:
+        return linear_cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(verify_checks, "linear_cross_entropy", exact)
+    assert missed(CASES[0], torch.float32) == {"dhidden", "dweight"}
+
+
+def test_eps_0_that_filters_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """End to end: the line names the case."""
+
+    def filtering(*args: Any, filter_eps: float | None, **kwargs: Any) -> Tensor:
+        filter_eps = 1e-9 if filter_eps == 0.0 else filter_eps
+        return linear_cross_entropy(*args, filter_eps=filter_eps, **kwargs)
+
+    monkeypatch.setattr(verify_checks, "linear_cross_entropy", filtering)
+    shape = ["--shapes", "8", "16", "32", "--schedules", "recompute"]
+    assert verify.main(["--device", "cpu", "--dtypes", "fp32", *shape]) == 1
+    (miss, verdict) = capsys.readouterr().out.splitlines()[-2:]
+    start = "MISS fp32 (300, 128, 2100) filter_eps (mean), eps=0: same as recompute error"
+    assert miss.startswith(start) and verdict.startswith("FAIL: 18 of 19 cases")
