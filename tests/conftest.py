@@ -74,6 +74,18 @@ def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
         one.close()
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """The same by P for one file alone: what its tests change in a process does not stay."""
+    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
+        yield {1: one, 2: two, 4: four}
+
+
+@pytest.fixture(scope="module")
+def ranks(pools: dict[int, RankPool]) -> RankPool:
+    return pools[2]
+
+
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
     """No test uses a plan that another test made from sizes that it had patched."""

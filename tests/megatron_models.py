@@ -26,6 +26,7 @@ CONFIG = RunConfig(
         hidden_size=32, num_layers=1, num_heads=4, ffn_hidden_size=32, seq_length=12, init_std=0.3
     )
 )
+H, S = CONFIG.model.hidden_size, CONFIG.model.seq_length
 
 
 def build(tp: int, sp: bool, tied: bool, vocab: int = VOCAB) -> tuple[Any, Groups]:

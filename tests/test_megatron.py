@@ -3,7 +3,6 @@
 megatron-core keeps its process groups in globals of the process, so threads would not do.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +25,6 @@ from tests.megatron_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two:
-        yield {1: one, 2: two}
 
 
 def rank_largest(group: Any, sp: bool) -> None:

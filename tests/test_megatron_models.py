@@ -1,7 +1,6 @@
 """The plug-in in the development branch of megatron-core."""
 
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,21 +16,12 @@ from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.testing import RankPool
 from tests.megatron_models import (
-    CONFIG,
     as_megatron_has_it,
     batch,
     build,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-H, S = CONFIG.model.hidden_size, CONFIG.model.seq_length
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def development_layer() -> Any:

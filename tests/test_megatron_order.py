@@ -1,6 +1,5 @@
 """A model of megatron-core with a vocab_order is the model without one, up to its rows' order."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from flce_dist.megatron import use_linear_cross_entropy, vocab_rows
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.testing import RankPool, relative_rms
 from tests.megatron_models import (
-    CONFIG,
     VOCAB,
+    H,
+    S,
     as_megatron_has_it,
     batch,
     build,
@@ -30,15 +30,8 @@ from tests.megatron_models import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-H, S = CONFIG.model.hidden_size, CONFIG.model.seq_length
 HEAD = {"output_layer.weight", "output_layer.bias"}
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        yield {1: one, 2: two, 4: four}
 
 
 layouts = pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Where the plug-in meets the model: when logits are real, what it copies and keeps."""
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,8 +16,9 @@ from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import RankPool, relative_rms
 from tests.megatron_models import (
-    CONFIG,
     VOCAB,
+    H,
+    S,
     as_megatron_has_it,
     batch,
     build,
@@ -28,14 +28,6 @@ from tests.megatron_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-H, S = CONFIG.model.hidden_size, CONFIG.model.seq_length
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def plugged(sp: bool = True, tied: bool = False, **options: Any) -> Any:

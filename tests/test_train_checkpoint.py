@@ -41,12 +41,6 @@ def rank_save(group: Any, directory: Path, steps: list[int], keep: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     ranks.run(rank_save, directory, [5, 10, 15], 2)

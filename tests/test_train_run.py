@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,6 @@ from flce_dist.testing import RankFailed, RankPool, relative_rms
 from tests.tiny_training import CONFIG, corpus, forget_earlier_runs, records
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        yield {1: one, 2: two, 4: four}
 
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -99,12 +98,6 @@ def layout(tensor: int, data: int, context: int = 1, **head: Any) -> RunConfig:
         head=HeadConfig(**head),
         parallel=ParallelConfig(tensor=tensor, context=context),
     )
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        yield {1: one, 2: two, 4: four}
 
 
 @pytest.fixture(scope="module")
