@@ -161,7 +161,11 @@ class FusedLayer:
         scale: float = 1.0,
         **changes: Any,
     ) -> Tensor:
-        """Return the loss of ``labels`` [s, b], by default as [s, b] fp32."""
+        """Return the loss of ``labels`` [s, b], by default as [s, b] fp32.
+
+        Filtered gradients keep fewer tiles if the tokens of a block belong to one sequence, so
+        ``hidden`` is copied into that order for them.
+        """
         fuses = self.gradient_accumulation_fusion
         if fuses and weight is not self.weight and hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
@@ -182,9 +186,15 @@ class FusedLayer:
             sequence_parallel=self.sequence_parallel,
             accumulate_dweight=fuses,
         )
+        reordered = _unchanged
+        if keywords["filter_eps"]:
+            ranks = self.tp_group.size() if self.sequence_parallel else 1
+            reordered = functools.partial(_by_sequence, ranks=ranks)
+            hidden, labels = _by_sequence(hidden, ranks=1), reordered(labels)
         if not self.keeps_metrics:
-            return linear_cross_entropy(hidden, weight, labels, **keywords)
+            return reordered(linear_cross_entropy(hidden, weight, labels, **keywords))
         result = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
+        result = LossWithMetrics(*map(reordered, result))
         detached = (x.detach() for x in result)
         self.last_metrics = LossWithMetrics(*(x.T if x.dim() == 2 else x for x in detached))
         return result.loss
@@ -216,6 +226,20 @@ class FusedLayer:
             *self._backward_pre_hooks.values(),
         )
         return any(not _is_of_framework(hook) for hook in hooks)
+
+
+def _by_sequence(x: Tensor, ranks: int) -> Tensor:
+    """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
+
+    Its own inverse; a scalar stays as it is.
+    """
+    if x.dim() < 2:
+        return x
+    return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _is_of_framework(hook: Any) -> bool:

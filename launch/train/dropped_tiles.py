@@ -3,8 +3,8 @@
 The loss is exact. Its gradients are computed in tiles of 128 tokens by 256 vocabulary rows that
 hold a label or a probability of eps or more, and left out elsewhere, as Cut Cross-Entropy
 (arXiv:2411.09009) leaves out its blocks. Plain PyTorch, four GEMMs, fp32 logits of 2048 tokens at a
-time. T tokens in the order in which they reach the output layer, [s, b]; all of them count. V
-vocabulary rows, H hidden size.
+time. T tokens, one sequence after the other as in the fused layer; all of them count. V vocabulary
+rows, H hidden size.
 """
 
 import functools
@@ -47,10 +47,14 @@ def _token_loss(
     if layer.row_of_token is not None:
         labels = rows_of(labels, layer.row_of_token)
     loss, *metrics = dropped_tiles_loss(
-        hidden.flatten(0, 1), weight, labels.flatten(), eps, layer.gradient_accumulation_fusion
+        hidden.transpose(0, 1).flatten(0, 1),
+        weight,
+        labels.T.flatten(),
+        eps,
+        layer.gradient_accumulation_fusion,
     )
     layer.last_metrics = DroppedMetrics(*metrics)
-    return loss.view(labels.shape)
+    return loss.view(labels.T.shape).T
 
 
 def dropped_tiles_loss(
