@@ -1,0 +1,189 @@
+"""The parameters of an output layer of which each rank holds a shard of the vocabulary.
+
+V = rows here, H = hidden size, P = tensor-parallel ranks.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flce_dist.op import checks, dtensor
+from flce_dist.order_checks import agreed_order, mismatch
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import vocab_range
+from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order
+
+_MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+_BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own
+
+
+class VocabShard(nn.Module):
+    """Weight [V, H] and bias [V] of this rank: initial values, order of rows, state dicts.
+
+    ``LinearCrossEntropy`` explains the arguments and is its face.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    row_of_token: Tensor | None
+    vocab_order: VocabOrder | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        padded_vocab_size: int | None,
+        tp_group: dist.ProcessGroup | None,
+        init_method: Callable[[Tensor], Any],
+    ) -> None:
+        super().__init__()
+        if padded_vocab_size is None:
+            padded_vocab_size = vocab_size
+        self.hidden_size = checks.count("hidden_size", hidden_size)
+        self.vocab_size = checks.count("vocab_size", vocab_size)
+        self.padded_vocab_size = checks.count("padded_vocab_size", padded_vocab_size)
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
+                f"got {padded_vocab_size}"
+            )
+        self.tp_group, self.init_method = tp_group, init_method
+        self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+        self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
+
+    def _make_parameters(
+        self,
+        bias: bool,
+        vocab_order: VocabOrder | Tensor | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Make the parameters and initialise them, unless on the meta device; collective."""
+        V = self.vocab_range[1] - self.vocab_range[0]
+        self.weight = nn.Parameter(torch.empty(V, self.hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
+        self._mark_parameters()
+
+        def make_order() -> VocabOrder | None:
+            return None if vocab_order is None else as_vocab_order(vocab_order, self.vocab_size)
+
+        self.vocab_order = make_order() if self.weight.is_meta else self._agreed(make_order)
+        rows = None
+        if self.vocab_order is not None:
+            rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
+        self.register_buffer(MAP, rows)
+        self._initialize()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight and zero the bias. Two all-reduces per group, of 8 and 16 bytes."""
+        if not self.weight.is_meta:
+            self._agreed(lambda: self.vocab_order)
+            self._initialize()
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        if self.weight.is_meta:
+            return
+        if self.vocab_order is not None and self.row_of_token is not None:
+            self.row_of_token.copy_(self.vocab_order.row_of_token)
+        seed = self._shared_seed()
+        state = torch.get_rng_state()
+        weight, (rows, columns) = dtensor.local_part(self.weight)
+        start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
+        try:
+            for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
+                # The odd multiplier gives every block another 32-bit seed. Only the CPU's
+                # generator is seeded.
+                torch.default_generator.manual_seed((seed + first * 0x9E3779B1) % 2**32)
+                size = (_BLOCK_ROWS, self.hidden_size)
+                block = torch.empty(size, dtype=torch.float32, device="cpu")
+                self.init_method(block)
+                low, high = max(first, start), min(first + _BLOCK_ROWS, end)
+                weight[low - start : high - start] = block[low - first : high - first, columns]
+        finally:
+            torch.set_rng_state(state)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups of all ranks that hold a part of the weight, one per dimension."""
+        return [self.tp_group, *dtensor.groups_of(self.weight)]
+
+    def _agreed(self, make: Callable[[], VocabOrder | None]) -> VocabOrder | None:
+        return agreed_order(make, self.weight, self._groups())
+
+    def _shared_seed(self) -> int:
+        """Draw 32 bits from the default generator, the same on all ranks."""
+        seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
+        for group in self._groups():
+            seed = seed.to(collectives.message_device(self.weight, group))
+            collectives.all_reduce_max(seed, group)
+        return int(seed)
+
+    def _mark_parameters(self) -> None:
+        """Set Megatron's attributes, which are lost when a parameter is replaced."""
+        for parameter in self.parameters():
+            for name, value in _MEGATRON_ATTRIBUTES.items():
+                setattr(parameter, name, value)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "VocabShard":
+        super()._apply(fn, recurse)
+        self._mark_parameters()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VocabShard":
+        memo[id(self.tp_group)] = self.tp_group  # shared: connections cannot be copied
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied._mark_parameters()
+        return copied
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.tp_group is None:
+            return
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                destination[prefix + name] = dtensor.whole_of_rows(
+                    destination[prefix + name], self.padded_vocab_size, self.tp_group
+                )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        error_msgs: list[str] = args[-1]
+        if any(prefix + name in state_dict for name in self._parameters):
+            key = prefix + MAP
+            problem = mismatch(state_dict.get(key), self.vocab_order, key)
+            if problem is not None:
+                error_msgs.append(problem)
+                return
+        state_dict = dict(state_dict)  # the caller's is not changed
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if parameter is not None and value is not None:
+                state_dict[prefix + name] = self._own_part(value, parameter)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._mark_parameters()
+
+    def _own_part(self, value: Any, parameter: nn.Parameter) -> Any:
+        """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
+        _, place = dtensor.local_part(parameter)
+        rows, *rest = place
+        start, shape = self.vocab_range[0], parameter.shape
+        of_whole = (slice(start + rows.start, start + rows.stop), *rest)
+        is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
+        if isinstance(value, DTensor):
+            part, held = dtensor.local_part(value)
+            known = is_whole and (held == of_whole or not part.numel())
+        else:
+            known = is_whole or value.shape == shape
+            part = value[of_whole if is_whole else place] if known else value
+        return dtensor.in_kind(part, parameter) if known else value
