@@ -95,6 +95,15 @@ def test_differences_are_from_the_first_exact_run() -> None:
     assert {line.get_color() for line in kept.lines} == {*FILTERED_COLORS[:2], DROPPED_COLORS[0]}
 
 
+def test_a_dropped_run_far_away_does_not_flatten_the_others() -> None:
+    found = runs()
+    found[DROPPED] = made_up(30.0, 5, {"kept_share": 0.2, "dropped_mass": 0.05})
+    difference = drawn(filtered_figure(found)).axes[2]
+    assert difference.get_title("left") == "Loss minus that of: exact; dropped: beyond"
+    low, high = difference.get_ylim()
+    assert -0.2 < low < -0.02 and 0.2 < high < 1.5
+
+
 def test_bands_lie_beside_the_spread_of_exact_runs() -> None:
     found = runs()
     for run in found.values():  # a band without labels

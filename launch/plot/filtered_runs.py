@@ -31,6 +31,8 @@ FILTERED_COLORS = ("#2c7fb8", "#41b6c4", "#253494")
 DROPPED_COLORS = ("#d95f0e", "#fdae61", "#993404")
 BEGINNING = 0.2
 """Share of the steps in which differences, large there, do not set the scale of their axis."""
+ZOOMED = 4
+"""How much of the range of other runs' differences is given to a run that drops tiles."""
 
 
 def filtered_figure(runs: Runs) -> Figure | None:
@@ -127,9 +129,9 @@ def _losses(axes: Axes, runs: Runs, colors: dict[str, str]) -> None:
 
 
 def _differences(axes: Axes, runs: Runs, reference: str, colors: dict[str, str]) -> None:
-    """Draw all runs' losses minus the reference's; BEGINNING does not set the scale."""
+    """Draw all runs' losses minus the reference's; a run that drops tiles may leave the panel."""
     curve_of = {label: smoothed(run, "loss") for label, run in runs.items()}
-    later: list[float] = [0.0]
+    near, far = [0.0], [0.0]
     for label, run in runs.items():
         if label == reference:
             continue
@@ -137,12 +139,16 @@ def _differences(axes: Axes, runs: Runs, reference: str, colors: dict[str, str])
         dots = differences(validation(run), validation(runs[reference]))
         axes.plot(*points(gaps), color=colors[label], linewidth=1.0)
         axes.plot(*points(dots), "o", color=colors[label], markersize=3)
-        later += [*_later(gaps), *_later(dots)]
-    low, high = min(later), max(later)
+        (far if "dropped_mass" in run else near).extend([*_later(gaps), *_later(dots)])
+    span = max(near) - min(near)
+    low, high = min(near + far), max(near + far)
+    if span:
+        low, high = max(low, min(near) - ZOOMED * span), min(high, max(near) + ZOOMED * span)
     margin = 0.15 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_title(f"Loss minus that of: {reference}", fontsize=9, loc="left")
+    beyond = "; dropped: beyond" if high < max(far) or low > min(far) else ""
+    axes.set_title(f"Loss minus that of: {reference}{beyond}", fontsize=9, loc="left")
     axes.set_xlabel("step", fontsize=8)
 
 
