@@ -120,22 +120,19 @@ def _tile_means_kernel(
     out_ptr,  # out: [J, H]
     V, H,
     stride_weight_v, stride_weight_h,
-    TILE_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    TILE_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program sums BLOCK_H columns of a tile's rows. It only waits for memory."""
+    """A program sums BLOCK_H columns of a tile's rows, all of them on their way at once."""
     j = tl.program_id(1)
     offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask_h = offs_h < H
-    acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
-    for start in tl.static_range(0, TILE_V, BLOCK_V):
-        offs_v = j * TILE_V + start + tl.arange(0, BLOCK_V)
-        q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
-        offs = offs_v.to(tl.int64)[:, None] * stride_weight_v  # V * H passes 2**31 at 524k x 4k
-        offs += offs_h.to(tl.int64)[None, :] * stride_weight_h
-        mask = (offs_v < V)[:, None] & mask_h[None, :]
-        acc += q[:, None] * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    mean = cast(tl.sum(acc, axis=0), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + j.to(tl.int64) * H + offs_h, mean, mask=mask_h)
+    offs_v = j * TILE_V + tl.arange(0, TILE_V)
+    offs = offs_v.to(tl.int64)[:, None] * stride_weight_v  # V * H passes 2**31 at 524k x 4k
+    offs += offs_h.to(tl.int64)[None, :] * stride_weight_h
+    mask = (offs_v < V)[:, None] & (offs_h < H)[None, :]
+    rows = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
+    mean = cast(tl.sum(q[:, None] * rows, axis=0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + j.to(tl.int64) * H + offs_h, mean, mask=offs_h < H)
 
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:
@@ -216,12 +213,12 @@ def tile_means(q: Tensor, weight: Tensor) -> Tensor:
     V, H = weight.shape
     J = -(-V // TILE_V)
     means = weight.new_empty(J, H)
-    BLOCK_H = min(256, triton.next_power_of_2(H))
+    BLOCK_H = min(128, triton.next_power_of_2(H))
     _tile_means_kernel[(-(-H // BLOCK_H), J)](
         q, weight,
         means,
         V, H,
         *weight.stride(),
-        TILE_V=TILE_V, BLOCK_V=32, BLOCK_H=BLOCK_H, num_warps=4,
+        TILE_V=TILE_V, BLOCK_H=BLOCK_H, num_warps=8,
     )  # fmt: skip
     return means
