@@ -14,9 +14,12 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.train import dropped_tiles
 from flce_dist.launch.train.config import HeadConfig, ParallelConfig, RunConfig
+from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.dropped_tiles import dropped_tiles_loss
 from flce_dist.launch.train.run import run
+from flce_dist.launch.train.trainer import Trainer
 from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing.filtered_gradients import TILE_T
 from tests.filtered_formula import definition, exact, zipf_inputs
 from tests.problems import Inputs, Outcome, Upstream, per_token_upstream
 from tests.test_train_filtered import FILTERED, spread_corpus
@@ -100,10 +103,51 @@ def test_dweight_is_added_to_main_grad(inputs: Inputs) -> None:
     assert torch.equal(parameter.main_grad, 1.0 + expected["dweight"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """GEMMs of half precision have fp32 results there."""
+    inputs = zipf_inputs(1000, 20_000, 512, dtype, ignored=0.0).to(torch.device("cuda"))
+    upstream = per_token_upstream(1000).cuda()
+    found, kept_share, mass = outcome(inputs, upstream, EPS)
+    truth: dict[str, Any] = {"upstream": Upstream(upstream.double()), "reduction": "none"}
+    expected = definition(inputs, EPS, drops=True, **truth)
+    assert kept_share == pytest.approx(float(expected.kept.double().mean()))
+    assert mass == pytest.approx(float(expected.rank_one_mass), rel=1e-4)
+    loss = exact(inputs, torch.float64, **truth)["loss"]
+    assert relative_rms(found["loss"], loss) < 1e-5
+    budget = 1e-5 if dtype == torch.float32 else 4e-3
+    for name in ("dhidden", "dweight"):
+        assert relative_rms(found[name], getattr(expected, name)) < budget, name
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(1) as one:
         yield one
+
+
+def rank_kept(group: Any, config: RunConfig) -> float:
+    """The share of tiles kept for two sequences, each with labels in one of eight tiles."""
+    forget_earlier_runs()
+    tokens = torch.arange(2)[:, None] * 256 + torch.arange(TILE_T + 1) % 256
+    corpus = Corpus(tokens, tokens, 2048, seed=1)
+    trainer = Trainer(config, corpus, torch.device("cpu"))
+    trainer.train_step()
+    return trainer.filtered["kept_share"]
+
+
+@pytest.mark.parametrize("kind", ["linear_cross_entropy", "dropped_tiles"])
+def test_blocks_are_of_one_sequence(pool: RankPool, kind: Any) -> None:
+    config = replace(
+        FILTERED,
+        model=replace(FILTERED.model, seq_length=TILE_T),
+        data=replace(FILTERED.data, batch_size=2),
+        head=HeadConfig(kind=kind, filter_eps=EPS),
+        parallel=ParallelConfig(tensor=1),
+    )
+    assert pool.run(rank_kept, config) == [1 / 8]
 
 
 def rank_run(group: Any, config: RunConfig) -> int:
