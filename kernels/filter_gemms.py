@@ -1,12 +1,10 @@
-"""The GEMMs of filtered gradients: D of the kept tiles, and what they add to the gradients.
+"""The GEMMs of filtered gradients: what D of the kept tiles adds to the gradients.
 
-T = tokens, V = vocabulary rows here, H = hidden size. D of one round lies packed: ``d`` holds a
-[TILE_T, TILE_V] tile for each kept tile of the round, 0 beyond T and V, in the order of
-``tile_lists.py``. As a matrix it is [capacity * TILE_T, TILE_V], so every tile of an operand is
-whole and one descriptor addresses it. Only the place of a tile is looked up, in the loop over the
-shared dimension. There the next entry of a list is loaded one step before it is needed and carried
-through the loop: an entry that is loaded where it is used costs the pipeline of the operands' loads
-half of its stages.
+T = tokens, V = vocabulary rows here, H = hidden size. ``d`` holds D of one round, packed as
+``filter_dlogits.py`` says. So every tile of an operand is whole, and only the place of a tile is
+looked up, in the loop over the shared dimension. There the next entry of a list is loaded one step
+before it is needed and carried through the loop: an entry that is loaded where it is used costs the
+pipeline of the operands' loads half of its stages.
 
 No element is written by two programs. Kernels of a round without tiles return at once. Kernels
 are not specialised on the number of the round, which would compile them again.
@@ -22,19 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
-from flce_dist.kernels.launching import fits_descriptor, tile_launch
-from flce_dist.kernels.primitives import (
-    cast,
-    dot,
-    exp,
-    label_columns,
-    load_tile,
-    logits_tile,
-    store_tile,
-)
-from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.launching import fits_descriptor
+from flce_dist.kernels.primitives import cast, dot, load_tile, store_tile
 from flce_dist.kernels.tile_lists import TileLists
-from flce_dist.kernels.token_gradient_formulas import RowGradient
 
 
 @triton.jit
@@ -47,53 +35,6 @@ def _tile_of(
     mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
     # V * H passes 2**31 at 524k x 4k
     return ptr + offs_row[:, None].to(tl.int64) * stride_row + offs_col[None, :], mask
-
-
-@triton.jit(do_not_specialize=["round"])
-def _kept_dlogits_kernel(
-    hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
-    reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each
-    block_ptr, column_ptr, round_tile_ptr,  # in:  [N], [N], [rounds + 1] int32
-    out,  # out: [slots * TILE_T, TILE_V]; like hidden and weight a descriptor if TMA
-    T, V, H, rows, round,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    vocab_start_index, ignore_index, logit_scale,
-    SCALED: tl.constexpr, EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
-    PARTS_V: tl.constexpr = TILE_V // BLOCK_V
-    PARTS: tl.constexpr = TILE_T // BLOCK_T * PARTS_V
-    first = tl.load(round_tile_ptr + round)
-    parts = (tl.load(round_tile_ptr + round + 1) - first) * PARTS
-    for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
-        slot = part // PARTS
-        row, col = part % PARTS // PARTS_V * BLOCK_T, part % PARTS_V * BLOCK_V
-        start_t = tl.load(block_ptr + first + slot) * TILE_T + row
-        start_v = tl.load(column_ptr + first + slot) * TILE_V + col
-        offs_t = start_t + tl.arange(0, BLOCK_T)
-        offs_v = start_v + tl.arange(0, BLOCK_V)
-        mask_t = offs_t < T
-        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-        reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
-        label_value = tl.load(label_value_ptr + offs_t, mask=mask_t, other=0.0)
-        if SCALED:
-            scale = tl.load(scale_ptr + offs_t, mask=mask_t, other=0.0)
-        z = logits_tile(
-            hidden, weight, bias_ptr, start_t, start_v, T, V, H,
-            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
-        )  # fmt: skip
-
-        x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
-        if not EVEN_V:  # exp(-reference) may be inf there, and inf * 0 is NaN
-            x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-        d = exp(x)
-        if SCALED:
-            d *= scale[:, None]
-        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
-        store_tile(out, d, slot * TILE_T + row, col, rows, TILE_V, TILE_V, BLOCK_T, BLOCK_V, TMA)
 
 
 @triton.jit(do_not_specialize=["round"])
@@ -229,37 +170,6 @@ def _add_kept_dbias_kernel(
         offs_v += j * TILE_V
         total = tl.load(out_ptr + offs_v, mask=offs_v < V, other=0.0) + tl.sum(acc, axis=0)
         tl.store(out_ptr + offs_v, total, mask=offs_v < V)
-
-
-def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
-    """Return uninitialised [capacity, TILE_T, TILE_V] for D of one round."""
-    return logits.hidden.new_empty(capacity, TILE_T, TILE_V)
-
-
-def kept_dlogits(
-    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
-) -> Tensor:
-    """Write D of the kept tiles of a round to ``out`` [capacity, TILE_T, TILE_V], and return it.
-
-    It is relative to the reference of ``rows``, whose ``affine`` is () or holds the scale.
-    """
-    matrix = out.view(-1, TILE_V)
-    launch = tile_launch(logits, matrix)
-    parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
-    _kept_dlogits_kernel[(min(launch.programs, parts),)](
-        *launch.operands(), logits.labels,
-        rows.reference, rows.label_value, *(rows.affine or (None,)),
-        lists.block, lists.column, lists.round_tile,
-        launch.output(matrix),
-        logits.T, logits.V, logits.H, len(matrix), round,
-        *launch.strides(),
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
-        SCALED=bool(rows.affine),
-        EVEN_V=logits.V % TILE_V == 0,
-        TILE_T=TILE_T, TILE_V=TILE_V,
-        **launch.listed_constexprs(),
-    )  # fmt: skip
-    return out
 
 
 def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:

@@ -2,13 +2,8 @@
 # ruff: noqa: F401  # what is imported here is the interface
 
 from flce_dist.kernels.dlogits import dlogits
-from flce_dist.kernels.filter_gemms import (
-    add_kept_dbias,
-    add_kept_dhidden,
-    kept_dlogits,
-    kept_dweight,
-    new_kept_buffer,
-)
+from flce_dist.kernels.filter_dlogits import kept_dlogits, new_kept_buffer
+from flce_dist.kernels.filter_gemms import add_kept_dbias, add_kept_dhidden, kept_dweight
 from flce_dist.kernels.filter_stats import kept_tiles, new_tile_stats, tile_means, tile_profile
 from flce_dist.kernels.label_logit import label_logit
 from flce_dist.kernels.label_value import write_label_value

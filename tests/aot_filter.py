@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from flce_dist.kernels import filter_gemms, filter_stats, tile_lists, tuning
+from flce_dist.kernels import filter_dlogits, filter_gemms, filter_stats, tile_lists, tuning
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -50,8 +50,8 @@ def _call_launchers(dtype: torch.dtype, *, main_grad: bool) -> None:
     lists = tile_lists.tile_lists(kept, 2 * len(kept))
     affine = () if main_grad else (token,)
     rows = RowGradient(token if main_grad else None, token, token, affine, None)
-    d = filter_gemms.new_kept_buffer(logits, 2 * len(kept))
-    filter_gemms.kept_dlogits(logits, rows, lists, 0, out=d)
+    d = filter_dlogits.new_kept_buffer(logits, 2 * len(kept))
+    filter_dlogits.kept_dlogits(logits, rows, lists, 0, out=d)
     filter_gemms.add_kept_dhidden(d, weight, lists, 0, new(T, H))
     hbar, row = new(kept.shape[1], H), new(H) if main_grad else None
     out = new(V, H, dtype=torch.float32 if main_grad else dtype)

@@ -1,0 +1,95 @@
+"""D of the kept tiles of filtered gradients, one round at a time.
+
+T = tokens, V = vocabulary rows here, H = hidden size. D of a round lies packed in the order of
+``tile_lists.py``: a [TILE_T, TILE_V] tile for each kept tile of the round, 0 beyond T and V. As a
+matrix it is [capacity * TILE_T, TILE_V], which one descriptor addresses.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
+from flce_dist.kernels.launching import tile_launch
+from flce_dist.kernels.primitives import exp, label_columns, logits_tile, store_tile
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tile_lists import TileLists
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+
+
+@triton.jit(do_not_specialize=["round"])
+def _kept_dlogits_kernel(
+    hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
+    reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each
+    block_ptr, column_ptr, round_tile_ptr,  # in:  [N], [N], [rounds + 1] int32
+    out,  # out: [slots * TILE_T, TILE_V]; like hidden and weight a descriptor if TMA
+    T, V, H, rows, round,
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+    vocab_start_index, ignore_index, logit_scale,
+    SCALED: tl.constexpr, EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
+    PARTS_V: tl.constexpr = TILE_V // BLOCK_V
+    PARTS: tl.constexpr = TILE_T // BLOCK_T * PARTS_V
+    first = tl.load(round_tile_ptr + round)
+    parts = (tl.load(round_tile_ptr + round + 1) - first) * PARTS
+    for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
+        slot = part // PARTS
+        row, col = part % PARTS // PARTS_V * BLOCK_T, part % PARTS_V * BLOCK_V
+        start_t = tl.load(block_ptr + first + slot) * TILE_T + row
+        start_v = tl.load(column_ptr + first + slot) * TILE_V + col
+        offs_t = start_t + tl.arange(0, BLOCK_T)
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask_t = offs_t < T
+        column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+        reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
+        label_value = tl.load(label_value_ptr + offs_t, mask=mask_t, other=0.0)
+        if SCALED:
+            scale = tl.load(scale_ptr + offs_t, mask=mask_t, other=0.0)
+        z = logits_tile(
+            hidden, weight, bias_ptr, start_t, start_v, T, V, H,
+            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
+            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+        )  # fmt: skip
+
+        x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
+        if not EVEN_V:  # exp(-reference) may be inf there, and inf * 0 is NaN
+            x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
+        d = exp(x)
+        if SCALED:
+            d *= scale[:, None]
+        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
+        store_tile(out, d, slot * TILE_T + row, col, rows, TILE_V, TILE_V, BLOCK_T, BLOCK_V, TMA)
+
+
+def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
+    """Return uninitialised [capacity, TILE_T, TILE_V] for D of one round."""
+    return logits.hidden.new_empty(capacity, TILE_T, TILE_V)
+
+
+def kept_dlogits(
+    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
+) -> Tensor:
+    """Write D of the kept tiles of a round to ``out`` [capacity, TILE_T, TILE_V], and return it.
+
+    It is relative to the reference of ``rows``, whose ``affine`` is () or holds the scale.
+    """
+    matrix = out.view(-1, TILE_V)
+    launch = tile_launch(logits, matrix)
+    parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
+    _kept_dlogits_kernel[(min(launch.programs, parts),)](
+        *launch.operands(), logits.labels,
+        rows.reference, rows.label_value, *(rows.affine or (None,)),
+        lists.block, lists.column, lists.round_tile,
+        launch.output(matrix),
+        logits.T, logits.V, logits.H, len(matrix), round,
+        *launch.strides(),
+        logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
+        SCALED=bool(rows.affine),
+        EVEN_V=logits.V % TILE_V == 0,
+        TILE_T=TILE_T, TILE_V=TILE_V,
+        **launch.listed_constexprs(),
+    )  # fmt: skip
+    return out
