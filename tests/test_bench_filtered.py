@@ -140,5 +140,10 @@ def test_batches_leave_out_what_does_not_fill_one() -> None:
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     torch.save({"hidden": torch.zeros(1)}, tmp_path / "head.pt")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("no file of torch.save")
+    for name in ("empty.pt", "text.pt", "nowhere.pt"):
+        with pytest.raises(ConfigError, match=f"head must be a file of export_head, got .*{name}"):
+            TrainedHead.load(tmp_path / name, torch.device("cpu"))
     with pytest.raises(ConfigError, match="head must be a file of export_head"):
         TrainedHead.load(tmp_path / "head.pt", torch.device("cpu"))

@@ -60,7 +60,7 @@ class TrainedHead:
         try:
             content = torch.load(path, map_location=device, weights_only=True)
             return cls(**content)
-        except (OSError, TypeError, RuntimeError) as error:
+        except Exception as error:  # whatever a file of another kind leads to
             raise ConfigError(f"head must be a file of export_head, got {path}: {error}") from error
 
     def batches(self, T: int = BATCH_T) -> list["TrainedHead"]:
