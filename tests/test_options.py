@@ -54,11 +54,11 @@ def options_of_check_ranks(**options: Any) -> LossOptions:
 
 
 def options_of_megatron(**options: Any) -> LossOptions:
-    class Layer(nn.Module):
-        output_size, config = 9, None
+    class Layer(nn.Linear):
+        output_size, config, tp_group = 9, None, None
 
     model: Any = nn.Module()
-    model.output_layer = Layer()
+    model.output_layer = Layer(4, 9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refusals, "checked_class", lambda *args: Layer)
         use_linear_cross_entropy(model, **options)
