@@ -58,7 +58,7 @@ def _add_kept_dhidden_kernel(
     begin = tl.load(row_bounds_ptr + round * blocks + block)
     end = tl.load(row_bounds_ptr + (round + 1) * blocks + block)
     if begin < end:
-        # The GEMM goes on from what is there, which arrives while the first operands do.
+        # The GEMM begins with what is there, which is loaded beside the first operands.
         ptrs, mask = _tile_of(
             acc_ptr, block * TILE_T + row, start_h, T, H, stride_acc_t, BLOCK_T, BLOCK_H
         )

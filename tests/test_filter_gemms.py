@@ -154,6 +154,13 @@ def test_gradients_with_options(dtype, H, bias, options):
     compare(shard(dtype, H=H, bias=bias), masks()["some"], **options)
 
 
+@pytest.mark.parametrize("mask", ("no column", "none"))
+@poisoned_memory()
+def test_columns_without_tiles_are_added_to_once(mask):
+    """Rank one is all that they get, in one of three rounds."""
+    compare(shard(torch.bfloat16), masks()[mask], accumulates=True, out_dtype=torch.float32)
+
+
 @pytest.mark.parametrize(("T", "V"), ((1, 1), (128, 256), (40, 300), (129, 257)))
 @poisoned_memory()
 def test_sizes(T, V):
