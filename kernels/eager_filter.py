@@ -15,12 +15,10 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import dlogits, windows
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filter_tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
-
-SAMPLE = 128  # tokens, at most, from which the profile is taken
 
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:

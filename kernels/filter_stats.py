@@ -14,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filter_tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import cast, exp, first_reference, label_columns, logits_tile
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 
-SAMPLE = 128  # tokens, at most, from which the profile is taken
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -122,7 +121,7 @@ def _tile_means_kernel(
     stride_weight_v, stride_weight_h,
     TILE_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program sums BLOCK_H columns of a tile's rows, all of them on their way at once."""
+    """A program sums BLOCK_H columns of a tile's rows, all loaded at once."""
     j = tl.program_id(1)
     offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_v = j * TILE_V + tl.arange(0, TILE_V)

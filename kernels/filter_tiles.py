@@ -4,6 +4,7 @@ T = tokens, V = vocabulary rows here. A tile is ``TILE_T`` tokens by ``TILE_V`` 
 """
 
 TILE_T, TILE_V = 128, 256
+SAMPLE = 128  # tokens, at most, from which the profile of the tiles is taken
 
 
 def tile_grid(T: int, V: int) -> tuple[int, int]:
