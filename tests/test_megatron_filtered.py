@@ -1,6 +1,5 @@
 """Filtered gradients in megatron-core's layers: blocks of tokens are of one sequence each."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.megatron_models import as_megatron_has_it, build
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 SEQUENCES, TILE_T, TILE_V, H = 4, 128, 256, 16
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two:
-        yield {1: one, 2: two}
 
 
 def problem(s: int) -> tuple[Tensor, Tensor, Tensor]:
