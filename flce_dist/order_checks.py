@@ -1,7 +1,4 @@
-"""Whether all ranks, and a checkpoint, have one ``vocab_order``.
-
-V_all = vocabulary.
-"""
+"""Whether all ranks, and a checkpoint, have one ``vocab_order``."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -45,10 +45,12 @@ def use_linear_cross_entropy(
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it when the model is built, before it is wrapped in Float16Module, DDP or FSDP, on every
-    pipeline stage: a stage without output layer is left as it is. With labels [b, s] the model then
-    returns the loss [b, s] fp32 as before. The tensor-parallel group, sequence parallelism, tied
-    embeddings, MuP's scale and gradient_accumulation_fusion are the model's. ``config``'s own
-    cross-entropy fusions are not used.
+    rank and pipeline stage: a stage without output layer is left as it is, unless ``vocab_order``
+    moves the rows of its tied embedding. Ranks of one tensor-parallel group compare their
+    ``vocab_order`` by an all-reduce of 16 bytes, also where it is None. With labels [b, s] the
+    model then returns the loss [b, s] fp32 as before. The tensor-parallel group, sequence
+    parallelism, tied embeddings, MuP's scale and gradient_accumulation_fusion are the model's.
+    ``config``'s own cross-entropy fusions are not used.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list

@@ -4,9 +4,9 @@
     python -m flce_dist.launch.verify --dtypes fp32 --shapes 64 48 1000   # one process
 
 All ranks form one tensor-parallel group. Every schedule, reduction and main option, with and
-without sequence parallelism, is compared with fp64, gradients with filter_eps with their definition
-in fp64; errors are printed beside their budgets, and
-the exit status is 1 if one is missed on any rank. NCCL on GPUs, gloo elsewhere.
+without sequence parallelism, is compared with fp64; gradients with filter_eps are compared with
+their definition in fp64. Errors are printed beside their budgets, and the exit status is 1 if one
+is missed on any rank. NCCL on GPUs, gloo elsewhere.
 """
 
 import functools

@@ -109,8 +109,8 @@ def _make_tiles(
     """Change inputs so that few rows are likely, in few tiles, and all others far from it.
 
     Every other token of the first two blocks has one likely row, in most cases its label. Feature 0
-    is 1 in hidden, and makes a tile's last row four times as likely as its first; feature 2 gives
-    hidden a mean, which is what rank one does to dweight. Every 16th token
+    is 1 in hidden, and makes a tile's last row four times as likely as its first. Feature 2 gives
+    hidden a large mean, without which dweight would hardly show the rank-one term. Every 16th token
     has its label where no row is likely, and so have others with the same label: the first row of
     tile 4, which is likely for one block alone, or the shard's last row. One token's label lies far
     below all other rows, by feature 1.
