@@ -25,13 +25,10 @@ from flce_dist.launch.bench.trained_head import (
     dropped,
     make_part,
 )
-from flce_dist.vocab_order import TILE
 
 BUCKETS = (0, 256, 1024, 4096, 16384, 65536)
 """Ranks by frequency at which buckets of rows begin."""
 BETAS, ADAM_EPS = (0.9, 0.95), 1e-8
-PARALLEL = 1 - 1e-5
-"""Cosine that rows of a rank-one matrix reach after rounding to bf16."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class RowsRecord:
     last: int
     # In the first batch:
     label_share: float  # of the bucket's rows, those that are labels
-    rank_one_share: float  # those whose gradient is 0 or parallel to another's of their tile
+    rank_one_share: float  # those that no block of tokens keeps; 0 without filter_eps
     error_p50: float  # |g - exact g| / |exact g|
     error_p90: float
     cosine_p50: float
@@ -93,6 +90,7 @@ def measure(batches: list[TrainedHead], thresholds: tuple[float, ...]) -> list[R
     head = batches[0]
     exact, moments = Adam(head.weight), dict[RunSpec, Adam]()
     rows = dict[RunSpec, dict[str, Tensor]]()
+    never_kept: dict[float | None, Tensor] = {None: torch.zeros(len(head.weight), dtype=torch.bool)}
     for batch in batches:
         problem = make_part(batch, Part(), 1, None).problem
         truth = make_truth(problem, gradients=True).dweight
@@ -102,10 +100,13 @@ def measure(batches: list[TrainedHead], thresholds: tuple[float, ...]) -> list[R
             moments.setdefault(run, Adam(dweight)).step(dweight)
             if batch is head:
                 rows[run] = _of_gradients(dweight, truth, problem.labels)
+                if run.impl == "dropped":
+                    never_kept[run.filter_eps] = ~dweight.any(1)
     wanted = exact.update()
     for run, adam in moments.items():
         error, cosine, ratio = _compared(adam.update(), wanted)
         rows[run] |= {"update_error": error, "update_cosine": cosine, "update_ratio": ratio}
+        rows[run]["rank_one"] = never_kept[run.filter_eps]
     return [
         _record(run, head, len(batches), first, chosen, values)
         for first, chosen in _buckets(head.counts)
@@ -130,7 +131,7 @@ def _of_gradients(dweight: Tensor, truth: Tensor, labels: Tensor) -> dict[str, T
     """Return what one batch says about each row, [V] each."""
     error, cosine, _ = _compared(dweight, truth)
     is_label = labels.bincount(minlength=len(truth)) > 0
-    return {"label": is_label, "rank_one": _is_rank_one(dweight), "error": error, "cosine": cosine}
+    return {"label": is_label, "error": error, "cosine": cosine}
 
 
 def _compared(x: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,18 +140,6 @@ def _compared(x: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     norm, wanted = x.norm(dim=1), exact.norm(dim=1)
     cosine = ((x * exact).sum(1) / (norm * wanted)).where(norm > 0, 0.0)
     return (x - exact).norm(dim=1) / wanted, cosine, norm / wanted
-
-
-def _is_rank_one(dweight: Tensor) -> Tensor:
-    """Return [V] bool: the gradient of the row is 0, or parallel to another one of its tile.
-
-    So are the rows of a tile that no block of tokens keeps. Exact gradients are not.
-    """
-    norm = dweight.norm(dim=1, keepdim=True, dtype=torch.promote_types(dweight.dtype, torch.float))
-    unit = (dweight / norm).where(norm > 0, 0.0).view(-1, TILE, dweight.shape[1])
-    cosine = unit @ unit.mT
-    cosine.diagonal(dim1=1, dim2=2).zero_()
-    return (cosine.amax(2).flatten() > PARALLEL) | (norm[:, 0] == 0)
 
 
 def _buckets(counts: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -200,7 +189,7 @@ def _rounded(x: float) -> float:
 def table(records: list[RowsRecord]) -> Table:
     first = records[0]
     sizes = f"{first.batches} x T={first.T} H={first.H} V={first.V} {first.dtype}"
-    caption = "u: Adam's update; rank one: share of rows whose gradient is the tile's, or 0"
+    caption = "u: Adam's update; rank one: share of rows that no block keeps"
     made = Table(title=f"rows by frequency: {sizes}", caption=caption)
     for heading in ("ranks", "run"):
         made.add_column(heading, no_wrap=True)
