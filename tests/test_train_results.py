@@ -125,3 +125,20 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     assert run["loss"][0] == pytest.approx(sum(losses[:5]) / 5, abs=1e-4)
     assert run["loss"][1] is None
     assert run["loss"][-1] == pytest.approx(sum(losses[-3:]) / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"by_frequency"', '"other"', "metrics.jsonl lacks 'by_frequency'"),
+        ('{"kind"', '{"kin', "must be the folder of a run: "),
+    ],
+)
+def test_records_of_another_version_or_cut_short_are_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    leave_run(tmp_path / "other")
+    path = tmp_path / "other" / "metrics.jsonl"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(RunError, match=f"other must be .*{message}"):
+        results.collect({"other": tmp_path / "other"})

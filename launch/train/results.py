@@ -67,14 +67,15 @@ def collect(runs: dict[str, Path]) -> dict[str, Any]:
         try:
             origins[label] = json.loads((folder / ORIGIN).read_text())
             lines = (folder / METRICS).read_text().splitlines()
+            curves = _curves([json.loads(line) for line in lines])
         except (OSError, ValueError) as error:
             raise RunError(f"{folder} must be the folder of a run: {error}") from error
+        except KeyError as error:
+            raise RunError(
+                f"{folder} must be of a run of this version; a record in {METRICS} lacks {error}"
+            ) from error
         command, config = origins[label].pop("command"), origins[label].pop("config")
-        found[label] = {
-            "command": " ".join(command),
-            "config": config,
-            **_curves([json.loads(line) for line in lines]),
-        }
+        found[label] = {"command": " ".join(command), "config": config, **curves}
     first, *others = origins
     for label in others:
         wrong = [key for key in origins[first] if origins[label].get(key) != origins[first][key]]
