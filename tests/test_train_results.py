@@ -131,7 +131,7 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('"by_frequency"', '"other"', "metrics.jsonl lacks 'by_frequency'"),
-        ('{"kind"', '{"kin', "must be the folder of a run: "),
+        ('{"kind"', '{"kin', "the folder of a run: Expecting"),
     ],
 )
 def test_records_of_another_version_or_cut_short_are_refused(
