@@ -26,15 +26,22 @@ from flce_dist.kernels.tile_lists import TileLists
 
 
 @triton.jit
-def _tile_of(
-    ptr, row, col, num_rows, num_cols, stride_row, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr
-):
-    """Return pointers and mask of a tile of a matrix of unit column stride."""
-    offs_row = row + tl.arange(0, BLOCK_ROW)
-    offs_col = col + tl.arange(0, BLOCK_COL)
-    mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
-    # V * H passes 2**31 at 524k x 4k
-    return ptr + offs_row[:, None].to(tl.int64) * stride_row + offs_col[None, :], mask
+def _add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row):
+    """Add fp32 ``tile`` to a matrix of unit column stride, with one rounding.
+
+    Half of the columns at a time: the registers hold no second tile of a GEMM's size.
+    """
+    WIDTH: tl.constexpr = tile.shape[1] // 2
+    left, right = tile.reshape(tile.shape[0], 2, WIDTH).permute(0, 2, 1).split()
+    offs_row = row + tl.arange(0, tile.shape[0])
+    for i in tl.static_range(2):
+        offs_col = col + i * WIDTH + tl.arange(0, WIDTH)
+        mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
+        # V * H passes 2**31 at 524k x 4k
+        ptrs = dst_ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col[None, :]
+        total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        total += left if i == 0 else right
+        tl.store(ptrs, cast(total, dst_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["round"])
@@ -59,9 +66,10 @@ def _add_kept_dhidden_kernel(
     end = tl.load(row_bounds_ptr + (round + 1) * blocks + block)
     if begin < end:
         # The GEMM begins with what is there, which is loaded beside the first operands.
-        ptrs, mask = _tile_of(
-            acc_ptr, block * TILE_T + row, start_h, T, H, stride_acc_t, BLOCK_T, BLOCK_H
-        )
+        offs_t = block * TILE_T + row + tl.arange(0, BLOCK_T)
+        offs_h = start_h + tl.arange(0, BLOCK_H)
+        mask = (offs_t[:, None] < T) & (offs_h[None, :] < H)
+        ptrs = acc_ptr + offs_t.to(tl.int64)[:, None] * stride_acc_t + offs_h[None, :]
         acc = tl.load(ptrs, mask=mask, other=0.0)
         start_d = tl.load(row_slot_ptr + begin) * TILE_T + row
         start_v = tl.load(row_column_ptr + begin) * TILE_V
@@ -112,12 +120,7 @@ def _kept_dweight_kernel(
         j = tl.load(column_order_ptr + first_column + place // (width * PARTS))
         begin = tl.load(first_tile_ptr + j)
         end = tl.load(first_tile_ptr + j + 1)
-        start_v = j * TILE_V + col
-        if ACCUMULATES:
-            ptrs, mask = _tile_of(out, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H)
-            acc = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
+        acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
         start_d = (begin - first_tile) * TILE_T
         start_t = tl.load(block_ptr + begin, mask=begin < end, other=0) * TILE_T
         for step in tl.range(0, (end - begin) * STEPS):
@@ -132,6 +135,7 @@ def _kept_dweight_kernel(
             start_t = tl.load(block_ptr + entry) * TILE_T
             acc = dot(x.T, h, acc)
 
+        start_v = j * TILE_V + col
         offs_v = start_v + tl.arange(0, BLOCK_V)
         offs_h = start_h + tl.arange(0, BLOCK_H)
         q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
@@ -140,7 +144,9 @@ def _kept_dweight_kernel(
         if HAS_ROW:
             acc += tl.load(row_ptr + offs_h, mask=offs_h < H, other=0.0)[None, :]
         if ACCUMULATES:
-            tl.store(ptrs, cast(acc, out.dtype.element_ty), mask=mask)
+            # Not the GEMM's first value: tensor cores truncate, and a sum over many microbatches
+            # would drift towards 0.
+            _add_tile(out, acc, start_v, start_h, V, H, stride_out_v)
         else:
             store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
 
