@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from flce_dist import VocabOrder, frequency_order
 from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy, vocab_rows
 from flce_dist.parallel.collectives import gather_tokens
@@ -20,41 +19,23 @@ from tests.megatron_models import (
     as_megatron_has_it,
     batch,
     build,
-    build_another,
     build_with_mtp,
     fuse,
     inputs_of,
     loss_and_gradients,
     uneven,
 )
+from tests.ordered_models import EMBEDDING, first_stage, models, order_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 HEAD = {"output_layer.weight", "output_layer.bias"}
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 layouts = pytest.mark.parametrize(
     "tp, sp, tied",
     [(1, False, True), (2, False, False), (2, True, True), (4, True, False), (4, True, True)],
 )
-
-
-def order_of(vocab: int = VOCAB, seed: int = 0) -> VocabOrder:
-    return frequency_order(torch.rand(vocab, generator=torch.Generator().manual_seed(seed)))
-
-
-def models(tp: int, sp: bool, tied: bool, vocab: int = VOCAB, **options: Any) -> tuple[Any, Any]:
-    """Models of the same weights, without an order and with one; the head has a bias."""
-
-    def with_bias(model: Any, **more: Any) -> Any:
-        layer = as_megatron_has_it(model).output_layer
-        bias = torch.randn(layer.output_size, generator=torch.Generator().manual_seed(3))
-        layer.bias = nn.Parameter(bias.chunk(tp)[layer.tp_group.rank()].clone())
-        return use_linear_cross_entropy(model, **options, **more)
-
-    plain = with_bias(build(tp, sp, tied, vocab)[0])
-    return plain, with_bias(build_another(tp, sp, tied, vocab), vocab_order=order_of(vocab))
 
 
 def by_token(x: Tensor, layer: Any) -> Tensor:
@@ -264,13 +245,6 @@ def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> 
     pools[2].run(rank_fusion, tied)
 
 
-def first_stage(tp: int) -> Any:
-    stage = as_megatron_has_it(build_another(tp, sp=False, tied=True))
-    stage.post_process = False
-    del stage.output_layer
-    return stage
-
-
 def rank_first_stage(group: Any) -> None:
     """A pipeline stage with a tied embedding and no output layer."""
     expected = as_megatron_has_it(build(2, sp=False, tied=True)[0])
@@ -308,95 +282,3 @@ def rank_refusals(group: Any) -> None:
 
 def test_wrong_orders_are_refused(pools: dict[int, RankPool]) -> None:
     pools[2].run(rank_refusals)
-
-
-# --- checkpoints
-
-
-def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
-    """What dist_checkpointing does on these ranks: it asks by key, and loads in place."""
-
-    def model(order: Any, *, is_first: bool = is_first) -> Any:
-        tp = group.size()
-        model = first_stage(tp) if is_first else as_megatron_has_it(build_another(tp, False, tied))
-        return use_linear_cross_entropy(model, vocab_order=order)
-
-    def sharded(model: Any) -> Any:
-        found = model.sharded_state_dict(metadata={"dp_cp_group": alone})
-        return {name: x for name, x in found.items() if isinstance(x, ShardedTensor)}
-
-    def content(model: Any) -> dict[str, Tensor]:
-        return {x.key: x.data.detach().clone() for x in sharded(model).values()}
-
-    def load(model: Any, saved: dict[str, Tensor], strict: bool = True) -> None:
-        state = {name: x.data.detach().copy_(saved[x.key]) for name, x in sharded(model).items()}
-        model.load_state_dict(state, strict=strict)
-
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from torch.distributed import new_group
-
-    build(group.size(), False, tied)
-    alone = new_group([group.rank()], use_local_synchronization=True)
-    ordered = model(order_of())
-    saved, without = content(model(order_of(), is_first=False)), content(model(None))
-    rows = EMBEDDING if tied else "output_layer.weight"
-    in_order = f"{rows}.in_vocab_order"
-    added = saved.keys() - without.keys()
-    assert added >= {in_order, "output_layer.row_of_token"} and rows not in saved
-    assert content(ordered).keys() <= saved.keys()
-
-    same = model(order_of())
-    for parameter in same.parameters():
-        nn.init.zeros_(parameter)
-    load(same, saved)
-    for name, x in ordered.state_dict().items():
-        assert x is None or torch.equal(same.state_dict()[name], x), name
-    with pytest.raises(KeyError, match=f"'{rows}'"):
-        load(model(None), saved)
-    with pytest.raises(KeyError, match=f"'{in_order}'"):
-        load(model(order_of()), without)
-    map_name = "embedding.word_embeddings" if is_first else "output_layer"
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match=rf"another vocab_order \({map_name}.row_of_token\)"):
-            load(model(order_of(seed=1)), saved, strict)
-    entry = sharded(ordered)[f"{map_name}.row_of_token"]
-    assert entry.key == "output_layer.row_of_token"
-    return [entry.global_shape, entry.global_offset, entry.replica_id]
-
-
-@pytest.mark.parametrize("tp, tied", [(1, False), (2, True), (2, False)])
-def test_sharded_checkpoints_hold_the_order_once(
-    pools: dict[int, RankPool], tp: int, tied: bool
-) -> None:
-    entries = pools[tp].run(rank_checkpoint, tied, is_first=False)
-    assert entries == [[(VOCAB,), (0,), (0, rank, 0)] for rank in range(tp)]
-
-
-def test_a_first_stage_checks_the_order_of_a_sharded_checkpoint(
-    pools: dict[int, RankPool],
-) -> None:
-    entries = pools[2].run(rank_checkpoint, True, is_first=True)
-    assert entries == [[(VOCAB,), (0,), (1, rank, 0)] for rank in range(2)]
-
-
-def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
-    plain, model = models(2, True, tied)
-    if is_first:
-        plain, model = (
-            use_linear_cross_entropy(first_stage(2), vocab_order=order)
-            for order in (None, order_of())
-        )
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match="convert --to ordered"):
-            model.load_state_dict(plain.state_dict(), strict=strict)
-        with pytest.raises(RuntimeError, match="this layer has none"):
-            plain.load_state_dict(model.state_dict(), strict=strict)
-        model.load_state_dict(model.state_dict(), strict=strict)
-    model.load_state_dict({}, strict=False)
-
-
-@pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
-def test_state_dicts_of_another_order_or_none_are_refused(
-    pools: dict[int, RankPool], tied: bool, is_first: bool
-) -> None:
-    pools[2].run(rank_state_dict, tied, is_first)

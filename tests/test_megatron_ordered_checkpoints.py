@@ -1,0 +1,105 @@
+"""Checkpoints of megatron-core's models hold a vocab_order once, and another one is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.testing import RankPool
+from tests.megatron_models import VOCAB, as_megatron_has_it, build, build_another
+from tests.ordered_models import EMBEDDING, first_stage, models, order_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
+    """What dist_checkpointing does on these ranks: it asks by key, and loads in place."""
+
+    def model(order: Any, *, is_first: bool = is_first) -> Any:
+        tp = group.size()
+        model = first_stage(tp) if is_first else as_megatron_has_it(build_another(tp, False, tied))
+        return use_linear_cross_entropy(model, vocab_order=order)
+
+    def sharded(model: Any) -> Any:
+        found = model.sharded_state_dict(metadata={"dp_cp_group": alone})
+        return {name: x for name, x in found.items() if isinstance(x, ShardedTensor)}
+
+    def content(model: Any) -> dict[str, Tensor]:
+        return {x.key: x.data.detach().clone() for x in sharded(model).values()}
+
+    def load(model: Any, saved: dict[str, Tensor], strict: bool = True) -> None:
+        state = {name: x.data.detach().copy_(saved[x.key]) for name, x in sharded(model).items()}
+        model.load_state_dict(state, strict=strict)
+
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from torch.distributed import new_group
+
+    build(group.size(), False, tied)
+    alone = new_group([group.rank()], use_local_synchronization=True)
+    ordered = model(order_of())
+    saved, without = content(model(order_of(), is_first=False)), content(model(None))
+    rows = EMBEDDING if tied else "output_layer.weight"
+    in_order = f"{rows}.in_vocab_order"
+    added = saved.keys() - without.keys()
+    assert added >= {in_order, "output_layer.row_of_token"} and rows not in saved
+    assert content(ordered).keys() <= saved.keys()
+
+    same = model(order_of())
+    for parameter in same.parameters():
+        nn.init.zeros_(parameter)
+    load(same, saved)
+    for name, x in ordered.state_dict().items():
+        assert x is None or torch.equal(same.state_dict()[name], x), name
+    with pytest.raises(KeyError, match=f"'{rows}'"):
+        load(model(None), saved)
+    with pytest.raises(KeyError, match=f"'{in_order}'"):
+        load(model(order_of()), without)
+    map_name = "embedding.word_embeddings" if is_first else "output_layer"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=rf"another vocab_order \({map_name}.row_of_token\)"):
+            load(model(order_of(seed=1)), saved, strict)
+    entry = sharded(ordered)[f"{map_name}.row_of_token"]
+    assert entry.key == "output_layer.row_of_token"
+    return [entry.global_shape, entry.global_offset, entry.replica_id]
+
+
+@pytest.mark.parametrize("tp, tied", [(1, False), (2, True), (2, False)])
+def test_sharded_checkpoints_hold_the_order_once(
+    pools: dict[int, RankPool], tp: int, tied: bool
+) -> None:
+    entries = pools[tp].run(rank_checkpoint, tied, is_first=False)
+    assert entries == [[(VOCAB,), (0,), (0, rank, 0)] for rank in range(tp)]
+
+
+def test_a_first_stage_checks_the_order_of_a_sharded_checkpoint(
+    pools: dict[int, RankPool],
+) -> None:
+    entries = pools[2].run(rank_checkpoint, True, is_first=True)
+    assert entries == [[(VOCAB,), (0,), (1, rank, 0)] for rank in range(2)]
+
+
+def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
+    plain, model = models(2, True, tied)
+    if is_first:
+        plain, model = (
+            use_linear_cross_entropy(first_stage(2), vocab_order=order)
+            for order in (None, order_of())
+        )
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="convert --to ordered"):
+            model.load_state_dict(plain.state_dict(), strict=strict)
+        with pytest.raises(RuntimeError, match="this layer has none"):
+            plain.load_state_dict(model.state_dict(), strict=strict)
+        model.load_state_dict(model.state_dict(), strict=strict)
+    model.load_state_dict({}, strict=False)
+
+
+@pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
+def test_state_dicts_of_another_order_or_none_are_refused(
+    pools: dict[int, RankPool], tied: bool, is_first: bool
+) -> None:
+    pools[2].run(rank_state_dict, tied, is_first)
