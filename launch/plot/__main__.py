@@ -12,6 +12,7 @@ grid, one commit and one kind of GPU on different numbers of ranks together give
 ``<name of the runs>-overview.png``.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ from flce_dist.launch.plot.bars import latency, memory
 from flce_dist.launch.plot.dial import dial
 from flce_dist.launch.plot.filtered_runs import (
     filtered_figure,
+    is_filtered_times,
     overview,
-    read_filtered_times,
     times_figure,
 )
 from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
-from flce_dist.launch.plot.training import read_training, training_figure
+from flce_dist.launch.plot.training import is_training, training_figure
 from flce_dist.launch.program import run_program
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -77,13 +78,13 @@ def draw(results: list[Path], out: Path) -> list[Path]:
             figures: dict[str, Figure | None] = {
                 name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()
             }
-        elif (training := read_training(path)) is not None:
-            about, runs_of = training["about"], training["runs"]
+        elif is_training(content := _content(path)):
+            about, runs_of = content["about"], content["runs"]
             figures = {"training": training_figure(runs_of), "filtered": filtered_figure(runs_of)}
-            trained[path] = training
-        elif (times := read_filtered_times(path)) is not None:
-            about, figures = times["about"], {"time": times_figure(times["records"])}
-            timed.append(times)
+            trained[path] = content
+        elif is_filtered_times(content):
+            about, figures = content["about"], {"time": times_figure(content["records"])}
+            timed.append(content)
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
@@ -108,6 +109,15 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
     return [path for path, *_ in drawn]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return a file's content, {} if it is no JSON object; ``read_results`` names that mistake."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _name(path: Path) -> str:

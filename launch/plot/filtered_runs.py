@@ -4,9 +4,7 @@ The first exact run is the reference. Other exact runs, such as one of another s
 say which differences mean something.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -89,15 +87,10 @@ def times_figure(records: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def read_filtered_times(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a file of launch.bench.filtered; None for any other file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    records = found.get("records") if isinstance(found, dict) else None
-    is_one = isinstance(records, list) and any("kept_share" in record for record in records)
-    return found if is_one else None
+def is_filtered_times(content: dict[str, Any]) -> bool:
+    """Whether this is the content of a file of launch.bench.filtered."""
+    records = content.get("records")
+    return isinstance(records, list) and any("kept_share" in record for record in records)
 
 
 def reference_of(runs: Runs) -> str | None:

@@ -1,8 +1,6 @@
 """Several training runs of one model: losses over steps, tokens per second, peak memory."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,13 +11,9 @@ SMOOTHED = 25
 COLORS = ("#2c7fb8", "#41b6c4", "#d95f0e", "#969696", "#f4a582", "#636363")
 
 
-def read_training(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a file of training runs; None for any other file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and {"about", "runs"} <= found.keys() else None
+def is_training(content: dict[str, Any]) -> bool:
+    """Whether this is the content of a file of training runs."""
+    return {"about", "runs"} <= content.keys()
 
 
 def training_figure(runs: dict[str, dict[str, Any]]) -> Figure:
