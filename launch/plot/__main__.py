@@ -24,12 +24,8 @@ from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
 from flce_dist.launch.plot.bars import latency, memory
 from flce_dist.launch.plot.dial import dial
-from flce_dist.launch.plot.filtered_runs import (
-    filtered_figure,
-    is_filtered_times,
-    overview,
-    times_figure,
-)
+from flce_dist.launch.plot.filtered_runs import filtered_figure, overview
+from flce_dist.launch.plot.filtered_times import is_filtered_times, times_figure
 from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling

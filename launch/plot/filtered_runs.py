@@ -1,17 +1,18 @@
 """Training with filtered gradients beside exact ones: losses, kept tiles, losses by frequency.
 
-The first exact run is the reference. Other exact runs, such as one of another seed, are gray: they
-say which differences mean something.
+Runs of one ``head.kind`` and ``head.filter_eps`` are one head: one colour, one entry of the legend.
+Differences are from the mean of the exact runs; their range, gray, says which ones mean something.
 """
 
 import math
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.bench.config import OURS
-from flce_dist.launch.plot.drawing import ON_LINES, mark_gemms, shape_title
+from flce_dist.launch.plot.filtered_times import draw_times
 from flce_dist.launch.plot.training import (
     SMOOTHED,
     Curve,
@@ -22,55 +23,77 @@ from flce_dist.launch.plot.training import (
     validation,
 )
 
-Runs = dict[str, dict[str, Any]]
+Run = dict[str, Any]
 
-REFERENCE_COLOR, EXACT_COLOR, SPREAD_COLOR = "black", "#969696", "#e0e0e0"
+EXACT_COLOR, RANGE_COLOR = "black", "#e0e0e0"
 FILTERED_COLORS = ("#2c7fb8", "#41b6c4", "#253494")
 DROPPED_COLORS = ("#d95f0e", "#fdae61", "#993404")
 BEGINNING = 0.2
 """Share of the steps in which differences, large there, do not set the scale of their axis."""
 ZOOMED = 4
-"""How much of the range of other runs' differences is given to a run that drops tiles."""
+"""How much of the range of other runs' differences is given to a head that drops tiles."""
 
 
-def filtered_figure(runs: Runs) -> Figure | None:
+@dataclass(frozen=True)
+class Head:
+    """The runs of one head; they may differ by their seed."""
+
+    kind: str
+    filter_eps: float | None
+    color: str
+    runs: list[Run]
+
+    @property
+    def drops(self) -> bool:
+        return self.kind == "dropped_tiles"
+
+    @property
+    def label(self) -> str:
+        name = "exact"
+        if self.filter_eps is not None:
+            name = f"{'dropped' if self.drops else 'filtered'}, 2^{math.log2(self.filter_eps):g}"
+        if len(self.runs) == 1:
+            return name
+        seeds = {run["config"]["seed"] for run in self.runs}
+        return f"{name} ({len(self.runs)} {'seeds' if len(seeds) == len(self.runs) else 'runs'})"
+
+    @property
+    def linewidth(self) -> float:
+        return 1.2 if len(self.runs) == 1 else 0.7
+
+
+def filtered_figure(runs: dict[str, Run]) -> Figure | None:
     """Draw losses and their differences from exact, tiles kept, and losses by frequency.
 
     None if the runs are all exact, or none is.
     """
-    reference = reference_of(runs)
-    if reference is None:
+    heads = _heads(runs)
+    if not heads:
         return None
     figure = Figure(figsize=(9.5, 7.0), layout="constrained")
     panels = figure.subplot_mosaic([["loss", "kept"], ["difference", "bands"]])
-    colors = _colors(runs, reference)
-    _losses(panels["loss"], runs, colors)
-    _differences(panels["difference"], runs, reference, colors)
-    _kept(panels["kept"], runs, colors)
-    _bands(panels["bands"], runs, reference, colors)
+    _losses(panels["loss"], heads)
+    _differences(panels["difference"], heads)
+    _kept(panels["kept"], heads)
+    _bands(panels["bands"], heads)
     _finish(panels)
     figure.suptitle(model_title(runs), fontsize=10)
     return figure
 
 
-def overview(records: list[dict[str, Any]], runs: Runs) -> Figure | None:
+def overview(records: list[dict[str, Any]], runs: dict[str, Run]) -> Figure | None:
     """Draw the time of filtered gradients over exact ones, and what becomes of the loss."""
-    reference = reference_of(runs)
-    if reference is None:
+    heads = _heads(runs)
+    if not heads:
         return None
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     panels = figure.subplot_mosaic(
         [["time", "loss"], ["time", "difference"]], width_ratios=[1, 1.35], height_ratios=[1.5, 1]
     )
-    colors = _colors(runs, reference)
-    by_eps = {
-        run["config"]["head.filter_eps"]: colors[label]
-        for label, run in runs.items()
-        if "rank_one_mass" in run
-    }
-    _times(panels["time"], records, by_eps)
-    _losses(panels["loss"], runs, colors)
-    _differences(panels["difference"], runs, reference, colors)
+    by_eps = {head.filter_eps: head.color for head in heads[1:] if not head.drops}
+    draw_times(panels.pop("time"), records, by_eps)
+    _losses(panels["loss"], heads)
+    _differences(panels["difference"], heads)
     panels["loss"].set_xlabel("")
     panels["loss"].set_xticklabels([])
     _finish(panels)
@@ -78,123 +101,118 @@ def overview(records: list[dict[str, Any]], runs: Runs) -> Figure | None:
     return figure
 
 
-def times_figure(records: list[dict[str, Any]]) -> Figure:
-    """Draw the time of filtered gradients over exact ones alone."""
-    figure = Figure(figsize=(6.0, 2.6), layout="constrained")
-    panels = {"time": figure.subplots()}
-    _times(panels["time"], records, {})
-    _finish(panels)
-    return figure
+def _heads(runs: dict[str, Run]) -> list[Head]:
+    """Return the exact head, then the others; [] if the runs are all exact, or none is."""
+    found: dict[tuple[str, float | None], list[Run]] = {}
+    for run in runs.values():
+        eps = run["config"].get("head.filter_eps")
+        kind = "exact" if eps is None else run["config"]["head.kind"]
+        found.setdefault((kind, eps), []).append(run)
+    exact = found.pop(("exact", None), None)
+    if not exact or not found:
+        return []
+    filtered, dropped = iter(FILTERED_COLORS * len(found)), iter(DROPPED_COLORS * len(found))
+    others = [
+        Head(kind, eps, next(dropped if kind == "dropped_tiles" else filtered), mine)
+        for (kind, eps), mine in found.items()
+    ]
+    return [Head("exact", None, EXACT_COLOR, exact), *others]
 
 
-def is_filtered_times(content: dict[str, Any]) -> bool:
-    """Whether this is the content of a file of launch.bench.filtered."""
-    records = content.get("records")
-    return isinstance(records, list) and any("kept_share" in record for record in records)
-
-
-def reference_of(runs: Runs) -> str | None:
-    """Return the label of the first exact run, if another one is not exact."""
-    exact = [label for label, run in runs.items() if "kept_share" not in run]
-    return exact[0] if 0 < len(exact) < len(runs) else None
-
-
-def _colors(runs: Runs, reference: str) -> dict[str, str]:
-    filtered, dropped = iter(FILTERED_COLORS * len(runs)), iter(DROPPED_COLORS * len(runs))
-    colors = {}
-    for label, run in runs.items():
-        if "kept_share" in run:
-            colors[label] = next(dropped if "dropped_mass" in run else filtered)
-        else:
-            colors[label] = REFERENCE_COLOR if label == reference else EXACT_COLOR
-    return colors
-
-
-def _losses(axes: Axes, runs: Runs, colors: dict[str, str]) -> None:
-    for label, run in runs.items():
-        curve, dots = smoothed(run, "loss"), validation(run)
-        axes.plot(*points(curve), color=colors[label], linewidth=1.0, label=label)
-        axes.plot(*points(dots), "o", color=colors[label], markersize=3)
+def _losses(axes: Axes, heads: list[Head]) -> None:
+    for head in heads:
+        for i, run in enumerate(head.runs):
+            curve, label = smoothed(run, "loss"), "" if i else head.label
+            axes.plot(*points(curve), color=head.color, linewidth=head.linewidth, label=label)
+            axes.plot(*points(validation(run)), "o", color=head.color, markersize=3)
     axes.set_title(f"Loss (mean of {SMOOTHED} steps); dots: validation", fontsize=9, loc="left")
     axes.set_ylabel("nats per token", fontsize=8)
     axes.set_xlabel("step", fontsize=8)
     axes.legend(fontsize=8, frameon=False)
 
 
-def _differences(axes: Axes, runs: Runs, reference: str, colors: dict[str, str]) -> None:
-    """Draw all runs' losses minus the reference's; a run that drops tiles may leave the panel."""
-    curve_of = {label: smoothed(run, "loss") for label, run in runs.items()}
+def _differences(axes: Axes, heads: list[Head]) -> None:
+    """Draw losses minus the mean of the exact runs; a head that drops tiles may leave the panel."""
+    exact = heads[0].runs
+    mean = _mean([smoothed(run, "loss") for run in exact])
+    mean_dots = _mean([validation(run) for run in exact])
     near, far = [0.0], [0.0]
-    for label, run in runs.items():
-        if label == reference:
-            continue
-        gaps = differences(curve_of[label], curve_of[reference])
-        dots = differences(validation(run), validation(runs[reference]))
-        axes.plot(*points(gaps), color=colors[label], linewidth=1.0)
-        axes.plot(*points(dots), "o", color=colors[label], markersize=3)
-        (far if "dropped_mass" in run else near).extend([*_later(gaps), *_later(dots)])
+    for head in heads:
+        gaps = [differences(smoothed(run, "loss"), mean) for run in head.runs]
+        dots = [differences(validation(run), mean_dots) for run in head.runs]
+        if head.runs is exact:
+            values = _together(gaps)
+            low, high = ([end(x) for x in values.values()] for end in (min, max))
+            axes.fill_between(list(values), low, high, color=RANGE_COLOR, linewidth=0)
+        else:
+            for gap in gaps:
+                axes.plot(*points(gap), color=head.color, linewidth=head.linewidth)
+        for dot in dots:
+            axes.plot(*points(dot), "o", color=head.color, markersize=3)
+        (far if head.drops else near).extend(x for curve in gaps + dots for x in _later(curve))
     span = max(near) - min(near)
-    low, high = min(near + far), max(near + far)
+    bottom, top = min(near + far), max(near + far)
     if span:
-        low, high = max(low, min(near) - ZOOMED * span), min(high, max(near) + ZOOMED * span)
-    margin = 0.15 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)
+        bottom, top = max(bottom, min(near) - ZOOMED * span), min(top, max(near) + ZOOMED * span)
+    margin = 0.15 * (top - bottom) or 0.1
+    axes.set_ylim(bottom - margin, top + margin)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    beyond = "; dropped: beyond" if high < max(far) or low > min(far) else ""
-    axes.set_title(f"Loss minus that of: {reference}{beyond}", fontsize=9, loc="left")
-    axes.set_xlabel("step", fontsize=8)
+    beyond = "; dropped: beyond" if top < max(far) or bottom > min(far) else ""
+    axes.set_title(f"Loss minus {_exact(heads)}{beyond}", fontsize=9, loc="left")
+    behind = "; gray: range of the exact runs" if len(exact) > 1 else ""
+    axes.set_xlabel(f"step{behind}", fontsize=8)
 
 
-def _later(curve: Curve) -> list[float]:
-    start = BEGINNING * max(curve, default=0.0)
-    return [value for step, value in curve.items() if step >= start]
-
-
-def _kept(axes: Axes, runs: Runs, colors: dict[str, str]) -> None:
-    for label, run in runs.items():
-        if "kept_share" in run:
+def _kept(axes: Axes, heads: list[Head]) -> None:
+    for head in heads[1:]:
+        # Dropped heads keep nearly what the filtered ones with their filter_eps keep.
+        style = "--" if head.drops else "-"
+        for run in head.runs:
             curve = smoothed(run, "kept_share")
-            # A dropped run keeps nearly what the filtered one with its filter_eps keeps.
-            style = "--" if "dropped_mass" in run else "-"
-            axes.plot(*points(curve), style, color=colors[label], linewidth=1.2)
+            axes.plot(*points(curve), style, color=head.color, linewidth=head.linewidth)
     axes.set_ylim(0.0, 1.05 * axes.get_ylim()[1])
     axes.set_title("Share of tiles whose gradients are exact", fontsize=9, loc="left")
     axes.set_xlabel("step", fontsize=8)
 
 
-def _bands(axes: Axes, runs: Runs, reference: str, colors: dict[str, str]) -> None:
-    """Draw the last validation's losses by frequency minus the reference's.
+def _bands(axes: Axes, heads: list[Head]) -> None:
+    """Draw the last validation's losses by frequency minus the mean of the exact runs.
 
-    Behind them, how far other exact runs lie from the reference, to both sides.
+    Of several seeds: their mean, and a small mark for each. Behind, the range of the exact runs.
     """
-    bands = runs[reference]["by_frequency"]
-    gaps = {label: _gaps(run, runs[reference]) for label, run in runs.items()}
-    exact = [gaps[label] for label, color in colors.items() if color == EXACT_COLOR]
-    for place in range(len(bands["from"])):
-        spread = max((abs(x[place]) for x in exact if place in x), default=0.0)
-        axes.bar(place, 2 * spread, bottom=-spread, width=0.8, color=SPREAD_COLOR, zorder=0)
-    shown = [label for label in runs if "kept_share" in runs[label]]
-    for i, label in enumerate(shown):
-        shift = 0.5 * ((i + 0.5) / len(shown) - 0.5)
-        places = [place + shift for place in gaps[label]]
-        axes.plot(places, list(gaps[label].values()), "o", color=colors[label], markersize=5)
+    exact, *others = heads
+    mean = _mean([_by_frequency(run) for run in exact.runs])
+    spread = _together([differences(_by_frequency(run), mean) for run in exact.runs])
+    for place, values in spread.items():
+        height = max(values) - min(values)
+        axes.bar(place, height, bottom=min(values), width=0.8, color=RANGE_COLOR, zorder=0)
+    for i, head in enumerate(others):
+        shift = 0.5 * ((i + 0.5) / len(others) - 0.5)
+        gaps = [differences(_by_frequency(run), mean) for run in head.runs]
+        marks = [("o", 5, _mean(gaps)), *(("_", 7, gap) for gap in gaps if len(gaps) > 1)]
+        for marker, size, gap in marks:
+            places = [place + shift for place in gap]
+            axes.plot(places, list(gap.values()), marker, color=head.color, markersize=size)
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.use_sticky_edges = False  # of bars, which would end the axis
     axes.autoscale_view()
+    bands = exact.runs[0]["by_frequency"]
     axes.set_xticks(range(len(bands["from"])), _band_names(bands))
-    axes.set_title(f"Validation loss minus that of: {reference}", fontsize=9, loc="left")
-    behind = "\ngray: up to the difference of another exact run" if exact else ""
+    axes.set_title(f"Validation loss minus {_exact(heads)}", fontsize=9, loc="left")
+    behind = "\ngray: range of the exact runs" if len(exact.runs) > 1 else ""
     axes.set_xlabel(f"place of the label by frequency, share of labels{behind}", fontsize=8)
 
 
-def _gaps(run: dict[str, Any], reference: dict[str, Any]) -> dict[int, float]:
-    """Return how far the last losses lie above the reference's, by the place of the band."""
-    pairs = zip(run["by_frequency"]["loss"][-1], reference["by_frequency"]["loss"][-1], strict=True)
-    return {
-        place: mine - other
-        for place, (mine, other) in enumerate(pairs)
-        if mine is not None and other is not None
-    }
+def _exact(heads: list[Head]) -> str:
+    """Say what losses are compared with."""
+    count = len(heads[0].runs)
+    return "that of the exact run" if count == 1 else f"the mean of {count} exact runs"
+
+
+def _by_frequency(run: Run) -> Curve:
+    """Return the last validation's losses, by the place of the band."""
+    losses = run["by_frequency"]["loss"][-1]
+    return {place: loss for place, loss in enumerate(losses) if loss is not None}
 
 
 def _band_names(bands: dict[str, list[Any]]) -> list[str]:
@@ -207,37 +225,23 @@ def _band_names(bands: dict[str, list[Any]]) -> list[str]:
     ]
 
 
-def _times(axes: Axes, records: list[dict[str, Any]], by_eps: dict[float, str]) -> None:
-    """Draw our runs on the whole vocabulary in the order of frequency, over the three GEMMs."""
-    found = [
-        r
-        for r in records
-        if r["impl"] in OURS and r["order"] == "frequency" and r["shards"] == 1 and r["ratio"]
-    ]
-    for y, r in enumerate(found):
-        color = EXACT_COLOR if r["filter_eps"] is None else FILTERED_COLORS[0]
-        axes.barh(y, r["ratio"], height=0.65, color=by_eps.get(r["filter_eps"], color))
-        axes.annotate(
-            f"{r['ratio']:.2f}", (r["ratio"], y), (5, 0), textcoords="offset points",
-            va="center", fontsize=8, bbox=ON_LINES,
-        )  # fmt: skip
-    mark_gemms(axes.axvline)
-    names = [
-        r["schedule"] if r["filter_eps"] is None else f"filtered,\n2^{math.log2(r['filter_eps']):g}"
-        for r in found
-    ]
-    axes.set_yticks(range(len(found)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    first = found[0]
-    shape = shape_title((first["T"], first["H"], first["V"], first["dtype"], first["P"]))
-    axes.set_title(f"Forward and backward, {shape}", fontsize=9, loc="left")
-    axes.set_xlabel("time over the three GEMMs of exact gradients", fontsize=8)
+def _mean(curves: list[Curve]) -> Curve:
+    return {step: fmean(values) for step, values in _together(curves).items()}
+
+
+def _together(curves: list[Curve]) -> dict[float, list[float]]:
+    """Return the values of all curves at each step that all of them have."""
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    return {step: [curve[step] for curve in curves] for step in steps}
+
+
+def _later(curve: Curve) -> list[float]:
+    start = BEGINNING * max(curve, default=0.0)
+    return [value for step, value in curve.items() if step >= start]
 
 
 def _finish(panels: dict[str, Axes]) -> None:
-    for name, axes in panels.items():
+    for axes in panels.values():
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-        if name != "time":
-            axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3)
