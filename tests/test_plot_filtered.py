@@ -178,6 +178,11 @@ def test_runs_that_are_all_exact_have_no_such_figure() -> None:
     assert filtered_figure({DROPPED: runs()[DROPPED]}) is None
 
 
+def test_records_without_times_have_no_such_figure() -> None:
+    without = [record | {"ratio": None} for record in records()]
+    assert times_figure(without) is None and overview(without, runs()) is None
+
+
 def test_files_of_both_kinds_give_an_overview(tmp_path: Path) -> None:
     trained, timed = tmp_path / "filtered.json", RESULTS / "bench-filtered-h200.json"
     trained.write_text(json.dumps({"about": ABOUT, "runs": runs()}))

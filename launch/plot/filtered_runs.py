@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.plot.filtered_times import draw_times
+from flce_dist.launch.plot.filtered_times import draw_times, timed
 from flce_dist.launch.plot.training import (
     SMOOTHED,
     Curve,
@@ -82,16 +82,19 @@ def filtered_figure(runs: dict[str, Run]) -> Figure | None:
 
 
 def overview(records: list[dict[str, Any]], runs: dict[str, Run]) -> Figure | None:
-    """Draw the time of filtered gradients over exact ones, and what becomes of the loss."""
-    heads = _heads(runs)
-    if not heads:
+    """Draw the time of filtered gradients over exact ones, and what becomes of the loss.
+
+    None if no run has a time, or ``filtered_figure`` is.
+    """
+    heads, found = _heads(runs), timed(records)
+    if not (heads and found):
         return None
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     panels = figure.subplot_mosaic(
         [["time", "loss"], ["time", "difference"]], width_ratios=[1, 1.35], height_ratios=[1.5, 1]
     )
     by_eps = {head.filter_eps: head.color for head in heads[1:] if not head.drops}
-    draw_times(panels.pop("time"), records, by_eps)
+    draw_times(panels.pop("time"), found, by_eps)
     _losses(panels["loss"], heads)
     _differences(panels["difference"], heads)
     panels["loss"].set_xlabel("")

@@ -12,10 +12,13 @@ from flce_dist.launch.plot.drawing import ON_LINES, OUR_COLOR, mark_gemms, shape
 EXACT_COLOR = "#969696"
 
 
-def times_figure(records: list[dict[str, Any]]) -> Figure:
-    """Draw the time of filtered gradients over exact ones alone."""
+def times_figure(records: list[dict[str, Any]]) -> Figure | None:
+    """Draw the time of filtered gradients over exact ones alone; None if no run has a time."""
+    found = timed(records)
+    if not found:
+        return None
     figure = Figure(figsize=(6.0, 2.6), layout="constrained")
-    draw_times(figure.subplots(), records, {})
+    draw_times(figure.subplots(), found, {})
     return figure
 
 
@@ -25,13 +28,17 @@ def is_filtered_times(content: dict[str, Any]) -> bool:
     return isinstance(records, list) and any("kept_share" in record for record in records)
 
 
-def draw_times(axes: Axes, records: list[dict[str, Any]], by_eps: dict[float | None, str]) -> None:
-    """Draw our runs on the whole vocabulary in the order of frequency, over the three GEMMs."""
-    found = [
+def timed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return our runs on the whole vocabulary in the order of frequency that have a time."""
+    return [
         r
         for r in records
         if r["impl"] in OURS and r["order"] == "frequency" and r["shards"] == 1 and r["ratio"]
     ]
+
+
+def draw_times(axes: Axes, found: list[dict[str, Any]], by_eps: dict[float | None, str]) -> None:
+    """Draw the times of ``timed`` runs over that of the three GEMMs."""
     for y, r in enumerate(found):
         color = EXACT_COLOR if r["filter_eps"] is None else OUR_COLOR
         axes.barh(y, r["ratio"], height=0.65, color=by_eps.get(r["filter_eps"], color))
