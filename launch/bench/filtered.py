@@ -43,7 +43,6 @@ from flce_dist.launch.bench.trained_head import (
     differentiated,
     dropped,
     make_part,
-    whole_tiles,
 )
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
@@ -109,7 +108,7 @@ def main(args: list[str] | None = None) -> int:
         console.print(_table(found, part))
         if not console.quiet:  # rank 0
             _write(path, facts, records=records)
-    if P == 1 and whole_tiles(len(head.labels), len(head.weight)):
+    if P == 1:
         rows = rare_rows.measure(batches, EPS)
         console.print(rare_rows.table(rows))
         _write(path, facts, records=records, rows=rows)
@@ -222,11 +221,9 @@ def _dropped(
 ) -> list[FilteredRecord]:
     """Return the errors of leaving tiles out: on the whole vocabulary, in one process."""
     problem = given.problem
-    is_whole = part.shards == problem.P == 1 and whole_tiles(shape.T, shape.V)
     found = []
-    for eps in EPS if is_whole else ():
-        left, kept_share = dropped(problem, eps)
-        assert left.dhidden is not None and left.dweight is not None
+    for eps in EPS if part.shards == problem.P == 1 else ():
+        dhidden, dweight, kept_share = dropped(problem, eps)
         assert truth.dhidden is not None and truth.dweight is not None
         record = FilteredRecord(
             op="linear_cross_entropy",
@@ -240,8 +237,8 @@ def _dropped(
             mode="forward_backward",
             max_logits_bytes=None,
             sequence_parallel=False,
-            dhidden_error=relative_rms(left.dhidden, truth.dhidden),
-            dweight_error=relative_rms(left.dweight, truth.dweight),
+            dhidden_error=relative_rms(dhidden, truth.dhidden),
+            dweight_error=relative_rms(dweight, truth.dweight),
             filter_eps=eps,
             order=part.order,
             kept_share=kept_share,

@@ -85,7 +85,7 @@ class Adam:
 def measure(batches: list[TrainedHead], thresholds: tuple[float, ...]) -> list[RowsRecord]:
     """Return the records of each bucket, with the vocabulary in order of frequency.
 
-    T and V are whole tiles. Holds two fp32 moments [V, H] of ``2 + 2 * len(thresholds)`` runs.
+    Holds two fp32 moments [V, H] of ``2 + 2 * len(thresholds)`` runs.
     """
     head = batches[0]
     exact, moments = Adam(head.weight), dict[RunSpec, Adam]()
@@ -122,9 +122,8 @@ def _gradients(problem: Problem, thresholds: tuple[float, ...]) -> Iterator[tupl
         _, (_, dweight), _ = differentiated(problem, run)
         yield run, dweight
     for eps in thresholds:
-        left, _ = dropped(problem, eps)
-        assert left.dweight is not None
-        yield RunSpec("dropped", filter_eps=eps), left.dweight
+        _, dweight, _ = dropped(problem, eps)
+        yield RunSpec("dropped", filter_eps=eps), dweight
 
 
 def _of_gradients(dweight: Tensor, truth: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from flce_dist import frequency_order, linear_cross_entropy_with_metrics
 from flce_dist.launch.bench.config import RunSpec
-from flce_dist.launch.bench.problem import CHUNK_BYTES, Problem, Truth
+from flce_dist.launch.bench.problem import CHUNK_BYTES, Problem
+from flce_dist.launch.dropped_tiles import dropped_tiles_loss
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import Impl
-from flce_dist.testing.filtered_gradients import TILE_T
 from flce_dist.vocab_order import TILE
 
 BATCH_T = 8192
@@ -173,33 +173,12 @@ def differentiated(
     return loss.detach(), (dhidden, dweight), shares
 
 
-def whole_tiles(T: int, V: int) -> bool:
-    """Whether T tokens and V rows are whole tiles, as ``dropped`` needs."""
-    return T % TILE_T == 0 and V % TILE == 0
-
-
-@torch.no_grad()
-def dropped(problem: Problem, eps: float) -> tuple[Truth, float]:
-    """Return the fp64 gradients without tiles that are not kept, and the share that is kept.
+def dropped(problem: Problem, eps: float) -> tuple[Tensor, Tensor, float]:
+    """Return dhidden and dweight in fp64 without tiles that are not kept, and the share kept.
 
     For one process.
     """
-    T, V = len(problem.labels), len(problem.weight)
-    weight, columns = problem.weight.double(), V // TILE
-    dhidden = torch.empty_like(problem.hidden, dtype=torch.float64)
-    dweight = torch.zeros_like(weight)
-    chunk = max(1, CHUNK_BYTES // (8 * V * TILE_T)) * TILE_T
-    kept_tiles = 0
-    for hidden, labels, out in zip(
-        problem.hidden.split(chunk), problem.labels.split(chunk), dhidden.split(chunk), strict=True
-    ):
-        dz = (hidden.double() @ weight.T).softmax(1)
-        tiles = dz.view(-1, TILE_T, columns, TILE)
-        place = labels.view(-1, TILE_T) // TILE
-        kept = (tiles.amax((1, 3)) >= eps).scatter(1, place, True)
-        kept_tiles += int(kept.sum())
-        dz[torch.arange(len(labels), device=dz.device), labels] -= 1.0
-        tiles *= kept[:, None, :, None] / T
-        out.copy_(dz @ weight)
-        dweight.addmm_(dz.T, hidden.double())
-    return Truth(0.0, dhidden, dweight), kept_tiles / (T // TILE_T * columns)
+    hidden, weight = (x.double().requires_grad_() for x in (problem.hidden, problem.weight))
+    loss, kept_share, _ = dropped_tiles_loss(hidden, weight, problem.labels, eps)
+    dhidden, dweight = torch.autograd.grad(loss.mean(), (hidden, weight))
+    return dhidden, dweight, float(kept_share)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce_dist import frequency_order
+from flce_dist.launch.dropped_tiles import SHARES, drop_tiles
 from flce_dist.launch.train.attention import CausalAttention
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.cpu import run_megatron_on_cpu
-from flce_dist.launch.train.dropped_tiles import SHARES, drop_tiles
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer

@@ -23,10 +23,10 @@ import torch.distributed as dist
 import tyro
 
 from flce_dist.launch.about import about
+from flce_dist.launch.dropped_tiles import SHARES
 from flce_dist.launch.program import RunError, run_program
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import RunConfig, flatten
-from flce_dist.launch.train.dropped_tiles import SHARES
 from flce_dist.launch.train.ranks import writing
 
 ORIGIN = "run.json"

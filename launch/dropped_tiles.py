@@ -2,9 +2,9 @@
 
 The loss is exact. Its gradients are computed in tiles of 128 tokens by 256 vocabulary rows that
 hold a label or a probability of eps or more, and left out elsewhere, as Cut Cross-Entropy
-(arXiv:2411.09009) leaves out its blocks. Plain PyTorch, four GEMMs, fp32 logits of 2048 tokens at a
-time. T tokens, one sequence after the other as in the fused layer; all of them count. V vocabulary
-rows, H hidden size.
+(arXiv:2411.09009) leaves out its blocks. Plain PyTorch, four GEMMs, logits of 2048 tokens at a time
+in fp32, or in fp64 for fp64 operands. T tokens, one sequence after the other as in the fused layer;
+all of them count. V vocabulary rows, H hidden size.
 """
 
 import functools
@@ -60,7 +60,7 @@ def _token_loss(
 def dropped_tiles_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, eps: float, accumulates: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss [T] fp32, and the share of tiles kept and the mean mass in the others.
+    """Return the loss [T], and the share of tiles kept and the mean mass in the others.
 
     ``hidden`` is [T, H], ``weight`` [V, H], ``labels`` [T] int64. With ``accumulates`` backward
     adds dweight to ``weight.main_grad``, by Megatron's protocol.
@@ -76,7 +76,7 @@ class _DroppedTiles(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, eps: float, accumulates: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss = hidden.new_empty(len(hidden), dtype=torch.float32)
+        loss = hidden.new_empty(len(hidden), dtype=_acc_dtype(hidden))
         lse, mass = torch.empty_like(loss), torch.empty_like(loss)
         kept_blocks = []
         for here in _chunks(len(hidden)):
@@ -101,7 +101,7 @@ class _DroppedTiles(torch.autograd.Function):
         hidden, weight, labels, lse, kept = ctx.saved_tensors
         dloss, *_ = upstream
         dhidden = torch.empty_like(hidden)
-        dweight = torch.zeros_like(weight, dtype=torch.float32)
+        dweight = torch.zeros_like(weight, dtype=_acc_dtype(weight))
         for here in _chunks(len(hidden)):
             dz = _logits(hidden[here], weight).sub_(lse[here, None]).exp_()
             dz[torch.arange(len(dz), device=dz.device), labels[here]] -= 1.0
@@ -120,19 +120,24 @@ def _chunks(T: int) -> Iterator[slice]:
         yield slice(start, min(start + CHUNK, T))
 
 
+def _acc_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return [T, V] in fp32, not rounded to the operands' dtype."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.float().T
+    """Return [T, V], not rounded to half precision."""
+    acc_dtype = _acc_dtype(hidden)
+    if hidden.is_cuda and hidden.dtype != acc_dtype:
+        return torch.mm(hidden, weight.T, out_dtype=acc_dtype)
+    return hidden.to(acc_dtype) @ weight.to(acc_dtype).T
 
 
 def _add_gemm(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``acc`` in fp32."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+    """Add ``a @ b`` to ``acc``, not rounded to half precision."""
+    if a.is_cuda and a.dtype != acc.dtype:
+        torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
-        acc.addmm_(a.float(), b.float())
+        acc.addmm_(a.to(acc.dtype), b.to(acc.dtype))
 
 
 def _tiles(x: Tensor) -> Tensor:

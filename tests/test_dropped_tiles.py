@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 pytest.importorskip("tyro")
 
-from flce_dist.launch.train import dropped_tiles
+from flce_dist.launch import dropped_tiles
+from flce_dist.launch.dropped_tiles import dropped_tiles_loss
 from flce_dist.launch.train.config import HeadConfig, ParallelConfig, RunConfig
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.dropped_tiles import dropped_tiles_loss
 from flce_dist.launch.train.run import run
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.testing import RankPool, relative_rms
