@@ -17,7 +17,6 @@ import dataclasses
 import random
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,16 +25,16 @@ import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from flce_dist.launch.about import about
 from flce_dist.launch.bench import rare_rows
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import with_suffix
+from flce_dist.launch.bench.filtered_report import FilteredRecord, table
 from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench.problem import DTYPES, Errors, Truth, make_truth
-from flce_dist.launch.bench.report import Record, make_records
+from flce_dist.launch.bench.report import make_records
 from flce_dist.launch.bench.trained_head import (
     Part,
     PartProblem,
@@ -70,18 +69,6 @@ class Settings:
     settle_ms: Annotated[float, POSITIVE] = 60.0
 
 
-@dataclass(frozen=True)
-class FilteredRecord(Record):
-    """A run on one part; ``floor_ms`` is that of the three GEMMs."""
-
-    order: str = "frequency"
-    shards: int = 1
-    shard: int = 0
-    kept_share: float | None = None
-    rank_one_mass: float | None = None
-    rank_ms: tuple[float, ...] = ()  # kernels of each rank, without communication; of several
-
-
 def main(args: list[str] | None = None) -> int:
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.bench.filtered", args=args, description=__doc__
@@ -105,7 +92,7 @@ def main(args: list[str] | None = None) -> int:
         found = _measure(make_part(head, part, settings.widen, tp_group), part, settings)
         free_memory(device)
         records += found
-        console.print(_table(found, part))
+        console.print(table(found, part))
         if not console.quiet:  # rank 0
             _write(path, facts, records=records)
     if P == 1:
@@ -259,33 +246,6 @@ def _kernels_ms(measured: Measured) -> tuple[float, ...]:
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
     return tuple(everyones)
-
-
-def _table(records: list[FilteredRecord], part: Part) -> Table:
-    first = records[0]
-    ranks = f" on {first.P} ranks" if first.P > 1 else ""
-    title = f"{part.name}: T={first.T} H={first.H} V={first.V} {first.dtype}{ranks}"
-    table = Table(title=title, caption="kept: share of tiles; left: mass in rank one")
-    table.add_column("run", no_wrap=True)
-    columns: dict[str, tuple[str, Callable[[FilteredRecord], float | None]]] = {
-        "ms": (".3f", lambda r: r.p50_ms),
-        "/ 3 GEMMs": (".3f", lambda r: r.ratio),
-        "kept": (".4f", lambda r: r.kept_share),
-        "left": (".4f", lambda r: r.rank_one_mass),
-        "workspace MiB": (",.1f", lambda r: r.workspace_mib),
-        "loss": (".1e", lambda r: r.loss_error),
-        "dhidden": (".5f", lambda r: r.dhidden_error),
-        "dweight": (".5f", lambda r: r.dweight_error),
-    }
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for record in records:
-        values = [value(record) for _, value in columns.values()]
-        forms = [form for form, _ in columns.values()]
-        texts = ("" if x is None else format(x, f) for x, f in zip(values, forms, strict=True))
-        table.add_row(record.run.name, *texts, record.message or "")
-    return table
 
 
 if __name__ == "__main__":
