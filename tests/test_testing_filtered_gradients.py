@@ -3,9 +3,18 @@
 import pytest
 import torch
 
+from flce_dist import vocab_order
+from flce_dist.kernels import filter_tiles
 from flce_dist.testing import filtered_gradients, relative_rms
+from flce_dist.testing.filtered_gradients import SAMPLE, TILE_T, TILE_V
 from tests.filtered_formula import exact, zipf_inputs
 from tests.filtered_formula import filtered_gradients as by_name
+
+
+def test_its_tiles_are_those_of_the_kernels_and_of_orders() -> None:
+    """It may not import the kernels, so it has the sizes once more."""
+    sizes = filter_tiles.TILE_T, filter_tiles.TILE_V, filter_tiles.SAMPLE
+    assert sizes == (TILE_T, TILE_V, SAMPLE) and vocab_order.TILE == TILE_V
 
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
