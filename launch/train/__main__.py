@@ -12,20 +12,15 @@ data) is in the checkpoints, so a run that is killed and started again ends wher
 This module reads the command line and torchrun's environment; ``run`` has the loop.
 """
 
-import logging
 import os
 import sys
-import warnings
-
-import torch
-import torch.distributed as dist
 
 from flce_dist.launch.program import run_program
-from flce_dist.launch.train.config import RunConfig, load_config
+from flce_dist.launch.train.config import load_config
+from flce_dist.launch.train.device import choose_device, join_ranks
 from flce_dist.launch.train.exit import end_with_torchrun
 from flce_dist.launch.train.lock import held
 from flce_dist.launch.train.ranks import said
-from flce_dist.launch.yaml_config import ConfigError
 
 
 def main() -> int:
@@ -38,18 +33,7 @@ def main() -> int:
         show_errors=os.environ["RANK"] == "0",
     )
     device = choose_device(config)
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Objects (what ranks decide together) go over gloo, tensors over NCCL.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    # megatron-core warns of each optional package that is not there, names what it will deprecate,
-    # and calls collectives by names that newer PyTorch deprecates.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    join_ranks(device)
     with held(config.out_dir):
         with said("loading libraries, vocabulary and text"):
             # Seconds, for which no error waits.
@@ -67,24 +51,6 @@ def start(arguments: list[str]) -> int:
 
     ranks = load_config(arguments).parallel.replica
     return start_ranks(ranks, ["-m", "flce_dist.launch.train", *arguments])
-
-
-def choose_device(config: RunConfig) -> torch.device:
-    """Return this rank's device.
-
-    Raises:
-        ConfigError: if the machine has no GPU for it, or ``head.impl`` cannot run on it.
-    """
-    gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if kind == "cuda" and local_ranks > gpus:
-        raise ConfigError(
-            f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
-        )
-    if kind == "cpu" and config.head.impl == "triton":
-        raise ConfigError("head.impl=triton needs GPUs; on CPU use eager or leave it out")
-    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 if __name__ == "__main__":
