@@ -8,7 +8,10 @@ from matplotlib.figure import Figure
 
 SMOOTHED = 25
 """Steps over which the training loss is averaged."""
-COLORS = ("#2c7fb8", "#41b6c4", "#d95f0e", "#969696", "#f4a582", "#636363")
+COLORS = (
+    "#2c7fb8", "#41b6c4", "#d95f0e", "#969696", "#f4a582", "#636363",
+    "#253494", "#993404", "#74c476", "#c994c7",
+)  # fmt: skip
 
 
 def is_training(content: dict[str, Any]) -> bool:
