@@ -28,9 +28,9 @@ from flce_dist.launch.bench.head_errors import (
     measure,
     ours,
 )
+from flce_dist.launch.dropped_tiles import drop_tiles
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import HeadConfig, ParallelConfig, RunConfig
-from flce_dist.launch.train.dropped_tiles import drop_tiles
 from flce_dist.launch.train.run import run
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.testing import RankPool

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.launch.train.dropped_tiles import drop_tiles
+from flce_dist.launch.dropped_tiles import drop_tiles
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.train.validation import BANDS
