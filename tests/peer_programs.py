@@ -146,8 +146,22 @@ def graph_of_sums(rank: Rank) -> None:
     gather(rank, memory, 3)
 
 
+def graph_of_two_streams(rank: Rank) -> None:
+    """Two uses in one graph; on rank 0 they are on streams that do not wait for each other."""
+    memory = memory_of(rank)
+    gather(rank, memory, 0)
+    with own_stream(rank), rank.capturing() as one:
+        other = rank.current if rank.rank else Stream(rank)
+        other.wait_stream(rank.current)  # joins the capture
+        with rank.on(other):
+            gather(rank, memory, 1)
+        gather(rank, memory, 2)
+        rank.current.wait_stream(other)
+    one.replay()
+
+
 def failed_capture(
-    rank: Rank, at: int = 5, use: Use = gather, who: Sequence[int] = range(8)
+    rank: Rank, at: int = 3, use: Use = gather, who: Sequence[int] = range(8)
 ) -> None:
     """A capture fails at some step on these ranks, the others make none; eager calls follow."""
     memory = memory_of(rank)
@@ -192,6 +206,6 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
     program.__name__: program
     for program in (
         turns, sums, chunks, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
-        graph_of_sums, failed_capture, exception,
+        graph_of_sums, graph_of_two_streams, failed_capture, exception,
     )
 }  # fmt: skip

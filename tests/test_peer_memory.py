@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -30,11 +31,15 @@ from tests.peer_programs import (
     two_streams,
     two_streams_of_sums,
 )
+from tests.processes import LAST_RESORT_S
 
 
 @pytest.fixture(autouse=True)
-def no_watchdog_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[peer_watch.Wait]:
+    """The waits that PeerMemory lets a thread watch; here none does."""
+    waits: list[peer_watch.Wait] = []
+    monkeypatch.setattr(peer_memory, "watch", waits.append)
+    return waits
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -155,7 +160,7 @@ def hung_replay(rank: Rank) -> PeerMemory:
     [(hung_gather, 3), (hung_gather, 2), (hung_replay, 2)],
     ids=ids,
 )
-def test_a_wait_without_end_is_noticed(program, peers):
+def test_a_wait_without_end_is_noticed(program, peers, watched):
     said = "rank 1 has waited 12 s for ranks [0] to publish tokens"
     memories: dict[int, tuple[Rank, PeerMemory]] = {}
 
@@ -166,9 +171,11 @@ def test_a_wait_without_end_is_noticed(program, peers):
     assert [type(error) for error in ended] == [type(None), *[Hung] * (peers - 1)]
     rank, memory = memories[1]
     rank.machine.show_host_words()
+    mine = [wait for wait in watched if wait in memory._waits]
     for now, expected in ((0.0, []), (9.0, []), (12.0, [said])):
-        assert [text for wait in memory._waits if (text := wait.overdue(now))] == expected
-    assert not any(wait.overdue(now) for wait in memories[0][1]._waits for now in (0.0, 99.0))
+        assert [text for wait in mine if (text := wait.overdue(now))] == expected
+    others = [wait for wait in watched if wait in memories[0][1]._waits]
+    assert others and not any(wait.overdue(now) for wait in others for now in (0.0, 99.0))
 
 
 def test_the_limit_is_that_of_one_wait():
@@ -180,6 +187,15 @@ def test_the_limit_is_that_of_one_wait():
         words[:] = 1  # passed one wait, is in the next
     for now, said in ((100, None), (105, None), (111, "rank 0 has waited 11 s for rank 1")):
         assert wait.overdue(now) == said
+
+
+def test_a_thread_watches(monkeypatch):
+    wait, polls = mock.Mock(), threading.Event()
+    monkeypatch.setattr(peer_watch, "_watched", set())
+    monkeypatch.setattr(peer_watch, "_poll", polls.set)
+    monkeypatch.setattr("threading.enumerate", list)  # not that of another test
+    peer_watch.watch(wait)
+    assert polls.wait(LAST_RESORT_S) and peer_watch._watched == {wait}
 
 
 def test_the_process_ends(monkeypatch, capsys):
