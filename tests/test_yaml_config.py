@@ -102,8 +102,8 @@ def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
 
 
 SIZES = """steps validate_every checkpoint_every keep_checkpoints model.hidden_size model.num_layers
-model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.validation_batches
-optimizer.decay_steps parallel.tensor"""
+model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.microbatches
+data.validation_batches optimizer.decay_steps parallel.tensor parallel.context"""
 
 
 NAN, INF = float("nan"), float("inf")
@@ -111,7 +111,7 @@ NAN, INF = float("nan"), float("inf")
 
 OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     (SIZES, "an int within [1, 2**31)", [0, -1, 2**31]),
-    ("optimizer.warmup_steps", "an int within [0, 2**31)", [-1, 2**31]),
+    ("optimizer.warmup_steps export_head", "an int within [0, 2**31)", [-1, 2**31]),
     ("seed", "an int within [0, 2**32)", [-1, 2**32]),
     (
         "optimizer.lr optimizer.clip_norm model.init_std",
@@ -130,6 +130,7 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     ("head.z_loss_weight", "a float that is finite in fp32", [NAN, INF]),
     ("head.softcap", "None or a float that is finite and above 0 in fp32", [0.0, NAN, INF]),
     ("head.logit_scale", "a float that is finite and not 0 in fp32", [0.0, NAN, INF]),
+    ("head.filter_eps", "None or a float within [0, 1)", [-0.1, 1.0, NAN]),
 ]
 
 
@@ -147,6 +148,13 @@ def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: li
             with pytest.raises(ConfigError) as error:
                 from_yaml(tmp_path, text, *overrides)
             assert str(error.value) == f"{key} must be {expected}, got {value}"
+
+
+def test_every_number_of_a_run_has_wrong_values_here() -> None:
+    listed = {key for keys, *_ in OUT_OF_RANGE for key in keys.split()}
+    numbers = {key for key, value in flatten(RunConfig()).items() if type(value) in (int, float)}
+    assert listed - numbers == {"head.max_logits_bytes", "head.softcap", "head.filter_eps"}
+    assert numbers <= listed
 
 
 def without_range(hint: Any, key: str = "") -> Iterator[str]:
