@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 
 from flce_dist.launch.train.exit import end_with_torchrun, is_orphan
-from tests.processes import forked
+from tests.processes import LAST_RESORT_S, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
 
 
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
-
-
-LIMIT_S = 60  # no test waits for it: each waits for an event
 
 
 def be_torchrun(pipe: Connection) -> None:
@@ -35,10 +32,10 @@ def be_torchrun(pipe: Connection) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_rank_ends_when_its_torchrun_is_killed() -> None:
     torchrun, pipe = forked(be_torchrun)
-    assert pipe.poll(LIMIT_S)
+    assert pipe.poll(LAST_RESORT_S)
     rank = pipe.recv()
     torchrun.kill()
-    ended = pipe.poll(LIMIT_S)  # the kernel closed the rank's end
+    ended = pipe.poll(LAST_RESORT_S)  # the kernel closed the rank's end
     if not ended:
         os.kill(rank, signal.SIGKILL)
     assert ended

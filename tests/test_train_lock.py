@@ -13,12 +13,9 @@ import pytest
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.lock import LOCK, held, locked, this_run
 from flce_dist.testing import RankPool
-from tests.processes import forked
+from tests.processes import LAST_RESORT_S, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-
-
-LIMIT_S = 60  # no test waits for it: each waits for an event
 
 
 def hold_until_killed(pipe: Connection, folder: Path) -> None:
@@ -41,7 +38,7 @@ def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
 
 def test_what_a_killed_run_held_is_taken_over_with_a_word(tmp_path: Path) -> None:
     process, pipe = forked(hold_until_killed, tmp_path)
-    assert pipe.poll(LIMIT_S)
+    assert pipe.poll(LAST_RESORT_S)
     pid = pipe.recv()
     with pytest.raises(RunError, match=f"in use by process {pid} "), locked(tmp_path, print):
         pass
