@@ -64,7 +64,8 @@ class LinearCrossEntropy(VocabShard):
 
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
-    call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``.
+    call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``. Deep-copy the
+    layer before it is sharded: FSDP2 refuses to copy what it has sharded.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
@@ -196,6 +197,25 @@ def deep_copy_rank(group: dist.ProcessGroup) -> None:
 
 def test_deep_copies_share_the_group():
     run_ranks(deep_copy_rank, 2)
+
+
+def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
+    """Copied before it is sharded, or as part of a module that is; PyTorch refuses any other."""
+    tp_group, mesh = Layout(tp=2, fsdp=2).meshes()
+    layer, part = make(tp_group, bias=True), make(tp_group, bias=True)
+    copied = copy.deepcopy(layer)
+    for module in (layer, copied, nn.Sequential(part)):
+        fully_shard(module, mesh=mesh)
+    copied_part = copy.deepcopy(part)
+    for original in (layer, part):
+        original.weight.detach().zero_()
+    for ours in (copied, copied_part):
+        assert ours.tp_group is tp_group and isinstance(ours.weight, DTensor)
+        assert_same_state(whole(ours.state_dict()), make(None, bias=True).state_dict())
+
+
+def test_deep_copies_under_fsdp(gloo_ranks):
+    gloo_ranks(4).run(copy_under_fsdp_rank)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
