@@ -1,5 +1,7 @@
 """Training steps on simulated ranks: layouts that must agree, resuming, signals, broken numbers."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -288,6 +290,26 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
     newest = newest_whole(tmp_path / "checkpoints", print)
     assert newest is not None and newest.position.step == 4
+
+
+def rank_run_without_a_disk(group: Any, out_dir: Path) -> str:
+    """What is on the screen when the run raises, since it cannot save."""
+
+    def save(trainer: Trainer) -> None:
+        raise RunError("the disk is full")
+
+    forget_earlier_runs()
+    config, screen = replace(RUN, out_dir=out_dir), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(screen):
+        patch.setattr(Trainer, "save", save)
+        with pytest.raises(RunError):
+            run(config, corpus(), torch.device("cpu"))
+        return screen.getvalue()
+
+
+def test_an_error_begins_a_line_of_its_own(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    screen, nothing = pools[2].run(rank_run_without_a_disk, tmp_path)
+    assert "2/6 [" in screen.rpartition("\r")[2] and screen.endswith("\n") and nothing == ""
 
 
 @pytest.mark.parametrize(

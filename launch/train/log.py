@@ -68,9 +68,13 @@ class RunLog:
         """Print a line without tearing the progress bar."""
         self._bar.write(message)
 
+    def leave_bar(self) -> None:
+        """End the line of the progress bar: what is printed next begins a line of its own."""
+        self._bar.close()
+
     def close(self) -> None:
         """Raise ``RunError`` if a record could not be written."""
-        self._bar.close()
+        self.leave_bar()
         if self.failure is not None:
             raise self.failure
         with writing(self.path):

@@ -85,7 +85,12 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             require_all_finite({"validation loss": validation.loss})
         # After the records of this step, so that none of a saved step can be missing.
         if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
-            trainer.save()
+            try:
+                trainer.save()
+            except RunError:
+                if log:
+                    log.leave_bar()
+                raise
 
     stopped = any(together(end))
     # torchrun sends SIGTERM to all at the first exit; after a stop that must not change the status.
