@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.checkpoint import load, newest_whole
-from flce_dist.launch.train.config import HeadConfig, ParallelConfig, RunConfig
+from flce_dist.launch.train.config import TEXT_SHA256, HeadConfig, ParallelConfig, RunConfig
 from flce_dist.launch.train.log import RunLog
 from flce_dist.launch.train.run import Trainer, run
 from flce_dist.launch.train.state import optimizer_state
@@ -169,16 +169,24 @@ def test_a_resumed_run_makes_the_same_steps(
 
 
 def rank_refusals(group: Any, config: RunConfig) -> list[str]:
-    """What each rank says to checkpoints of another configuration, another model, and damaged."""
-    forget_earlier_runs()
-    trainer = Trainer(config, corpus(), torch.device("cpu"))
-    trainer.save()
-    messages = []
+    """What each rank says to checkpoints of another text, configuration or model, and damaged."""
+
+    def trainer_of(text: str) -> Trainer:
+        forget_earlier_runs()
+        data = replace(corpus(), sources={TEXT_SHA256: text})
+        return Trainer(config, data, torch.device("cpu"))
+
+    messages: list[str] = []
 
     def refused() -> None:
         with pytest.raises(RunError) as error:
             trainer.resume()
         messages.append(str(error.value))
+
+    trainer_of("one").save()
+    trainer = trainer_of("other")
+    refused()
+    trainer = trainer_of("one")
 
     trainer.identity["seed"] = 0
     refused()
@@ -200,7 +208,8 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused_on_every_rank(
     config = replace(layout(2, 1, True), out_dir=tmp_path)
     first, second = pools[2].run(rank_refusals, config)
     assert first == second
-    conflict, model, damaged = first
+    text, conflict, model, damaged = first
+    assert "data.text.sha256 is 'one' (of the manual) there and 'other' (of the manual)" in text
     assert conflict.startswith("cannot continue ") and "seed is 1234 there and 0 here" in conflict
     assert "another model, which differs in model.decoder.final_layernorm.weight" in model
     assert "step 0 is damaged: manifest.json cannot be read" in damaged
