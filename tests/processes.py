@@ -98,10 +98,14 @@ def started(command: list[str], logs: Path, copies: int = 1) -> Iterator[Running
 
 def kill(process: "subprocess.Popen[Any]") -> None:
     """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
-    for pid in descendants(process.pid):
+    kill_all(descendants(process.pid))
+    process.wait()
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def descendants(pid: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import descendants, is_running, started, torchrun
+from tests.processes import descendants, is_running, kill_all, started, torchrun
 from tests.tiny_training import HELD_AFTER, program, records
 
 pytest.importorskip("megatron.core")
@@ -42,9 +42,13 @@ def train_and_signal(
     with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
         run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
         processes = descendants(run.processes[0].pid)
-        strike(processes)
-        run.finish()
-        run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
+        try:
+            strike(processes)
+            run.finish()
+            run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
+        except BaseException:  # pytest.fail's, too
+            kill_all(processes)  # ranks without a torchrun are below no process of ours
+            raise
         (status,), (output,) = run.finish()
     return status, output
 
