@@ -17,17 +17,11 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("tyro")
 pytest.importorskip("rich")
 
+from rich.console import Console
+
 from flce_dist.launch.bench import mean_gradient
-from flce_dist.launch.bench.head_errors import (
-    EXACT,
-    HEADS,
-    Group,
-    Head,
-    MeanRecord,
-    Moments,
-    measure,
-    ours,
-)
+from flce_dist.launch.bench.head_errors import EXACT, HEADS, Group, MeanRecord, Moments, measure
+from flce_dist.launch.bench.heads import Head, ours
 from flce_dist.launch.dropped_tiles import drop_tiles
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import HeadConfig, ParallelConfig, RunConfig
@@ -105,7 +99,7 @@ def test_a_mean_that_is_not_told_from_0_is_no_measure() -> None:
 def printed(records: list[MeanRecord]) -> str:
     facts = {"step": 1, "batches": N, "tokens_per_batch": 16}
     out = io.StringIO()
-    mean_gradient.Console(file=out, width=140).print(mean_gradient.table(records, facts))
+    Console(file=out, width=140).print(mean_gradient.table(records, facts))
     return out.getvalue()
 
 

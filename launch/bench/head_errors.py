@@ -1,61 +1,25 @@
 """Errors of gradients in one batch and in the mean over many, by head and group of parameters.
 
-A head is a way in which an output layer of the plug-in computes its loss and gradients. Schedule
-recompute, EXACT, is what the others are compared with.
+Schedule recompute, EXACT, is what other heads are compared with.
 """
 
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flce_dist.launch.dropped_tiles import drop_tiles
+from flce_dist.launch.bench.heads import APPROXIMATE, CACHED, Head, ours, switched
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.train.validation import BANDS
 
-Head = Callable[[Any], None]
-"""Sets ``token_loss`` of an output layer of the plug-in."""
-
-
-def ours(**options: Any) -> Head:
-    """linear_cross_entropy, with the run's options changed by these."""
-
-    def switch(layer: Any) -> None:
-        token_loss = functools.partial(type(layer).token_loss, layer, reduction="none", **options)
-        layer.token_loss = token_loss
-
-    return switch
-
-
 EXACT = ours(schedule="recompute", filter_eps=None)
-HEADS: dict[str, Head] = {
-    "cached": ours(schedule="cached", filter_eps=None),  # what rounding alone does
-    "filtered, 2^-12": ours(schedule="auto", filter_eps=2.0**-12),
-    "filtered, 2^-10": ours(schedule="auto", filter_eps=2.0**-10),
-    "dropped, 2^-12": functools.partial(drop_tiles, eps=2.0**-12),
-}
-
-
-@contextmanager
-def switched(layer: Any, head: Head) -> Iterator[None]:
-    """Let an output layer compute its loss by ``head``, without metrics; then as before."""
-    attributes, names = vars(layer), ("token_loss", "keeps_metrics", "last_metrics")
-    before = {name: attributes[name] for name in names if name in attributes}
-    layer.keeps_metrics = False
-    head(layer)
-    try:
-        yield
-    finally:
-        for name in names:
-            attributes.pop(name, None)
-        attributes.update(before)
+HEADS: dict[str, Head] = {"cached": CACHED, **APPROXIMATE}  # the first: what rounding alone does
 
 
 @dataclass(frozen=True)
