@@ -1,0 +1,262 @@
+"""Branches of a tiny run: their start, their differences, and what an interruption leaves."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("tyro")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from flce_dist.launch.bench import branch_runs, branches
+from flce_dist.launch.bench.branch_records import Branch, Difference, differences, gaps
+from flce_dist.launch.bench.branch_runs import HEADS, run_branches
+from flce_dist.launch.bench.heads import CACHED, Head, ours
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.train.optimizer import learning_rate
+from flce_dist.launch.train.run import run
+from flce_dist.launch.train.state import model_state, optimizer_state
+from flce_dist.launch.train.trainer import Trainer
+from flce_dist.launch.train.validation import Validation
+from flce_dist.testing import RankPool
+from tests.test_bench_mean_gradient import ALONE, EPS, QUICKSTART
+from tests.test_train_filtered import spread_corpus
+from tests.tiny_training import forget_earlier_runs, records
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(1) as one:
+        yield one
+
+
+def without_gradients(layer: Any) -> None:
+    def token_loss(*args: Any, **options: Any) -> Tensor:
+        loss = type(layer).token_loss(layer, *args, **options, filter_eps=None)
+        return 0.0 * loss + loss.detach()
+
+    layer.token_loss = token_loss
+
+
+TRIED: dict[str, Head] = {
+    "exact": CACHED,
+    "frozen": without_gradients,
+    "filtered": ours(schedule="auto", filter_eps=EPS),
+    "exact, again": CACHED,
+}
+
+
+def trained(config: RunConfig, steps: int) -> Trainer:
+    forget_earlier_runs()
+    trainer = Trainer(config, spread_corpus(), CPU)
+    for _ in range(steps):
+        trainer.train_step()
+    return trainer
+
+
+def rank_branches(
+    group: Any, config: RunConfig, stretches: int
+) -> tuple[list[Branch], list[float], list[float]]:
+    """Branches of 3 steps after 2, and training and validation losses of the run itself."""
+    trainer = trained(config, 2)
+    layer: Any = trainer.model.output_layer
+    attributes = dict(vars(layer))
+
+    def state() -> dict[str, Tensor]:
+        return model_state(trainer.optimizer) | optimizer_state(trainer.optimizer)
+
+    start = {name: x.clone() for name, x in state().items()}
+    found = []
+    for branch in run_branches(trainer, TRIED, steps=3, validate_every=2, stretches=stretches):
+        found.append(branch)
+        assert (trainer.step, trainer.samples) == (2, 4) and vars(layer) == attributes
+        assert state().keys() == start.keys()
+        assert all(x.equal(start[name]) for name, x in state().items())
+    losses, validation = [], []
+    for step in (1, 2, 3):
+        losses.append(trainer.train_step()[0])
+        if step in (2, 3):
+            validation.append(trainer.validate().loss)
+    return found, [sum(losses[:2]) / 2, losses[2]], validation
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_branch_starts_from_one_state(pool: RankPool, tied: bool) -> None:
+    """And the first stretch is what the run would have gone on with."""
+    config = replace(ALONE, model=replace(ALONE.model, tie_embeddings=tied))
+    config = replace(config, head=replace(config.head, filter_eps=None, schedule="cached"))
+    ((found, training, validation),) = pool.run(rank_branches, config, 2)
+    by_name = {(branch.stretch, branch.head): branch for branch in found}
+    assert list(by_name) == [(stretch, head) for stretch in (0, 1) for head in TRIED]
+    exact, other = by_name[0, "exact"], by_name[1, "exact"]
+    assert (exact.steps, exact.training, exact.validation) == ([2, 3], training, validation)
+    assert exact.by_frequency[0]["loss"] is not None
+    assert other.training != exact.training
+    for stretch in (0, 1):
+        first, again = by_name[stretch, "exact"], by_name[stretch, "exact, again"]
+        assert again == replace(first, head="exact, again", seconds=again.seconds)
+        assert first.shares == {}
+        filtered = by_name[stretch, "filtered"].shares
+        assert filtered.keys() == {"kept_share", "rank_one_mass"}
+        assert 0.0 < (filtered["kept_share"] or 0.0) < 0.5
+    mean = {(each.head, each.step): each.mean for each in differences(found)}
+    assert mean["exact, again", 3] == 0.0
+    assert 0.0 < abs(mean["filtered", 3]) < 0.01 < mean["frozen", 3]
+
+
+def rank_unrestored(group: Any) -> list[Branch]:
+    trainer = trained(ALONE, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_runs, "restore", lambda state, saved: None)
+        heads = {"exact": CACHED, "exact, again": CACHED}
+        return list(run_branches(trainer, heads, steps=2, validate_every=2, stretches=1))
+
+
+def test_without_restoring_a_branch_goes_on_from_the_last(pool: RankPool) -> None:
+    ((exact, again),) = pool.run(rank_unrestored)
+    assert exact.validation != again.validation
+
+
+def branch(head: str, stretch: int, *losses: float | None) -> Branch:
+    steps = [100 * (i + 1) for i in range(len(losses))]
+    return Branch(stretch, head, steps, list(losses), list(losses), [], {}, 1.0)
+
+
+SOME = [
+    branch("exact", 0, 3.0, 2.0),
+    branch("filtered", 0, 3.1, 2.3),
+    branch("exact", 1, 4.0, 3.0),
+    branch("filtered", 1, 4.3, 3.1),
+    branch("dropped", 1, 4.5, float("nan")),
+    branch("exact", 2, 5.0, None),
+    branch("filtered", 2, 5.2, 9.0),
+    branch("filtered", 3, 9.0, 9.0),
+]
+
+
+def test_differences_are_within_a_stretch() -> None:
+    assert gaps(SOME)["dropped"] == {1: {100: 0.5}}
+    found = {(each.head, each.step): each for each in differences(SOME)}
+    assert list(found) == [("filtered", 100), ("filtered", 200), ("dropped", 100)]
+    three, two = found["filtered", 100], found["filtered", 200]
+    assert (three.n, two.n) == (3, 2)
+    assert [three.mean, three.standard_error] == pytest.approx([0.2, 0.1 / 3**0.5])
+    assert [two.mean, two.standard_error] == pytest.approx([0.2, 0.1])
+    assert found["dropped", 100] == Difference("dropped", 100, 0.5, None, 1)
+    assert differences(SOME[:1]) == differences(SOME[1:2]) == []
+
+
+def test_the_table_has_them() -> None:
+    out = io.StringIO()
+    Console(file=out, width=140).print(branches.table(differences(SOME), {"step": 1600}))
+    lines = [line.split() for line in out.getvalue().replace("│", "").splitlines()]
+    assert "from step 1600" in out.getvalue()
+    assert ["filtered", "100", "+0.20000", "0.05774", "3"] in lines
+    assert ["200", "+0.20000", "0.10000", "2"] in lines
+    assert ["dropped", "100", "+0.50000", "-", "1"] in lines
+
+
+def rank_bench(group: Any, out_dir: Path, heads: tuple[str, ...], validations: int) -> str:
+    """Run 2 steps and branch; Ctrl-C comes in the validation after so many."""
+    forget_earlier_runs()
+    config = replace(ALONE, out_dir=out_dir, steps=2, compare=False)
+    assert run(config, spread_corpus(), CPU) == 0
+    forget_earlier_runs()
+    settings = branches.Settings(
+        **vars(config),
+        branch_steps=2,
+        branch_validate_every=1,
+        stretches=2,
+        heads=heads,
+        out=out_dir / "found.x",
+    )
+    validate, left = Trainer.validate, iter(range(validations))
+
+    def interrupted(trainer: Trainer) -> Validation:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return validate(trainer)
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "validate", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            branches.bench(settings, spread_corpus(), CPU)
+    return out.getvalue()
+
+
+def test_a_checkpoint_is_branched_and_stays(pool: RankPool, tmp_path: Path) -> None:
+    """Of ten training sequences the run has read four; a stretch has four."""
+    heads = tuple(HEADS)
+    (out,) = pool.run(rank_bench, tmp_path, heads, 20)
+    assert "1 of the 2 stretches have text that the run was trained on" in out
+    assert "stretch 2 of 2, dropped, 2^-12: validation " in out
+    assert "minus that of exact, from step 2" in out
+    found = json.loads((tmp_path / "found.x.json").read_text())
+    expected = {"step": 2, "branch_steps": 2, "stretches": 2, "unseen_stretches": 1, "ranks": 1}
+    assert found["about"].items() >= expected.items()
+    assert {"hardware", "commit", "command"} <= found["about"].keys()
+    assert found["about"]["learning_rate"] == [learning_rate(i, ALONE.optimizer) for i in (3, 4)]
+    made = [(each["stretch"], each["head"]) for each in found["branches"]]
+    assert made == [(stretch, head) for stretch in (0, 1) for head in heads]
+    dropped = found["branches"][-1]
+    assert dropped["shares"].keys() == {"kept_share", "dropped_mass"}
+    assert [band["from"] for band in dropped["by_frequency"]][:2] == [0, 256]
+    again = [each for each in found["differences"] if each["head"] == "exact, again"]
+    assert [(each["step"], each["mean"], each["n"]) for each in again] == [(1, 0.0, 2), (2, 0.0, 2)]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert records(tmp_path)[-1]["step"] == 2
+
+
+def test_an_interrupted_bench_keeps_what_it_has(pool: RankPool, tmp_path: Path) -> None:
+    """Two validations a branch: Ctrl-C in the third branch."""
+    (out,) = pool.run(rank_bench, tmp_path, ("exact", "filtered, 2^-10"), 5)
+    assert "stretch 1 of 2, filtered, 2^-10" in out and "stretch 2" not in out
+    found = json.loads((tmp_path / "found.x.json").read_text())
+    made = [(each["stretch"], each["head"]) for each in found["branches"]]
+    assert made == [(0, "exact"), (0, "filtered, 2^-10")]
+    assert [(each["step"], each["n"]) for each in found["differences"]] == [(1, 1), (2, 1)]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def main_with(tmp_path: Path, *arguments: str) -> None:
+    branches.main(["--config", QUICKSTART, "--out-dir", str(tmp_path / "run"), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"parallel\.tensor must be 1 to branch a run, got 2"),
+        (["--parallel.tensor", "1", "--stretches", "0"], "stretches must be an int within"),
+        (["--parallel.tensor", "1"], "must be the folder of a training run with a checkpoint"),
+        (["--heads", "dropped, 2^-12"], r"heads must be \"exact\", then others of .*, got"),
+        (["--heads", "exact", "cached"], r"heads must be .*, got \['exact', 'cached'\]"),
+        (["--heads", "exact", "exact"], r"heads must be .*, got \['exact', 'exact'\]"),
+    ],
+)
+def test_what_is_not_measured_is_refused_by_name(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(RunError, match=message) as error:
+        main_with(tmp_path, *arguments)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_more_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="torchrun starts must be 1 to branch a run, got 2"):
+        main_with(tmp_path, "--parallel.tensor", "1")
