@@ -23,7 +23,8 @@ from tests.filter_problem import (
     shard,
     spread,
 )
-from tests.problems import poisoned_memory
+from tests.problems import interpreted, poisoned_memory
+from tests.test_shard_logits import far_apart
 
 
 def statistics(shard: ShardLogits) -> tuple[Tensor, TokenStats]:
@@ -122,3 +123,10 @@ def test_tile_means(dtype, layout):
     q = torch.rand(V, device=DEVICE)
     tiles = zip(q.double().split(TILE_V), weight.double().split(TILE_V), strict=True)
     close(filter_stats.tile_means(q, weight), torch.stack([a @ b for a, b in tiles]), dtype)
+
+
+@interpreted
+def test_tile_means_of_columns_more_than_2_to_the_31_elements_apart():
+    weight, q = shard(torch.bfloat16).weight, torch.rand(V)
+    near, far = (filter_stats.tile_means(q, x) for x in (weight, far_apart(weight)))
+    assert torch.equal(near, far)

@@ -15,6 +15,7 @@ from flce_dist.testing import relative_rms
 from tests.problems import (
     IGNORE,
     METRICS,
+    SCHEDULES,
     Upstream,
     assert_same,
     both,
@@ -183,9 +184,12 @@ class FarApart(torch.autograd.Function):
 
 
 @interpreted
-@each_schedule
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "filtered"])
 def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
-    """Column-major matrices as large as that; and an upstream gradient per token, strided."""
+    """Column-major matrices as large as that; and an upstream gradient per token, strided.
+
+    The only tile of the filtered gradients holds labels, so that they are exact.
+    """
     inputs, upstream, options = make_inputs(33, 70, 4, torch.bfloat16), Upstream(), {}
     if schedule != "in_forward":
         upstream, options = Upstream(far_apart(torch.randn(33))), {"reduction": "none"}
@@ -194,7 +198,8 @@ def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
         hidden, weight = FarApart.apply(hidden), FarApart.apply(weight)
         return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
 
-    results = run(call, inputs, upstream, impl="triton", schedule=schedule, **options)
+    how = {"filter_eps": 0.5} if schedule == "filtered" else {"schedule": schedule}
+    results = run(call, inputs, upstream, impl="triton", **how, **options)
     compare(results, inputs, upstream, **options)
 
 
