@@ -8,6 +8,7 @@ Of each file ``<name>.json`` come the figures that its records are enough for:
 grid, one commit and one kind of GPU on different numbers of ranks together give
 ``<first name>-scaling.png``. Training runs, collected by ``flce_dist.launch.train.results``, give
 ``<name>-training.png``, and ``<name>-filtered.png`` if some filter gradients. A file of
+``flce_dist.launch.bench.branches`` gives ``<name>-difference.png``. A file of
 ``flce_dist.launch.bench.filtered`` gives ``<name>-time.png``, and together with such runs
 ``<name of the runs>-overview.png``.
 """
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
 from flce_dist.launch.plot.bars import latency, memory
+from flce_dist.launch.plot.branches import branches_figure, is_branches
 from flce_dist.launch.plot.dial import dial
 from flce_dist.launch.plot.filtered_runs import filtered_figure, overview
 from flce_dist.launch.plot.filtered_times import is_filtered_times, times_figure
@@ -78,6 +80,8 @@ def draw(results: list[Path], out: Path) -> list[Path]:
             about, runs_of = content["about"], content["runs"]
             figures = {"training": training_figure(runs_of), "filtered": filtered_figure(runs_of)}
             trained[path] = content
+        elif is_branches(content):
+            about, figures = content["about"], {"difference": branches_figure(content)}
         elif is_filtered_times(content):
             about, figures = content["about"], {"time": times_figure(content["records"])}
             timed.append(content)

@@ -1,0 +1,82 @@
+"""Differences of validation losses between branches of one training run."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flce_dist.launch.bench.branch_records import Branch, differences, gaps
+from flce_dist.launch.plot.filtered_runs import DROPPED_COLORS, FILTERED_COLORS
+from flce_dist.launch.plot.training import model_title
+
+AGAIN_COLOR = "#969696"
+
+
+def is_branches(content: dict[str, Any]) -> bool:
+    """Whether this is the content of a file of launch.bench.branches."""
+    return {"about", "branches"} <= content.keys()
+
+
+def branches_figure(content: dict[str, Any]) -> Figure | None:
+    """Draw differences from exact over steps; once more without dropped tiles, if there are some.
+
+    None if no stretch has both.
+    """
+    about, branches = content["about"], [Branch(**entry) for entry in content["branches"]]
+    colors = _colors(list(gaps(branches)))
+    if not colors:
+        return None
+    near = {head: color for head, color in colors.items() if not _drops(head)}
+    panels = [colors] if near in (colors, {}) else [colors, near]
+    figure = Figure(figsize=(2.8 + 3.4 * len(panels), 3.8), layout="constrained")
+    for axes, shown in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw(axes, branches, shown)
+    first, *others = figure.axes
+    first.legend(fontsize=8, frameon=False)
+    first.set_ylabel("nats per token", fontsize=8)
+    first.set_title("Validation loss minus exact", fontsize=9, loc="left")
+    for axes in others:
+        axes.set_title("Without dropped tiles", fontsize=9, loc="left")
+    model = model_title({"": about})
+    figure.suptitle(f"{model}: branches from step {about['step']}", fontsize=10)
+    return figure
+
+
+def _draw(axes: Axes, branches: list[Branch], colors: dict[str, str]) -> None:
+    """Draw each stretch as a thin line, and means with standard errors, side by side."""
+    means, stretches = differences(branches), gaps(branches)
+    steps = sorted({each.step for each in means})
+    apart = 0.12 * steps[0]
+    for i, (head, color) in enumerate(colors.items()):
+        for gap in stretches[head].values():
+            axes.plot([0, *gap], [0.0, *gap.values()], color=color, linewidth=0.6, alpha=0.5)
+        mine = [each for each in means if each.head == head]
+        shift = apart * (i - (len(colors) - 1) / 2)
+        axes.errorbar(
+            [each.step + shift for each in mine],
+            [each.mean for each in mine],
+            [each.standard_error or 0.0 for each in mine],
+            color=color, fmt="o", markersize=4, linewidth=1.2, capsize=2.5, label=head,
+        )  # fmt: skip
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    n = max(each.n for each in means if each.head in colors)
+    axes.set_xlabel(f"steps; mean and standard error of {n} stretches of text", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+def _colors(heads: list[str]) -> dict[str, str]:
+    filtered, dropped = iter(FILTERED_COLORS * len(heads)), iter(DROPPED_COLORS * len(heads))
+    return {
+        head: AGAIN_COLOR
+        if head.startswith("exact")
+        else next(dropped if _drops(head) else filtered)
+        for head in heads
+    }
+
+
+def _drops(head: str) -> bool:
+    return head.startswith("dropped")
