@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_dist.parallel import transport
+from flce_dist.parallel import peer_memory, transport
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.transport import PeerMemories
 from tests.processes import LAST_RESORT_S
@@ -224,4 +224,5 @@ def simulated_peers() -> Iterator[dict[str, Meeting]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "memories_of", of_group)
+        patch.setattr(peer_memory, "watch", lambda wait: None)  # by a thread that would stay
         yield meetings
