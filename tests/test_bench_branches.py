@@ -202,7 +202,7 @@ def rank_bench(group: Any, out_dir: Path, heads: tuple[str, ...], validations: i
 def test_a_checkpoint_is_branched_and_stays(pool: RankPool, tmp_path: Path) -> None:
     """Of ten training sequences the run has read four; a stretch has four."""
     heads = tuple(HEADS)
-    (out,) = pool.run(rank_bench, tmp_path, heads, 20)
+    (out,) = pool.run(rank_bench, tmp_path, heads, 24)
     assert "1 of the 2 stretches have text that the run was trained on" in out
     assert "stretch 2 of 2, dropped, 2^-12: validation " in out
     assert "minus that of exact, from step 2" in out
