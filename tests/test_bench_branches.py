@@ -114,7 +114,7 @@ def test_every_branch_starts_from_one_state(pool: RankPool, tied: bool) -> None:
         filtered = by_name[stretch, "filtered"].shares
         assert filtered.keys() == {"kept_share", "rank_one_mass"}
         assert 0.0 < (filtered["kept_share"] or 0.0) < 0.5
-    mean = {(each.head, each.step): each.mean for each in differences(found)}
+    mean = {(x.head, x.step): x.mean for x in differences(found) if x.labels_from is None}
     assert mean["exact, again", 3] == 0.0
     assert 0.0 < abs(mean["filtered", 3]) < 0.01 < mean["frozen", 3]
 
@@ -132,16 +132,20 @@ def test_without_restoring_a_branch_goes_on_from_the_last(pool: RankPool) -> Non
     assert exact.validation != again.validation
 
 
-def branch(head: str, stretch: int, *losses: float | None) -> Branch:
+def branch(head: str, stretch: int, *losses: float | None, rare: float | None = None) -> Branch:
     steps = [100 * (i + 1) for i in range(len(losses))]
-    return Branch(stretch, head, steps, list(losses), list(losses), [], {}, 1.0)
+    bands: list[dict[str, Any]] = [
+        {"from": 0, "tokens": 90, "loss": 2.0 + stretch},
+        {"from": 256, "tokens": 10 if rare else 0, "loss": rare},
+    ]
+    return Branch(stretch, head, steps, list(losses), list(losses), bands, {}, 1.0)
 
 
 SOME = [
-    branch("exact", 0, 3.0, 2.0),
-    branch("filtered", 0, 3.1, 2.3),
-    branch("exact", 1, 4.0, 3.0),
-    branch("filtered", 1, 4.3, 3.1),
+    branch("exact", 0, 3.0, 2.0, rare=9.0),
+    branch("filtered", 0, 3.1, 2.3, rare=8.0),
+    branch("exact", 1, 4.0, 3.0, rare=8.5),
+    branch("filtered", 1, 4.3, 3.1, rare=8.1),
     branch("dropped", 1, 4.5, float("nan")),
     branch("exact", 2, 5.0, None),
     branch("filtered", 2, 5.2, 9.0),
@@ -151,14 +155,25 @@ SOME = [
 
 def test_differences_are_within_a_stretch() -> None:
     assert gaps(SOME)["dropped"] == {1: {100: 0.5}}
-    found = {(each.head, each.step): each for each in differences(SOME)}
+    of_all = [each for each in differences(SOME) if each.labels_from is None]
+    found = {(each.head, each.step): each for each in of_all}
     assert list(found) == [("filtered", 100), ("filtered", 200), ("dropped", 100)]
     three, two = found["filtered", 100], found["filtered", 200]
     assert (three.n, two.n) == (3, 2)
     assert [three.mean, three.standard_error] == pytest.approx([0.2, 0.1 / 3**0.5])
     assert [two.mean, two.standard_error] == pytest.approx([0.2, 0.1])
-    assert found["dropped", 100] == Difference("dropped", 100, 0.5, None, 1)
-    assert differences(SOME[:1]) == differences(SOME[1:2]) == []
+    assert found["dropped", 100] == Difference("dropped", 100, None, 0.5, None, 1)
+    assert differences(SOME[:1]) == differences(SOME[1:2]) == differences([]) == []
+
+
+def test_the_last_validations_differ_by_band() -> None:
+    bands = [each for each in differences(SOME) if each.labels_from is not None]
+    found = {(each.head, each.labels_from): each for each in bands}
+    assert list(found) == [("filtered", 0), ("filtered", 256), ("dropped", 0)]
+    assert found["filtered", 0] == Difference("filtered", 200, 0, 0.0, 0.0, 3)
+    rare = found["filtered", 256]
+    assert [rare.mean, rare.standard_error] == pytest.approx([-0.7, 0.3])
+    assert rare.n == 2  # of a third stretch there are no such labels
 
 
 def test_the_table_has_them() -> None:
@@ -166,9 +181,10 @@ def test_the_table_has_them() -> None:
     Console(file=out, width=140).print(branches.table(differences(SOME), {"step": 1600}))
     lines = [line.split() for line in out.getvalue().replace("│", "").splitlines()]
     assert "from step 1600" in out.getvalue()
-    assert ["filtered", "100", "+0.20000", "0.05774", "3"] in lines
-    assert ["200", "+0.20000", "0.10000", "2"] in lines
-    assert ["dropped", "100", "+0.50000", "-", "1"] in lines
+    assert ["filtered", "100", "all", "+0.20000", "0.05774", "3"] in lines
+    assert ["200", "all", "+0.20000", "0.10000", "2"] in lines
+    assert ["dropped", "100", "all", "+0.50000", "-", "1"] in lines
+    assert ["200", "256", "-0.70000", "0.30000", "2"] in lines
 
 
 def rank_bench(group: Any, out_dir: Path, heads: tuple[str, ...], validations: int) -> str:
@@ -216,7 +232,8 @@ def test_a_checkpoint_is_branched_and_stays(pool: RankPool, tmp_path: Path) -> N
     dropped = found["branches"][-1]
     assert dropped["shares"].keys() == {"kept_share", "dropped_mass"}
     assert [band["from"] for band in dropped["by_frequency"]][:2] == [0, 256]
-    again = [each for each in found["differences"] if each["head"] == "exact, again"]
+    of_all = [each for each in found["differences"] if each["labels_from"] is None]
+    again = [each for each in of_all if each["head"] == "exact, again"]
     assert [(each["step"], each["mean"], each["n"]) for each in again] == [(1, 0.0, 2), (2, 0.0, 2)]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     assert records(tmp_path)[-1]["step"] == 2
@@ -229,7 +246,8 @@ def test_an_interrupted_bench_keeps_what_it_has(pool: RankPool, tmp_path: Path) 
     found = json.loads((tmp_path / "found.x.json").read_text())
     made = [(each["stretch"], each["head"]) for each in found["branches"]]
     assert made == [(0, "exact"), (0, "filtered, 2^-10")]
-    assert [(each["step"], each["n"]) for each in found["differences"]] == [(1, 1), (2, 1)]
+    of_all = [each for each in found["differences"] if each["labels_from"] is None]
+    assert [(each["step"], each["n"]) for each in of_all] == [(1, 1), (2, 1)]
     assert not list(tmp_path.glob("*.tmp"))
 
 

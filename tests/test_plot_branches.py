@@ -40,7 +40,10 @@ def made_up(**changes: Any) -> dict[str, Any]:
                 4.0 - 0.1 * stretch + shift * (1 + 0.1 * stretch) * step / 400 for step in STEPS
             ],
             "training": [4.0] * 4,
-            "by_frequency": [],
+            "by_frequency": [
+                {"from": 0, "tokens": 90, "loss": 3.0 + shift},
+                {"from": 256, "tokens": 10, "loss": 9.0 - shift * (9 + stretch)},
+            ],
             "shares": {},
             "seconds": 20.0,
         }
@@ -68,7 +71,7 @@ def means(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 def test_means_have_bars_and_stretches_thin_lines() -> None:
     figure = drawn(branches_figure(made_up()))
     assert_readable(figure)
-    both, near = figure.axes
+    both, near, bands = figure.axes
     assert list(means(both)) == list(SHIFTS)[1:]
     assert list(means(near)) == list(SHIFTS)[1:-1]
     ys, errors = means(near)["filtered, 2^-12"]
@@ -81,15 +84,19 @@ def test_means_have_bars_and_stretches_thin_lines() -> None:
     legend = both.get_legend()
     assert legend is not None and len(legend.get_texts()) == 4
     assert both.get_ylim()[1] > 0.1 and near.get_ylim()[1] < 0.01
+    assert list(means(bands)) == list(SHIFTS)[1:-1]
+    ys, errors = means(bands)["filtered, 2^-12"]
+    assert ys == pytest.approx([0.002, -0.02]) and errors == pytest.approx([0.0, 0.002 / 3**0.5])
+    assert [x.get_text() for x in bands.get_xticklabels()] == ["0\nto 255\n90 %", "from\n256\n10 %"]
 
 
-def test_without_dropped_tiles_there_is_one_panel() -> None:
+def test_without_dropped_tiles_steps_have_one_panel() -> None:
     without = [x for x in made_up()["branches"] if not x["head"].startswith("dropped")]
     figure = drawn(branches_figure(made_up(branches=without)))
     assert_readable(figure)
-    assert len(figure.axes) == 1
+    assert len(figure.axes) == 2
     alone = [x for x in made_up()["branches"] if x["head"] in ("exact", "dropped, 2^-12")]
-    assert len(drawn(branches_figure(made_up(branches=alone))).axes) == 1
+    assert len(drawn(branches_figure(made_up(branches=alone))).axes) == 2
 
 
 def test_one_stretch_has_no_bars_and_none_no_figure() -> None:

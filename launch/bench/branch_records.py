@@ -1,7 +1,7 @@
 """What branches of a training run leave, and how they differ from exact ones on the same data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 EXACT = "exact"
 
 Curve = dict[int, float]
-"""Values by step after the branching."""
+"""Losses by step after the branching, or by where a band of labels begins."""
 
 
 @dataclass(frozen=True)
@@ -38,42 +38,72 @@ class Branch:
 
 @dataclass(frozen=True)
 class Difference:
-    """Validation loss minus that of "exact" in the same stretch: its mean over stretches."""
+    """Validation loss minus that of "exact" in the same stretch: its mean over stretches.
+
+    Attributes:
+        labels_from: where the band of labels begins, by frequency, that the losses are of; None of
+            all labels.
+    """
 
     head: str
     step: int
+    labels_from: int | None
     mean: float
     standard_error: float | None  # None of one stretch
     n: int  # stretches
 
 
-def gaps(branches: list[Branch]) -> dict[str, dict[int, Curve]]:
-    """Return the differences from "exact" by head, stretch and step, where both are finite."""
-    curves = {(branch.head, branch.stretch): _validation(branch) for branch in branches}
+def by_step(branch: Branch) -> Curve:
+    return _finite(branch.steps, branch.validation)
+
+
+def by_band(branch: Branch) -> Curve:
+    """Return the losses of the last validation."""
+    bands = branch.by_frequency
+    return _finite([band["from"] for band in bands], [band["loss"] for band in bands])
+
+
+def gaps(
+    branches: list[Branch], losses: Callable[[Branch], Curve] = by_step
+) -> dict[str, dict[int, Curve]]:
+    """Return the differences from "exact" by head and stretch, where both are finite."""
+    curves = {(branch.head, branch.stretch): losses(branch) for branch in branches}
     found: dict[str, dict[int, Curve]] = {}
     for (head, stretch), mine in curves.items():
         exact = curves.get((EXACT, stretch), {})
-        gap = {step: mine[step] - exact[step] for step in mine if step in exact}
+        gap = {at: mine[at] - exact[at] for at in mine if at in exact}
         if head != EXACT and gap:
             found.setdefault(head, {})[stretch] = gap
     return found
 
 
 def differences(branches: list[Branch]) -> list[Difference]:
-    """Return the mean difference of each head at each step, over stretches that have both."""
-    found = []
-    for head, stretches in gaps(branches).items():
-        for step in sorted({step for gap in stretches.values() for step in gap}):
-            values = [gap[step] for gap in stretches.values() if step in gap]
+    """Return each head's mean differences, over stretches that have both.
+
+    First of all labels at each step, then of each band of labels at the last step.
+    """
+    last = branches[0].steps[-1] if branches else 0
+    return [
+        *(Difference(head, step, None, *mean) for head, step, mean in _means(branches, by_step)),
+        *(Difference(head, last, band, *mean) for head, band, mean in _means(branches, by_band)),
+    ]
+
+
+def _means(
+    branches: list[Branch], losses: Callable[[Branch], Curve]
+) -> Iterator[tuple[str, int, tuple[float, float | None, int]]]:
+    """Yield head, step or band, and mean, standard error and number of stretches."""
+    for head, stretches in gaps(branches, losses).items():
+        for at in sorted({at for gap in stretches.values() for at in gap}):
+            values = [gap[at] for gap in stretches.values() if at in gap]
             n = len(values)
             error = stdev(values) / math.sqrt(n) if n > 1 else None
-            found.append(Difference(head, step, fmean(values), error, n))
-    return found
+            yield head, at, (fmean(values), error, n)
 
 
-def _validation(branch: Branch) -> Curve:
+def _finite(at: Sequence[int], losses: Sequence[float | None]) -> Curve:
     return {
-        step: loss
-        for step, loss in zip(branch.steps, branch.validation, strict=True)
+        place: loss
+        for place, loss in zip(at, losses, strict=True)
         if loss is not None and math.isfinite(loss)
     }

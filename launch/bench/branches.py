@@ -123,16 +123,18 @@ def table(found: list[Difference], facts: dict[str, Any]) -> Table:
     title = "validation loss minus that of exact, from step {step}".format_map(facts)
     made = Table(title=title, caption="mean over stretches of text")
     made.add_column("head", no_wrap=True)
-    for heading in ("steps", "difference", "standard error", "stretches"):
+    for heading in ("steps", "labels from", "difference", "standard error", "stretches"):
         made.add_column(heading, justify="right", no_wrap=True)
     last = None
     for each in found:
-        is_new, last = each.head != last, each.head
+        key = each.head, each.labels_from is None
+        is_new, last = key != last, key
         if is_new:
             made.add_section()
         error = "-" if each.standard_error is None else f"{each.standard_error:.5f}"
         name, mean = each.head if is_new else "", f"{each.mean:+.5f}"
-        made.add_row(name, str(each.step), mean, error, str(each.n))
+        labels = "all" if each.labels_from is None else f"{each.labels_from:,}"
+        made.add_row(name, str(each.step), labels, mean, error, str(each.n))
     return made
 
 

@@ -200,7 +200,7 @@ def _bands(axes: Axes, heads: list[Head]) -> None:
     axes.use_sticky_edges = False  # of bars, which would end the axis
     axes.autoscale_view()
     bands = exact.runs[0]["by_frequency"]
-    axes.set_xticks(range(len(bands["from"])), _band_names(bands))
+    axes.set_xticks(range(len(bands["from"])), band_names(bands["from"], bands["tokens"]))
     axes.set_title(f"Validation loss minus {_exact(heads)}", fontsize=9, loc="left")
     behind = "\ngray: range of the exact runs" if len(exact.runs) > 1 else ""
     axes.set_xlabel(f"place of the label by frequency, share of labels{behind}", fontsize=8)
@@ -218,14 +218,13 @@ def _by_frequency(run: Run) -> Curve:
     return {place: loss for place, loss in enumerate(losses) if loss is not None}
 
 
-def _band_names(bands: dict[str, list[Any]]) -> list[str]:
-    ends = [f"{first - 1:,}" for first in bands["from"][1:]]
-    spans = [f"{first:,}\nto {end}" for first, end in zip(bands["from"], ends, strict=False)]
-    spans.append(f"from\n{bands['from'][-1]:,}")
-    total = sum(bands["tokens"])
-    return [
-        f"{span}\n{100 * n / total:.0f} %" for span, n in zip(spans, bands["tokens"], strict=True)
-    ]
+def band_names(begins: list[int], tokens: list[int]) -> list[str]:
+    """Name bands of labels by where they begin and what share of all labels they hold."""
+    ends = [f"{first - 1:,}" for first in begins[1:]]
+    spans = [f"{first:,}\nto {end}" for first, end in zip(begins, ends, strict=False)]
+    spans.append(f"from\n{begins[-1]:,}")
+    total = sum(tokens)
+    return [f"{span}\n{100 * n / total:.0f} %" for span, n in zip(spans, tokens, strict=True)]
 
 
 def _mean(curves: list[Curve]) -> Curve:
