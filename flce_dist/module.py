@@ -55,8 +55,8 @@ class LinearCrossEntropy(VocabShard):
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,
     shards are bitwise equal to the rows of the one-process weight. Parameters have Megatron's
-    attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``, which those that
-    FSDP2 puts in their place may lack.
+    attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``; FSDP2's, which
+    take their place, may lack them.
 
     With a tp_group ``state_dict`` holds DTensors, so ``torch.distributed.checkpoint`` can save with
     one P and load with another. ``load_state_dict`` accepts such DTensors, this rank's rows, or
