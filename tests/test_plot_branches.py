@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.branches import AGAIN_COLOR, branches_figure
+from flce_dist.launch.plot.branches import EXACT_COLORS, branches_figure
 from flce_dist.launch.plot.filtered_runs import DROPPED_COLORS, FILTERED_COLORS
 from flce_dist.launch.train.config import RunConfig, flatten
 from tests.figures import ABOUT, assert_readable, drawn
@@ -24,6 +24,7 @@ SHIFTS = {
     "filtered, 2^-12": 0.002,
     "filtered, 2^-10": 0.006,
     "exact, again": -0.001,
+    "exact, recomputed": 0.0005,
     "dropped, 2^-12": 0.1,
 }
 STEPS = [100, 200, 300, 400]
@@ -77,12 +78,14 @@ def test_means_have_bars_and_stretches_thin_lines() -> None:
     ys, errors = means(near)["filtered, 2^-12"]
     assert ys == pytest.approx([0.00055, 0.0011, 0.00165, 0.0022])
     assert errors[-1] == pytest.approx(0.0002 / 3**0.5)
-    colors = (*FILTERED_COLORS[:2], AGAIN_COLOR, DROPPED_COLORS[0])
+    colors = (*FILTERED_COLORS[:2], *EXACT_COLORS, DROPPED_COLORS[0])
     thin = [[x for x in both.lines if x.get_color() == c and x.get_alpha()] for c in colors]
-    assert [len(lines) for lines in thin] == [3, 3, 3, 2]
+    assert [len(lines) for lines in thin] == [3, 3, 3, 3, 2]
     assert np.asarray(thin[1][2].get_ydata())[[0, -1]].tolist() == pytest.approx([0.0, 0.0072])
     legend = both.get_legend()
-    assert legend is not None and len(legend.get_texts()) == 4
+    assert legend is not None and len(legend.get_texts()) == 5
+    assert "mean and standard error of 2 to 3 stretches" in both.get_xlabel()
+    assert "mean and standard error of 3 stretches" in near.get_xlabel()
     assert both.get_ylim()[1] > 0.1 and near.get_ylim()[1] < 0.01
     assert list(means(bands)) == list(SHIFTS)[1:-1]
     ys, errors = means(bands)["filtered, 2^-12"]

@@ -10,7 +10,7 @@ from flce_dist.launch.bench.branch_records import Branch, Difference, difference
 from flce_dist.launch.plot.filtered_runs import DROPPED_COLORS, FILTERED_COLORS, band_names
 from flce_dist.launch.plot.training import model_title
 
-AGAIN_COLOR = "#969696"
+EXACT_COLORS = ("#969696", "#c51b8a")
 
 
 def is_branches(content: dict[str, Any]) -> bool:
@@ -28,7 +28,7 @@ def branches_figure(content: dict[str, Any]) -> Figure | None:
     colors = _colors(list(gaps(branches)))
     if not colors:
         return None
-    near = {head: color for head, color in colors.items() if not _drops(head)}
+    near = {head: color for head, color in colors.items() if _kind(head) != "dropped"}
     panels = [colors] if near in (colors, {}) else [colors, near]
     bands = branches[0].by_frequency
     count = len(panels) + bool(bands)
@@ -62,7 +62,8 @@ def _draw_steps(axes: Axes, branches: list[Branch], colors: dict[str, str]) -> N
         shift = apart * (i - (len(colors) - 1) / 2)
         _draw_means(axes, [each.step + shift for each in mine], mine, color)
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
-    n = max(each.n for each in means if each.head in colors)
+    counts = {each.n for each in means if each.head in colors}
+    n = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
     axes.set_xlabel(f"steps; mean and standard error of {n} stretches of text", fontsize=8)
     _finish(axes)
 
@@ -100,14 +101,11 @@ def _finish(axes: Axes) -> None:
 
 
 def _colors(heads: list[str]) -> dict[str, str]:
-    filtered, dropped = iter(FILTERED_COLORS * len(heads)), iter(DROPPED_COLORS * len(heads))
-    return {
-        head: AGAIN_COLOR
-        if head.startswith("exact")
-        else next(dropped if _drops(head) else filtered)
-        for head in heads
-    }
+    colors = {"exact": EXACT_COLORS, "filtered": FILTERED_COLORS, "dropped": DROPPED_COLORS}
+    left = {kind: iter(some * len(heads)) for kind, some in colors.items()}
+    return {head: next(left[_kind(head)]) for head in heads}
 
 
-def _drops(head: str) -> bool:
-    return head.startswith("dropped")
+def _kind(head: str) -> str:
+    """Return the first word of "filtered, 2^-12" and the like."""
+    return head.partition(",")[0]
