@@ -1,4 +1,4 @@
-"""Branches of a tiny run: their start, their differences, and what an interruption leaves."""
+"""Branches of a tiny run: their start, their file, and what an interruption leaves of it."""
 
 import contextlib
 import io
@@ -16,14 +16,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("tyro")
 pytest.importorskip("rich")
 
-from rich.console import Console
-
-from flce_dist.launch.bench import branch_runs, branches
-from flce_dist.launch.bench.branch_records import Branch, Difference, differences, gaps
+from flce_dist.launch.bench import branch_runs, branches, checkpointed_run
+from flce_dist.launch.bench.branch_records import Branch, differences
 from flce_dist.launch.bench.branch_runs import HEADS, run_branches
 from flce_dist.launch.bench.heads import CACHED, Head, ours
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.train.lock import locked
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.train.run import run
 from flce_dist.launch.train.state import model_state, optimizer_state
@@ -132,69 +131,14 @@ def test_without_restoring_a_branch_goes_on_from_the_last(pool: RankPool) -> Non
     assert exact.validation != again.validation
 
 
-def branch(head: str, stretch: int, *losses: float | None, rare: float | None = None) -> Branch:
-    steps = [100 * (i + 1) for i in range(len(losses))]
-    bands: list[dict[str, Any]] = [
-        {"from": 0, "tokens": 90, "loss": 2.0 + stretch},
-        {"from": 256, "tokens": 10 if rare else 0, "loss": rare},
-    ]
-    return Branch(stretch, head, steps, list(losses), list(losses), bands, {}, 1.0)
-
-
-SOME = [
-    branch("exact", 0, 3.0, 2.0, rare=9.0),
-    branch("filtered", 0, 3.1, 2.3, rare=8.0),
-    branch("exact", 1, 4.0, 3.0, rare=8.5),
-    branch("filtered", 1, 4.3, 3.1, rare=8.1),
-    branch("dropped", 1, 4.5, float("nan")),
-    branch("exact", 2, 5.0, None),
-    branch("filtered", 2, 5.2, 9.0),
-    branch("filtered", 3, 9.0, 9.0),
-]
-
-
-def test_differences_are_within_a_stretch() -> None:
-    assert gaps(SOME)["dropped"] == {1: {100: 0.5}}
-    of_all = [each for each in differences(SOME) if each.labels_from is None]
-    found = {(each.head, each.step): each for each in of_all}
-    assert list(found) == [("filtered", 100), ("filtered", 200), ("dropped", 100)]
-    three, two = found["filtered", 100], found["filtered", 200]
-    assert (three.n, two.n) == (3, 2)
-    assert [three.mean, three.standard_error] == pytest.approx([0.2, 0.1 / 3**0.5])
-    assert [two.mean, two.standard_error] == pytest.approx([0.2, 0.1])
-    assert found["dropped", 100] == Difference("dropped", 100, None, 0.5, None, 1)
-    assert differences(SOME[:1]) == differences(SOME[1:2]) == differences([]) == []
-
-
-def test_the_last_validations_differ_by_band() -> None:
-    bands = [each for each in differences(SOME) if each.labels_from is not None]
-    found = {(each.head, each.labels_from): each for each in bands}
-    assert list(found) == [("filtered", 0), ("filtered", 256), ("dropped", 0)]
-    assert found["filtered", 0] == Difference("filtered", 200, 0, 0.0, 0.0, 3)
-    rare = found["filtered", 256]
-    assert [rare.mean, rare.standard_error] == pytest.approx([-0.7, 0.3])
-    assert rare.n == 2  # of a third stretch there are no such labels
-
-
-def test_the_table_has_them() -> None:
-    out = io.StringIO()
-    Console(file=out, width=140).print(branches.table(differences(SOME), {"step": 1600}))
-    lines = [line.split() for line in out.getvalue().replace("│", "").splitlines()]
-    assert "from step 1600" in out.getvalue()
-    assert ["filtered", "100", "all", "+0.20000", "0.05774", "3"] in lines
-    assert ["200", "all", "+0.20000", "0.10000", "2"] in lines
-    assert ["dropped", "100", "all", "+0.50000", "-", "1"] in lines
-    assert ["200", "256", "-0.70000", "0.30000", "2"] in lines
-
-
 def rank_bench(group: Any, out_dir: Path, heads: tuple[str, ...], validations: int) -> str:
-    """Run 2 steps and branch; Ctrl-C comes in the validation after so many."""
+    """Run 2 steps and branch, the folder locked; Ctrl-C comes in the validation after so many."""
     forget_earlier_runs()
     config = replace(ALONE, out_dir=out_dir, steps=2, compare=False)
     assert run(config, spread_corpus(), CPU) == 0
     forget_earlier_runs()
     settings = branches.Settings(
-        **vars(config),
+        **vars(replace(config, device="cpu")),
         branch_steps=2,
         branch_validate_every=1,
         stretches=2,
@@ -204,14 +148,18 @@ def rank_bench(group: Any, out_dir: Path, heads: tuple[str, ...], validations: i
     validate, left = Trainer.validate, iter(range(validations))
 
     def interrupted(trainer: Trainer) -> Validation:
+        with pytest.raises(RunError, match="is in use by"), locked(out_dir, print):
+            pass
         if next(left, None) is None:
             raise KeyboardInterrupt
         return validate(trainer)
 
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "validate", interrupted)
-        with contextlib.suppress(KeyboardInterrupt):
-            branches.bench(settings, spread_corpus(), CPU)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Trainer, "validate", interrupted)
+            patch.setattr(checkpointed_run, "load_corpus", lambda config: spread_corpus())
+            checkpointed_run.with_run(settings, branches.bench)
     return out.getvalue()
 
 
@@ -249,6 +197,23 @@ def test_an_interrupted_bench_keeps_what_it_has(pool: RankPool, tmp_path: Path) 
     of_all = [each for each in found["differences"] if each["labels_from"] is None]
     assert [(each["step"], each["n"]) for each in of_all] == [(1, 1), (2, 1)]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def rank_damaged(group: Any, out_dir: Path) -> str:
+    """What a benchmark says to a run whose only checkpoint is damaged."""
+    trained(replace(ALONE, out_dir=out_dir), 1).save()
+    (out_dir / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    settings = branches.Settings(**vars(replace(ALONE, out_dir=out_dir, anew_if_damaged=True)))
+    forget_earlier_runs()
+    with pytest.raises(RunError) as error:
+        branches.bench(settings, spread_corpus(), CPU)
+    return str(error.value)
+
+
+def test_a_damaged_checkpoint_stays(pool: RankPool, tmp_path: Path) -> None:
+    (message,) = pool.run(rank_damaged, tmp_path)
+    assert "step 1 is damaged" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def main_with(tmp_path: Path, *arguments: str) -> None:

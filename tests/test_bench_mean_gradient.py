@@ -122,7 +122,7 @@ def rank_measure(group: Any, config: RunConfig) -> tuple[list[MeanRecord], float
         "filtered": ours(schedule="auto", filter_eps=EPS),
         "dropped": functools.partial(drop_tiles, eps=EPS),
     }
-    records = measure(trainer, BATCHES, heads, lambda line: None)
+    records = measure(trainer, BATCHES, heads)
     assert vars(model.output_layer) == before
 
     if config.head.filter_eps is not None:
@@ -181,7 +181,8 @@ def rank_bench(group: Any, out_dir: Path, batches: int) -> str:
     assert run(config, spread_corpus(), torch.device("cpu")) == 0
     forget_earlier_runs()
     settings = mean_gradient.Settings(**vars(config), batches=batches, out=out_dir / "found.x")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         mean_gradient.bench(settings, spread_corpus(), torch.device("cpu"))
     return out.getvalue()
 

@@ -87,12 +87,12 @@ def _run(
         training.append(fmean(losses))
         by_frequency = found.by_frequency
     return Branch(
-        stretch,
-        name,
-        ends,
-        validation,
-        training,
-        by_frequency,
-        {share: fmean(values) for share, values in shares.items()},
+        stretch=stretch,
+        head=name,
+        steps=ends,
+        validation=validation,
+        training=training,
+        by_frequency=by_frequency,
+        shares={share: fmean(values) for share, values in shares.items()},
         seconds=round(time.perf_counter() - began, 2),
     )

@@ -37,6 +37,7 @@ from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.optimizer import learning_rate
+from flce_dist.launch.train.ranks import say
 from flce_dist.launch.yaml_config import SIZE, ConfigError
 
 PROGRAM = "flce_dist.launch.bench.branches"
@@ -73,20 +74,14 @@ def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
     """Train all branches from the newest checkpoint; print a table and write the result file."""
     trainer = at_checkpoint(settings, corpus, device)
     steps, stretches = settings.branch_steps, settings.stretches
-    rates = (learning_rate(trainer.step + i, settings.optimizer) for i in (1, steps))
     facts = {
         **facts_of(trainer, PROGRAM),
         "branch_steps": steps,
         "stretches": stretches,
         "unseen_stretches": unseen(trainer, steps * trainer.samples_per_step, stretches),
         "tokens_per_step": trainer.samples_per_step * settings.model.seq_length,
-        "learning_rate": list(rates),
+        "learning_rate": [learning_rate(trainer.step + i, settings.optimizer) for i in (1, steps)],
     }
-    out = console()
-
-    def say(line: str) -> None:
-        out.print(line, highlight=False, markup=False)
-
     if facts["unseen_stretches"] < stretches:
         trained_on = stretches - facts["unseen_stretches"]
         say(f"{trained_on} of the {stretches} stretches have text that the run was trained on")
@@ -106,7 +101,7 @@ def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
             f"stretch {branch.stretch + 1} of {stretches}, {branch.head}: "
             f"validation {losses}, {branch.seconds:.1f} s"
         )
-    out.print(table(differences(found), facts))
+    console().print(table(differences(found), facts))
     say(f"records in {path}")
 
 
@@ -120,6 +115,7 @@ def content(facts: dict[str, Any], branches: list[Branch]) -> dict[str, Any]:
 
 
 def table(found: list[Difference], facts: dict[str, Any]) -> Table:
+    """Return the differences, one section for each head, by step or by band of labels."""
     title = "validation loss minus that of exact, from step {step}".format_map(facts)
     made = Table(title=title, caption="mean over stretches of text")
     made.add_column("head", no_wrap=True)

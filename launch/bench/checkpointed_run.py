@@ -1,7 +1,7 @@
 """A training run's newest checkpoint, opened by a benchmark in one process.
 
 The benchmark has the options of the training run and some of its own. It holds the lock of the
-run's folder and leaves its checkpoints as they are.
+run's folder and saves no checkpoint.
 """
 
 import dataclasses
@@ -85,8 +85,9 @@ def with_run(settings: Settings, bench: Callable[[Settings, Corpus, torch.device
 
 def at_checkpoint(settings: RunConfig, corpus: Corpus, device: torch.device) -> Trainer:
     """Return the run's trainer where its newest checkpoint left it."""
-    fields = [field.name for field in dataclasses.fields(RunConfig)]
-    config = RunConfig(**{name: getattr(settings, name) for name in fields})
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(RunConfig)}
+    # To start anew would set all checkpoints aside.
+    config = RunConfig(**fields | {"anew_if_damaged": False})
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
         if trainer.resume() is None:

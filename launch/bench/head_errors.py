@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flce_dist.launch.bench.heads import APPROXIMATE, CACHED, Head, ours, switched
 from flce_dist.launch.train.model import token_losses
+from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.train.validation import BANDS
 
@@ -137,9 +138,7 @@ def _rounded(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def measure(
-    trainer: Trainer, batches: int, heads: dict[str, Head], say: Callable[[str], None] = print
-) -> list[MeanRecord]:
+def measure(trainer: Trainer, batches: int, heads: dict[str, Head]) -> list[MeanRecord]:
     """Return the records of each group and head at the trainer's weights and position.
 
     Holds sums of gradients, for EXACT and each head, and the exact gradient of one batch.

@@ -38,6 +38,7 @@ from flce_dist.launch.bench.head_errors import HEADS, MeanRecord, measure
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
+from flce_dist.launch.train.ranks import say
 from flce_dist.options import Range
 
 PROGRAM = "flce_dist.launch.bench.mean_gradient"
@@ -70,16 +71,11 @@ def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
         "unseen_batches": unseen(trainer, size, N),
         "tokens_per_batch": size * settings.model.seq_length,
     }
-    out = console()
-
-    def say(line: str) -> None:
-        out.print(line, highlight=False, markup=False)
-
     if facts["unseen_batches"] < N:
         trained_on = N - facts["unseen_batches"]
         say(f"{trained_on} of the {N} batches are text that the run was trained on")
-    records = measure(trainer, N, HEADS, say)
-    out.print(table(records, facts))
+    records = measure(trainer, N, HEADS)
+    console().print(table(records, facts))
     path = with_suffix(settings.out, ".json")
     write_json(
         path, {"about": facts, "records": [dataclasses.asdict(record) for record in records]}
@@ -88,6 +84,7 @@ def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
 
 
 def table(records: list[MeanRecord], facts: dict[str, Any]) -> Table:
+    """Return the errors, one section for each group of parameters."""
     title = "step {step}: {batches} batches of {tokens_per_batch} tokens".format_map(facts)
     made = Table(title=title, caption="*: the estimate of its square is below 0")
     for heading in ("parameters", "head"):
