@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,10 +45,15 @@ def pool() -> Iterator[RankPool]:
         yield one
 
 
+OFFSET = 100.0
+
+
 def without_gradients(layer: Any) -> None:
+    """A head whose loss is OFFSET too large, and without gradients."""
+
     def token_loss(*args: Any, **options: Any) -> Tensor:
         loss = type(layer).token_loss(layer, *args, **options, filter_eps=None)
-        return 0.0 * loss + loss.detach()
+        return 0.0 * loss + loss.detach() + OFFSET
 
     layer.token_loss = token_loss
 
@@ -68,6 +74,18 @@ def trained(config: RunConfig, steps: int) -> Trainer:
     return trainer
 
 
+def batches_read(trainer: Trainer) -> list[int]:
+    """Return the list to which the first sample of each training batch is added."""
+    read, train_batch = [], trainer.corpus.train_batch
+
+    def recorded(first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        read.append(first_sample)
+        return train_batch(first_sample, batch_size)
+
+    trainer.corpus = mock.Mock(wraps=trainer.corpus, train_batch=recorded)
+    return read
+
+
 def rank_branches(
     group: Any, config: RunConfig, stretches: int
 ) -> tuple[list[Branch], list[float], list[float]]:
@@ -80,9 +98,13 @@ def rank_branches(
         return model_state(trainer.optimizer) | optimizer_state(trainer.optimizer)
 
     start = {name: x.clone() for name, x in state().items()}
-    found = []
+    found: list[Branch] = []
+    read = batches_read(trainer)
     for branch in run_branches(trainer, TRIED, steps=3, validate_every=2, stretches=stretches):
         found.append(branch)
+        first = 4 + 6 * branch.stretch
+        assert read == [first, first + 2, first + 4]
+        read.clear()
         assert (trainer.step, trainer.samples) == (2, 4) and vars(layer) == attributes
         assert state().keys() == start.keys()
         assert all(x.equal(start[name]) for name, x in state().items())
@@ -115,7 +137,8 @@ def test_every_branch_starts_from_one_state(pool: RankPool, tied: bool) -> None:
         assert 0.0 < (filtered["kept_share"] or 0.0) < 0.5
     mean = {(x.head, x.step): x.mean for x in differences(found) if x.labels_from is None}
     assert mean["exact, again", 3] == 0.0
-    assert 0.0 < abs(mean["filtered", 3]) < 0.01 < mean["frozen", 3]
+    assert 0.0 < abs(mean["filtered", 3]) < 0.01 < mean["frozen", 3] < OFFSET / 2
+    assert min(x or 0.0 for x in by_name[0, "frozen"].training) > OFFSET
 
 
 def rank_unrestored(group: Any) -> list[Branch]:
@@ -197,23 +220,6 @@ def test_an_interrupted_bench_keeps_what_it_has(pool: RankPool, tmp_path: Path) 
     of_all = [each for each in found["differences"] if each["labels_from"] is None]
     assert [(each["step"], each["n"]) for each in of_all] == [(1, 1), (2, 1)]
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def rank_damaged(group: Any, out_dir: Path) -> str:
-    """What a benchmark says to a run whose only checkpoint is damaged."""
-    trained(replace(ALONE, out_dir=out_dir), 1).save()
-    (out_dir / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
-    settings = branches.Settings(**vars(replace(ALONE, out_dir=out_dir, anew_if_damaged=True)))
-    forget_earlier_runs()
-    with pytest.raises(RunError) as error:
-        branches.bench(settings, spread_corpus(), CPU)
-    return str(error.value)
-
-
-def test_a_damaged_checkpoint_stays(pool: RankPool, tmp_path: Path) -> None:
-    (message,) = pool.run(rank_damaged, tmp_path)
-    assert "step 1 is damaged" in message
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def main_with(tmp_path: Path, *arguments: str) -> None:
