@@ -208,7 +208,7 @@ def test_a_checkpoint_is_measured(pool: RankPool, tmp_path: Path) -> None:
         (["--parallel.tensor", "1", "--batches", "1"], "batches must be an int within"),
         (
             ["--parallel.tensor", "1", "--head.label-smoothing", "0.1"],
-            r"head\.label_smoothing must be 0\.0 as in dropped tiles, got 0\.1",
+            r"head\.label_smoothing must be 0\.0 to measure mean gradients, got 0\.1",
         ),
         (
             "--parallel.tensor 1 --head.kind megatron_fused --head.max-logits-bytes None".split(),

@@ -62,7 +62,7 @@ def check(settings: RunConfig, purpose: str) -> None:
     for name, value in vars(settings.head).items():
         expected = getattr(HeadConfig, name)
         if name not in free and value != expected:
-            raise ConfigError(f"head.{name} must be {expected} as in dropped tiles, got {value}")
+            raise ConfigError(f"head.{name} must be {expected} {purpose}, got {value}")
     if settings.head.kind.startswith("megatron_"):
         raise ConfigError(
             f"head.kind must be linear_cross_entropy or dropped_tiles {purpose}, "
