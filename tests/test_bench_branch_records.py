@@ -38,6 +38,7 @@ SOME = [
 
 def test_differences_are_within_a_stretch() -> None:
     assert gaps(SOME)["dropped"] == {1: {100: 0.5}}
+    assert list(gaps(SOME)["filtered"]) == [0, 1, 2]  # a fourth has no exact branch
     of_all = [each for each in differences(SOME) if each.labels_from is None]
     found = {(each.head, each.step): each for each in of_all}
     assert list(found) == [("filtered", 100), ("filtered", 200), ("dropped", 100)]

@@ -40,6 +40,7 @@ def outcome(inputs: Inputs, upstream: Tensor, eps: float) -> tuple[Outcome, floa
     """Loss and gradients, the share of tiles kept and the mass dropped."""
     hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
     loss, kept_share, mass = dropped_tiles_loss(hidden, weight, inputs.labels, eps)
+    assert not (kept_share.requires_grad or mass.requires_grad)
     loss.backward(upstream)
     assert hidden.grad is not None and weight.grad is not None
     found = {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}
