@@ -29,29 +29,13 @@ hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_patched_once_a_launch() -> None:
-    """The interpreter patches triton.language at each call of a device function: half of its time.
+def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
+    from tests.interpreter import make_fast  # imports triton
 
-    Once a launch is enough: only the end of a launch undoes it.
-    """
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()
-
-    def patch_lang(fn: Any) -> Any:
-        seen = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-        if seen <= patched:
-            return None
-        patched.update(seen)
-        return patch(fn)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            make_fast(patch)
+        yield patch
 
 
 @pytest.fixture(scope="session", autouse=True)
