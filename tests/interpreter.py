@@ -13,6 +13,10 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 
+RELEASE = "3.7."
+"""Of Triton, whose private functions are replaced; others interpret as they are, slowly."""
+
+
 def make_fast(patch: pytest.MonkeyPatch) -> None:
     """Replace functions of the interpreter until ``patch`` is undone."""
     patch_language_once_a_launch(patch)
