@@ -87,42 +87,45 @@ def remember_operands(patch: pytest.MonkeyPatch) -> None:
     semantic = interpreter.interpreter_semantic
     prepare, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     numbers: dict[tuple, Any] = {}
-    broadcast_types: dict[tuple[str, str], tuple[Any, Any]] = {}
+    pairs: dict[tuple, tuple[Any, Any]] = {}
 
-    def prepare_known(
-        lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        flags = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    def prepare_known(lhs: Any, rhs: Any, *flags: bool, **more: bool) -> tuple[Any, Any]:
+        call = functools.partial(prepare, lhs, rhs, *flags, **more)
         left, right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
-        if left and right and lhs.dtype.name == rhs.dtype.name:
-            if not div_or_mod and not lhs.dtype.is_ptr():
-                return broadcast_known(lhs, rhs)
-        if left == right:
-            return prepare(lhs, rhs, *flags)
+        if left and right:
+            return convert(lhs, rhs, call, (*flags, *more.items()))
+        if not left and not right:
+            return call()
         tile, number = (lhs, rhs) if left else (rhs, lhs)
-        key = (tile.type.name, repr(number), left, *flags)
+        key = (tile.type.name, repr(number), left, *flags, *more.items())
         if key not in numbers:
-            operands = prepare(lhs, rhs, *flags)
+            operands = call()
             if operands[right] is not tile:  # cast to the number's type
                 return operands
             operands[left].handle.data.flags.writeable = False
             numbers[key] = operands[left]
         return (tile, numbers[key]) if left else (numbers[key], tile)
 
-    def broadcast_to(x: Any, type: Any) -> Any:
+    def broadcast_known(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return convert(lhs, rhs, functools.partial(broadcast, lhs, rhs), ("broadcast",))
+
+    def convert(lhs: Any, rhs: Any, call: Any, how: tuple) -> tuple[Any, Any]:
+        """What ``call`` returns, which depends on ``how`` and both types alone."""
+        key = (lhs.type.name, rhs.type.name, *how)
+        if key not in pairs:
+            operands = call()
+            pairs[key] = operands[0].type, operands[1].type
+            return operands
+        left, right = pairs[key]
+        return to_type(lhs, left), to_type(rhs, right)
+
+    def to_type(x: Any, type: Any) -> Any:
+        if x.dtype.name != type.scalar.name:
+            x = semantic.cast(x, type.scalar)
         if x.type.name == type.name:
             return x
         data = np.broadcast_to(x.handle.data, type.shape)
         return tl.tensor(interpreter.TensorHandle(data, type.scalar), type)
-
-    def broadcast_known(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        key = lhs.type.name, rhs.type.name
-        if key not in broadcast_types:
-            left, right = broadcast(lhs, rhs)
-            broadcast_types[key] = left.type, right.type
-        left_type, right_type = broadcast_types[key]
-        return broadcast_to(lhs, left_type), broadcast_to(rhs, right_type)
 
     patch.setattr(semantic, "binary_op_type_checking_impl", prepare_known)
     patch.setattr(semantic, "broadcast_impl_value", broadcast_known)
