@@ -27,6 +27,13 @@ for waits in (run_ranks, RankPool.__init__):
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
+LONG_FILES = ("test_compile.py", "test_train.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with files of few tests that take long: workers get whole files, in this order."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
