@@ -20,6 +20,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from flce_dist.launch.bench import mean_gradient
+from flce_dist.launch.bench.checkpointed_run import at_checkpoint
 from flce_dist.launch.bench.head_errors import EXACT, HEADS, Group, MeanRecord, Moments, measure
 from flce_dist.launch.bench.heads import Head, ours
 from flce_dist.launch.dropped_tiles import drop_tiles
@@ -183,7 +184,8 @@ def rank_bench(group: Any, out_dir: Path, batches: int) -> str:
     settings = mean_gradient.Settings(**vars(config), batches=batches, out=out_dir / "found.x")
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        mean_gradient.bench(settings, spread_corpus(), torch.device("cpu"))
+        trainer = at_checkpoint(settings, spread_corpus(), torch.device("cpu"))
+        mean_gradient.bench(settings, trainer)
     return out.getvalue()
 
 

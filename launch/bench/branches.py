@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from rich.table import Table
 
 from flce_dist.launch.bench.branch_records import EXACT, Branch, Difference, differences
 from flce_dist.launch.bench.branch_runs import HEADS, run_branches
 from flce_dist.launch.bench.checkpointed_run import (
-    at_checkpoint,
     check,
     console,
     facts_of,
@@ -35,9 +33,9 @@ from flce_dist.launch.bench.checkpointed_run import (
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.train.ranks import say
+from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.yaml_config import SIZE, ConfigError
 
 PROGRAM = "flce_dist.launch.bench.branches"
@@ -70,9 +68,8 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
+def bench(settings: Settings, trainer: Trainer) -> None:
     """Train all branches from the newest checkpoint; print a table and write the result file."""
-    trainer = at_checkpoint(settings, corpus, device)
     steps, stretches = settings.branch_steps, settings.stretches
     facts = {
         **facts_of(trainer, PROGRAM),

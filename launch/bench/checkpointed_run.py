@@ -72,15 +72,15 @@ def check(settings: RunConfig, purpose: str) -> None:
         raise _no_checkpoint(settings)
 
 
-def with_run(settings: Settings, bench: Callable[[Settings, Corpus, torch.device], None]) -> None:
-    """Call ``bench`` with the run's text and a device, in a process group of one rank."""
+def with_run(settings: Settings, bench: Callable[[Settings, Trainer], None]) -> None:
+    """Call ``bench`` with the trainer ``at_checkpoint``, in a process group of one rank."""
     device = choose_device(settings)
     if not dist.is_initialized():
         join_ranks(device, store=dist.HashStore(), rank=0, world_size=1)
     with held(settings.out_dir):
         with said("loading vocabulary and text"):
             corpus = load_corpus(settings)
-        bench(settings, corpus, device)
+        bench(settings, at_checkpoint(settings, corpus, device))
 
 
 def at_checkpoint(settings: RunConfig, corpus: Corpus, device: torch.device) -> Trainer:

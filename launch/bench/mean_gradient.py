@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from rich.table import Table
 
 from flce_dist.launch.bench.checkpointed_run import (
-    at_checkpoint,
     check,
     console,
     facts_of,
@@ -37,8 +35,8 @@ from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.bench.head_errors import HEADS, MeanRecord, measure
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.ranks import say
+from flce_dist.launch.train.trainer import Trainer
 from flce_dist.options import Range
 
 PROGRAM = "flce_dist.launch.bench.mean_gradient"
@@ -61,9 +59,8 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-def bench(settings: Settings, corpus: Corpus, device: torch.device) -> None:
+def bench(settings: Settings, trainer: Trainer) -> None:
     """Measure at the newest checkpoint, print a table and write the result file."""
-    trainer = at_checkpoint(settings, corpus, device)
     size, N = settings.data.batch_size, settings.batches
     facts = {
         **facts_of(trainer, PROGRAM),
