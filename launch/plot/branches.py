@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flce_dist.launch.bench.branch_records import Branch, Difference, differences, gaps
+from flce_dist.launch.plot.drawing import finish
 from flce_dist.launch.plot.filtered_runs import DROPPED_COLORS, FILTERED_COLORS, band_names
 from flce_dist.launch.plot.training import model_title
 
@@ -95,9 +96,7 @@ def _draw_means(axes: Axes, places: list[float], means: list[Difference], color:
 
 def _finish(axes: Axes) -> None:
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
+    finish(axes)
 
 
 def _colors(heads: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flce_dist.launch.bench.report import Record
@@ -15,6 +16,13 @@ ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 """Behind a text that reference lines may cross."""
 
 Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
+
+
+def finish(axes: Axes) -> None:
+    """Give a panel small ticks, a light grid, and no frame above and to the right."""
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
 
 
 def mark_gemms(line: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flce_dist.launch.plot.drawing import finish
 from flce_dist.launch.plot.filtered_times import draw_times, timed
 from flce_dist.launch.plot.training import (
     SMOOTHED,
@@ -76,7 +77,8 @@ def filtered_figure(runs: dict[str, Run]) -> Figure | None:
     _differences(panels["difference"], heads)
     _kept(panels["kept"], heads)
     _bands(panels["bands"], heads)
-    _finish(panels)
+    for axes in panels.values():
+        finish(axes)
     figure.suptitle(model_title(runs), fontsize=10)
     return figure
 
@@ -99,7 +101,8 @@ def overview(records: list[dict[str, Any]], runs: dict[str, Run]) -> Figure | No
     _differences(panels["difference"], heads)
     panels["loss"].set_xlabel("")
     panels["loss"].set_xticklabels([])
-    _finish(panels)
+    for axes in panels.values():
+        finish(axes)
     figure.suptitle(f"Left: one call. Right: {model_title(runs)}", fontsize=10)
     return figure
 
@@ -240,10 +243,3 @@ def _together(curves: list[Curve]) -> dict[float, list[float]]:
 def _later(curve: Curve) -> list[float]:
     start = BEGINNING * max(curve, default=0.0)
     return [value for step, value in curve.items() if step >= start]
-
-
-def _finish(panels: dict[str, Axes]) -> None:
-    for axes in panels.values():
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
