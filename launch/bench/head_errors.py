@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.launch.bench.heads import APPROXIMATE, CACHED, Head, ours, switched
+from flce_dist.launch.bench.heads import APPROXIMATE, CACHED, RECOMPUTED, Head, switched
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.train.validation import BANDS
 
-EXACT = ours(schedule="recompute", filter_eps=None)
+EXACT = RECOMPUTED
 HEADS: dict[str, Head] = {"cached": CACHED, **APPROXIMATE}  # the first: what rounding alone does
 
 

@@ -26,6 +26,7 @@ def ours(**options: Any) -> Head:
 
 
 CACHED = ours(schedule="cached", filter_eps=None)
+RECOMPUTED = ours(schedule="recompute", filter_eps=None)
 APPROXIMATE: dict[str, Head] = {
     "filtered, 2^-12": ours(schedule="auto", filter_eps=2.0**-12),
     "filtered, 2^-10": ours(schedule="auto", filter_eps=2.0**-10),
