@@ -12,6 +12,7 @@ pytest.importorskip("tyro")
 from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.files import read_results, write_results
 from flce_dist.launch.bench.report import FIELDS, Record
+from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, records, run
 
@@ -83,7 +84,7 @@ def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RunError, match=r"cannot write .*found\.csv: no space left"):
         write_results(out, {"n": 2}, [record, record])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 

@@ -28,7 +28,6 @@ from flce_dist.launch.bench.checkpointed_run import (
     read_settings,
     unseen,
     with_run,
-    write_json,
 )
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.program import run_program
@@ -36,6 +35,7 @@ from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
+from flce_dist.launch.write import write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError
 
 PROGRAM = "flce_dist.launch.bench.branches"

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +17,11 @@ from rich.console import Console
 
 from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
-from flce_dist.launch.replacing import replacing
-from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import HeadConfig, RunConfig, check_config, flatten
 from flce_dist.launch.train.data import Corpus, load_corpus
 from flce_dist.launch.train.device import choose_device, join_ranks
 from flce_dist.launch.train.lock import held
-from flce_dist.launch.train.ranks import said, writing
+from flce_dist.launch.train.ranks import said
 from flce_dist.launch.train.trainer import Trainer
 from flce_dist.launch.yaml_config import ConfigError, from_command_line
 
@@ -120,8 +117,3 @@ def unseen(trainer: Trainer, samples: int, most: int) -> int:
 
 def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    with writing(path), replacing(path) as scratch:
-        scratch.write_text(strict_json(content) + "\n")

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
-from flce_dist.launch.replacing import replacing
 from flce_dist.launch.strict_json import strict_json
+from flce_dist.launch.write import write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError
 
 Item = TypeVar("Item")
@@ -44,8 +44,8 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
     writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _replace(with_suffix(out, ".csv"), text.getvalue())
-    _replace(with_suffix(out, ".json"), strict_json({"about": about, "records": rows}))
+    write_text(with_suffix(out, ".csv"), text.getvalue())
+    write_json(with_suffix(out, ".json"), {"about": about, "records": rows})
 
 
 def write_profiles(
@@ -66,7 +66,7 @@ def write_profiles(
         {"shape": shape, "run": name, **dataclasses.asdict(profile)}
         for name, profile in profiles.items()
     ]
-    _replace(path, strict_json({"about": about, "profiles": found}))
+    write_json(path, {"about": about, "profiles": found})
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -145,8 +145,3 @@ def _flat(about: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def _replace(path: Path, text: str) -> None:
-    with replacing(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")

@@ -45,8 +45,7 @@ from flce_dist.launch.bench.trained_head import (
 )
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
-from flce_dist.launch.replacing import replacing
-from flce_dist.launch.strict_json import strict_json
+from flce_dist.launch.write import write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
 from flce_dist.options import POSITIVE
 from flce_dist.testing import relative_rms
@@ -104,8 +103,7 @@ def main(args: list[str] | None = None) -> int:
 
 def _write(path: Path, facts: dict[str, Any], **records: list[Any]) -> None:
     lists = {name: [dataclasses.asdict(x) for x in found] for name, found in records.items()}
-    with replacing(path) as scratch:
-        scratch.write_text(strict_json({"about": facts, **lists}) + "\n")
+    write_json(path, {"about": facts, **lists})
 
 
 def _parts(head: TrainedHead, settings: Settings, P: int) -> list[Part]:

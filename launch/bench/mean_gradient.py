@@ -29,7 +29,6 @@ from flce_dist.launch.bench.checkpointed_run import (
     read_settings,
     unseen,
     with_run,
-    write_json,
 )
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.bench.head_errors import HEADS, MeanRecord, measure
@@ -37,6 +36,7 @@ from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
+from flce_dist.launch.write import write_json
 from flce_dist.options import Range
 
 PROGRAM = "flce_dist.launch.bench.mean_gradient"

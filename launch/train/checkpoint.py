@@ -29,7 +29,8 @@ from flce_dist.launch.train.files import (
     write_shard,
     write_synced,
 )
-from flce_dist.launch.train.ranks import on_rank_0, together, writing
+from flce_dist.launch.train.ranks import on_rank_0, together
+from flce_dist.launch.write import writing
 
 MANIFEST = "manifest.json"
 

@@ -1,6 +1,5 @@
 """Our head against Megatron's own on one batch and the same weights: table, figure, numbers."""
 
-import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from flce_dist.launch.train.head import (
     run_head,
     time_head_ms,
 )
+from flce_dist.launch.write import write_json, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,8 +110,10 @@ def print_table(numbers: dict[str, Any]) -> None:
 
 def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
     """Write compare.json and compare.png."""
-    (out_dir / "compare.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-    comparison_figure(numbers).savefig(out_dir / "compare.png", dpi=120)
+    write_json(out_dir / "compare.json", numbers)
+    path = out_dir / "compare.png"
+    with writing(path):
+        comparison_figure(numbers).savefig(path, dpi=120)
 
 
 def comparison_figure(numbers: dict[str, Any]) -> "Figure":

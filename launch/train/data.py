@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flce_dist.launch.replacing import replacing
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
-from flce_dist.launch.train.ranks import writing
+from flce_dist.launch.write import replacing
 from flce_dist.launch.yaml_config import ConfigError, read_utf8
 
 PART = 1 << 20
@@ -168,7 +167,7 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
 
 def _write(path: Path, ids: NDArray[np.int32]) -> None:
-    with writing(path, ids.nbytes), replacing(path) as scratch, scratch.open("wb") as file:
+    with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
         np.save(file, ids)
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.replacing import replacing
 from flce_dist.launch.train.head import head_input
-from flce_dist.launch.train.ranks import on_rank_0, writing
+from flce_dist.launch.train.ranks import on_rank_0
+from flce_dist.launch.write import replacing
 
 if TYPE_CHECKING:
     from flce_dist.launch.train.trainer import Trainer
@@ -50,7 +50,7 @@ def export_head(trainer: "Trainer", tokens: int) -> None:
             "counts": trainer.counts,
         }
         size = sum(x.nbytes for x in content.values())
-        with writing(path, size), replacing(path) as scratch:
+        with replacing(path, size) as scratch:
             torch.save(content, scratch)
 
     on_rank_0(write)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.ranks import on_rank_0, say, writing
+from flce_dist.launch.train.ranks import on_rank_0, say
+from flce_dist.launch.write import writing
 
 LOCK = "run.lock"
 

@@ -13,9 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.replacing import replacing
 from flce_dist.launch.strict_json import strict_json
-from flce_dist.launch.train.ranks import writing
+from flce_dist.launch.write import replacing, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"

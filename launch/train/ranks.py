@@ -1,12 +1,9 @@
 """What the ranks of a run do together: where one cannot go on, all stop with its error."""
 
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -58,15 +55,3 @@ def said(what: str) -> Iterator[None]:
     yield
     if dist.get_rank() == 0:
         say(f"{what}: {time.perf_counter() - start:.1f} s")
-
-
-@contextmanager
-def writing(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Raise ``RunError`` for an ``OSError`` while ``path`` is written, with ``needed`` bytes."""
-    try:
-        yield
-    except OSError as error:
-        there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
-        free = shutil.disk_usage(there).free
-        sizes = "" if needed is None else f"; it needs {needed} bytes, {free} are free"
-        raise RunError(f"cannot write {path}: {error.strerror}{sizes}") from error

@@ -27,7 +27,7 @@ from flce_dist.launch.dropped_tiles import SHARES
 from flce_dist.launch.program import RunError, run_program
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import RunConfig, flatten
-from flce_dist.launch.train.ranks import writing
+from flce_dist.launch.write import write_json, write_text
 
 ORIGIN = "run.json"
 METRICS = "metrics.jsonl"
@@ -53,7 +53,7 @@ def write_origin(config: RunConfig, device: torch.device) -> None:
         "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
         "config": flatten(config),
     }
-    (config.out_dir / ORIGIN).write_text(strict_json(origin) + "\n")
+    write_json(config.out_dir / ORIGIN, origin)
 
 
 def collect(runs: dict[str, Path]) -> dict[str, Any]:
@@ -142,11 +142,9 @@ def main(args: list[str] | None = None) -> int:
     if not runs:
         raise RunError("runs must name at least one LABEL=FOLDER, got none")
     result = collect(runs)
-    with writing(settings.out):
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        text = strict_json(result)  # with a list of numbers in one line
-        text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
-        settings.out.write_text(text + "\n")
+    text = strict_json(result)  # with a list of numbers in one line
+    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    write_text(settings.out, text + "\n")
     print(settings.out)
     return 0
 

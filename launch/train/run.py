@@ -11,7 +11,7 @@ from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.export import export_head
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
-from flce_dist.launch.train.ranks import on_rank_0, said, together, writing
+from flce_dist.launch.train.ranks import on_rank_0, said, together
 from flce_dist.launch.train.results import write_origin
 from flce_dist.launch.train.trainer import Trainer, require_finite
 
@@ -36,8 +36,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
 
     def begin() -> None:
         nonlocal log
-        with writing(config.out_dir):
-            write_origin(config, device)
+        write_origin(config, device)
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
@@ -104,8 +103,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
         if log:
             print_table(numbers)
-            with writing(config.out_dir / "compare.json"):
-                write_comparison(config.out_dir, numbers)
+            write_comparison(config.out_dir, numbers)
     if config.export_head:
         export_head(trainer, config.export_head)
     if log:

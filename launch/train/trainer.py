@@ -32,7 +32,7 @@ from flce_dist.launch.train.model import (
     token_losses,
 )
 from flce_dist.launch.train.optimizer import Optimizer
-from flce_dist.launch.train.ranks import on_rank_0, say, together, writing
+from flce_dist.launch.train.ranks import on_rank_0, say, together
 from flce_dist.launch.train.state import (
     model_state,
     optimizer_state,
@@ -47,6 +47,7 @@ from flce_dist.launch.train.validation import (
     band_sums,
     each_token,
 )
+from flce_dist.launch.write import writing
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron.fused_layer import FusedLayer
 from flce_dist.memory import shared_bytes

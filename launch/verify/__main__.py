@@ -27,7 +27,6 @@ from rich.progress import Progress
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
-from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.verify.cases import (
     Shape,
     cases,
@@ -40,6 +39,7 @@ from flce_dist.launch.verify.cases import (
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.write import write_json
 from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
 
@@ -92,9 +92,8 @@ def main(args: Sequence[str] | None = None) -> int:
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
-        settings.output.parent.mkdir(parents=True, exist_ok=True)
         found = {**facts, "passed": passed, "records": [record.as_json() for record in records]}
-        settings.output.write_text(strict_json(found) + "\n")
+        write_json(settings.output, found)
     return 0 if passed else 1
 
 

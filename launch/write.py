@@ -1,0 +1,56 @@
+"""Files that others see whole, as they were before, or not at all; what fails is one line."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flce_dist.launch.program import RunError
+from flce_dist.launch.strict_json import strict_json
+
+
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Raise ``RunError`` for an ``OSError`` while ``path`` is written, with ``needed`` bytes."""
+    try:
+        yield
+    except OSError as error:
+        there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+        free = shutil.disk_usage(there).free
+        reason: Any = error.strerror or error
+        if there != path and not there.is_dir():
+            reason = f"{there} is not a directory"
+        sizes = "" if needed is None else f"; it needs {needed} bytes, {free} are free"
+        raise RunError(f"cannot write {path}: {reason}{sizes}") from error
+
+
+@contextmanager
+def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """Yield a path to write to; it becomes ``path`` at the end, and is removed after an exception.
+
+    Folders above are made. Whoever needs the content on disk first syncs it.
+
+    Raises:
+        RunError: as ``writing``.
+    """
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with writing(path, needed):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield scratch
+            scratch.rename(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` in one step, or raise ``RunError``."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace ``path`` by JSON in one step, or raise ``RunError``; null for what is not finite."""
+    write_text(path, strict_json(content) + "\n")

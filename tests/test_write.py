@@ -1,0 +1,190 @@
+"""A file is replaced as a whole or stays as it was; what fails is one line that names it."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flce_dist.launch.program import RunError, run_program
+from flce_dist.launch.write import replacing, write_json, writing
+
+
+def test_a_file_is_there_once_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    with replacing(path) as scratch:
+        scratch.write_text("first")
+        assert scratch.parent == path.parent and not path.exists()
+    with replacing(path) as scratch:
+        scratch.write_text("second")
+        assert path.read_text() == "first"
+    assert path.read_text() == "second"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("first")
+    with pytest.raises(KeyError), replacing(path) as scratch:
+        scratch.write_text("sec")
+        raise KeyError
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_is_strict_and_ends_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"a": [1, math.nan], "b": (math.inf, 0.5)})
+    text = path.read_text()
+    assert json.loads(text) == {"a": [1, None], "b": [None, 0.5]}
+    assert text.endswith("}\n")
+
+
+def test_a_full_disk_leaves_the_last_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"branches": [1]})
+    before = path.read_text()
+
+    def half(self: Path, text: str, **kwargs: Any) -> None:
+        self.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(RunError, match=r"cannot write .*out\.json: No space left on device$"):
+        write_json(path, {"branches": [1, 2]})
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_without_a_number_says_what_it_says(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"a: 8 requested and 3 written; it needs 8 bytes, \d+ are"):
+        with writing(tmp_path / "a", 8):
+            raise OSError("8 requested and 3 written")
+
+
+# --- how programs end that cannot write their results; each with a stem of result files
+
+Write = Callable[[Path, pytest.MonkeyPatch], Any]
+
+
+def bench(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.bench.files import write_results
+
+    write_results(stem, {}, [])
+
+
+def bench_profiles(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.bench.files import write_profiles
+
+    write_profiles(stem, {}, {}, {})
+
+
+def bench_filtered(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.bench import filtered
+
+    filtered._write(stem.with_suffix(".json"), {}, records=[])
+
+
+def bench_branches(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from flce_dist.launch.bench import branches
+    from flce_dist.launch.bench.branch_records import Branch
+
+    branch = Branch(0, branches.EXACT, [1], [1.0], [1.0], [], {}, seconds=1.0)
+    of_run = {"facts_of": {}, "unseen": 1, "run_branches": [branch], "learning_rate": 1.0}
+    for name, value in of_run.items():
+        patch.setattr(branches, name, lambda *args, value=value, **kwargs: value)
+    trainer: Any = SimpleNamespace(step=0, samples_per_step=1)
+    model = SimpleNamespace(seq_length=1)
+    settings: Any = SimpleNamespace(
+        branch_steps=1, branch_validate_every=1, stretches=1, heads=(), out=stem, model=model,
+        optimizer=None,
+    )  # fmt: skip
+    branches.bench(settings, trainer)
+
+
+def bench_mean_gradient(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from flce_dist.launch.bench import mean_gradient
+
+    for name, value in {"facts_of": {"step": 0}, "unseen": 1, "measure": []}.items():
+        patch.setattr(mean_gradient, name, lambda *args, value=value: value)
+    data, model = SimpleNamespace(batch_size=1), SimpleNamespace(seq_length=1)
+    settings: Any = SimpleNamespace(batches=1, out=stem, data=data, model=model)
+    trainer: Any = None
+    mean_gradient.bench(settings, trainer)
+
+
+def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.verify import __main__ as program
+
+    patch.setattr(program, "_run", lambda *args: [])
+    program.main(["--device", "cpu", "--output", f"{stem}.json"])
+
+
+def train_results(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.train import results
+
+    patch.setattr(results, "collect", lambda runs: {})
+    results.main([f"{stem}.json", "exact=runs/exact"])
+
+
+def train_origin(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    from flce_dist.launch.train import results
+
+    patch.setattr(results, "about", lambda device: {})
+    patch.setattr("torch.distributed.get_world_size", lambda: 1)
+    patch.setattr(results, "flatten", lambda config: {})
+    config: Any = SimpleNamespace(out_dir=stem.parent)
+    results.write_origin(config, config)
+
+
+def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from flce_dist.launch.train.compare import write_comparison
+
+    write_comparison(stem.parent, {})
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (bench, "out.csv"),
+        (bench_profiles, "out.profile.json"),
+        (bench_filtered, "out.json"),
+        (bench_branches, "out.json"),
+        (bench_mean_gradient, "out.json"),
+        (verify, "out.json"),
+        (train_results, "out.json"),
+        (train_origin, "run.json"),
+        (train_comparison, "compare.json"),
+    ],
+)
+@pytest.mark.parametrize("below", ["file", "file/new"])
+def test_a_result_that_cannot_be_written_is_one_line(
+    write: Write,
+    name: str,
+    below: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tyro")
+    pytest.importorskip("rich")
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / below
+    with pytest.raises(SystemExit) as exit:
+        run_program(partial(write, folder / "out", monkeypatch))
+    assert exit.value.code == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1] == (
+        f"error: cannot write {folder / name}: {tmp_path / 'file'} is not a directory"
+    )
+    assert not any(line.startswith("Traceback") for line in errors)
