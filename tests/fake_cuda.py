@@ -5,7 +5,9 @@ that reuses memory as soon as no tensor holds it. Ranks are threads; one runs at
 meets the others.
 """
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.fake_machine import Machine, Op, Row, Wrong
+
+STUCK_S = 60  # a host that calls nothing for so many seconds hangs; a turn takes milliseconds
 
 
 class Hung(RuntimeError):
@@ -342,6 +346,10 @@ def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exce
     """Run ``program`` on each rank and explore what it issued; return what each rank raised.
 
     A rank whose GPU would wait for ever ends with ``Hung``.
+
+    Raises:
+        AssertionError: something is wrong in an order of execution, or a check of a rank failed.
+        TimeoutError: a rank's host hangs; the message has its stack.
     """
     machine = Machine(P, seeds=seeds)
     ranks = [Rank(machine, rank) for rank in range(P)]
@@ -354,14 +362,16 @@ def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exce
             ended[rank.rank] = None
         except Exception as error:
             ended[rank.rank] = error
+        except BaseException as error:  # pytest.fail, which also ends a pytest.raises in vain
+            failed = AssertionError(f"rank {rank.rank}: {error}")
+            ended[rank.rank] = failed.with_traceback(error.__traceback__)
         rank.paused.release()
 
     threads = [threading.Thread(target=host, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for rank in ranks:
-        rank.runs.release()
-        rank.paused.acquire()
+        _take_turn(rank, threads[rank.rank])
     while True:
         machine.explore()
         waiting = [rank for rank in ranks if rank.rank not in ended]
@@ -375,11 +385,22 @@ def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exce
             if rank in hung:
                 rank.heard = Hung(f"rank {rank.rank}")
         for rank in waiting:
-            rank.runs.release()
-            rank.paused.acquire()
+            _take_turn(rank, threads[rank.rank])
     for rank in hung:
         ended[rank.rank] = ended[rank.rank] or Hung(f"rank {rank.rank}")
     for error in ended.values():
         if isinstance(error, AssertionError):
             raise error
     return [ended[rank] for rank in range(P)]
+
+
+def _take_turn(rank: Rank, host: threading.Thread) -> None:
+    """Let the rank's host run until it meets the others or ends."""
+    rank.runs.release()
+    calls, idle_s = rank.calls, 0
+    while not rank.paused.acquire(timeout=1.0):
+        idle_s = idle_s + 1 if rank.calls == calls else 0
+        calls = rank.calls
+        if idle_s >= STUCK_S:
+            stack = "".join(traceback.format_stack(sys._current_frames()[host.ident or 0]))
+            raise TimeoutError(f"rank {rank.rank} has called nothing for {idle_s} s, in\n{stack}")

@@ -249,6 +249,30 @@ def test_memories_go_with_their_group(monkeypatch):
     assert not made.hidden.release.called and not transport._memories
 
 
+# --- what ends a simulation
+
+
+def test_a_check_that_fails_on_a_rank_ends_the_simulation():
+    def program(rank: Rank) -> None:
+        with pytest.raises(Hung):
+            gather(rank, memory_of(rank), 1)
+
+    with pytest.raises(AssertionError, match="rank 0: DID NOT RAISE Hung"):
+        fake_cuda.run(2, program)
+
+
+def test_a_host_that_hangs_ends_the_simulation(monkeypatch):
+    monkeypatch.setattr(fake_cuda, "STUCK_S", 1)
+    never = threading.Event()
+
+    def program(rank: Rank) -> None:
+        never.wait()
+
+    with pytest.raises(TimeoutError, match=r"(?s)rank 0 has called nothing for 1 s.*never\.wait"):
+        fake_cuda.run(1, program)
+    never.set()
+
+
 # --- planted mistakes
 
 Plant = Callable[[pytest.MonkeyPatch], None]
