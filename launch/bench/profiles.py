@@ -17,8 +17,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from flce_dist.launch.write import writing
-
 Kind = Literal["products", "other", "communication"]
 Span = tuple[float, float]
 
@@ -91,9 +89,8 @@ def take_profile(
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
-        with writing(trace):
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            prof.export_chrome_trace(str(trace))
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        prof.export_chrome_trace(str(trace))
     if not on_gpu:
         times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
         return Profile(_by_name(times, 1 + calls))
