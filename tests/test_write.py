@@ -71,6 +71,7 @@ def test_an_error_without_a_number_says_what_it_says(tmp_path: Path) -> None:
 
 # --- how programs end that cannot write their results; each with a stem of result files
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 Write = Callable[[Path, pytest.MonkeyPatch], Any]
 
 
@@ -153,6 +154,13 @@ def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
     write_comparison(stem.parent, {})
 
 
+def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from flce_dist.launch.plot import __main__ as plot
+
+    plot.draw([RESULTS / "bench-peers-h200.json"], stem.parent)
+
+
 @pytest.mark.parametrize(
     ("write", "name"),
     [
@@ -165,6 +173,7 @@ def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
         (train_results, "out.json"),
         (train_origin, "run.json"),
         (train_comparison, "compare.json"),
+        (figures, "bench-peers-h200-latency.png"),
     ],
 )
 @pytest.mark.parametrize("below", ["file", "file/new"])
