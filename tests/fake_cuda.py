@@ -40,7 +40,11 @@ class Stream:
 
     def add(self, *ops: Op) -> None:
         graph = self._graph
-        (self.rank.machine.queues[self.id] if graph is None else graph.lists[self]).extend(ops)
+        if graph is None:
+            self.rank.machine.add(self.rank.rank, self.id, ops)
+            return
+        graph.lists[self].extend(ops)
+        graph.issued.extend([self] * len(ops))
 
     def record_event(self) -> "Event":
         self.rank.fault()
@@ -77,6 +81,7 @@ class Graph:
     def __init__(self, rank: "Rank", origin: Stream) -> None:
         self.id, self.origin = rank.machine.number(), origin
         self.lists: dict[Stream, list[Op]] = {origin: []}
+        self.issued: list[Stream] = []  # of each operation, in order
         self.tensors: list[FakeTensor] = []  # of the graph's own pool, and what it reads and writes
 
     def check_joined(self) -> None:
@@ -92,11 +97,13 @@ class Graph:
             tensor.check_mapped()
         begin = rank.current.record_event()
         branches = {stream: Stream(rank) for stream in self.lists}
-        for stream, ops in self.lists.items():
-            begin.make_wait(branches[stream])
-            for op in ops:
-                at = (branches[op.at[0]].id, op.at[1] + 1) if op.kind == "after" else op.at
-                branches[stream].add(op._replace(at=at))
+        for branch in branches.values():
+            begin.make_wait(branch)
+        following = {stream: iter(ops) for stream, ops in self.lists.items()}
+        for stream in self.issued:
+            op = next(following[stream])
+            at = (branches[op.at[0]].id, op.at[1] + 1) if op.kind == "after" else op.at
+            branches[stream].add(op._replace(at=at))
         for branch in branches.values():
             rank.current.wait_stream(branch)
 
@@ -212,6 +219,7 @@ class Rank:
         self.free: dict[tuple[Stream, int], list[int]] = {}
         self.graph: Graph | None = None
         self.current = Stream(self)
+        self._collectives = Stream(self), 0  # and how many were issued there
         self.faults_in = -1
         self.calls = 0
         self._words: list[torch.Tensor] = []
@@ -319,6 +327,22 @@ class Rank:
             Op("end", reads=rows[0], writes=rows[1], run=run),
         )
 
+    def all_reduce(self) -> None:
+        """Issue a collective as NCCL does: a kernel that ends once all ranks' have begun."""
+        stream, n = self._collectives
+        self._collectives = stream, n + 1
+
+        def begun(at: int, by: int) -> int:
+            return -1 - (n * self.P + at) * self.P - by  # no address of the machine
+
+        others = [rank for rank in range(self.P) if rank != self.rank]
+        stream.wait_stream(self.current)
+        stream.add(
+            *(Op("put", begun(at=rank, by=self.rank), 1) for rank in others),
+            *(Op("wait", begun(at=self.rank, by=rank), 1) for rank in others),
+        )
+        self.current.wait_stream(stream)
+
     def fill(self, x: FakeTensor, tags: list[Any]) -> FakeTensor:
         self.launch([], [x], lambda _: tags)
         return x
@@ -342,7 +366,9 @@ class Rank:
             self.graph = None
 
 
-def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exception | None]:
+def run(
+    P: int, program: Callable[[Rank], None], *, seeds: int = 0, one_queue: bool = False
+) -> list[Exception | None]:
     """Run ``program`` on each rank and explore what it issued; return what each rank raised.
 
     A rank whose GPU would wait for ever ends with ``Hung``.
@@ -351,7 +377,7 @@ def run(P: int, program: Callable[[Rank], None], *, seeds: int = 0) -> list[Exce
         AssertionError: something is wrong in an order of execution, or a check of a rank failed.
         TimeoutError: a rank's host hangs; the message has its stack.
     """
-    machine = Machine(P, seeds=seeds)
+    machine = Machine(P, seeds=seeds, one_queue=one_queue)
     ranks = [Rank(machine, rank) for rank in range(P)]
     ended: dict[int, Exception | None] = {}
 

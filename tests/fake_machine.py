@@ -1,5 +1,8 @@
 """GPUs as queues of operations, one queue per stream; every order of execution is explored.
 
+With ``one_queue`` all streams of a GPU share a queue, as under ``CUDA_DEVICE_MAX_CONNECTIONS=1``:
+each operation ends before the GPU begins the next one that its host has issued.
+
 Hosts never read what a GPU has done, so they may run ahead of it. When ranks meet, all issued
 operations are executed in every possible order, or in some random ones. Kernels and copies have a
 beginning and an end, between which other operations may run. The simulation detects
@@ -12,7 +15,7 @@ It does not simulate bytes but rows: each holds a tag that names its contents.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +59,10 @@ class State(NamedTuple):
 class Machine:
     """The GPUs of all ranks."""
 
-    def __init__(self, P: int, *, seeds: int = 0) -> None:
-        self.P, self.seeds = P, seeds
+    def __init__(self, P: int, *, seeds: int = 0, one_queue: bool = False) -> None:
+        self.P, self.seeds, self.one_queue = P, seeds, one_queue
         self.queues: list[list[Op]] = []
+        self.issued: list[list[int]] = [[] for _ in range(P)]  # by each rank: streams, in order
         self.states = {State((), (), frozenset())}
         self.explored = 0
         self.host_words: dict[int, torch.Tensor] = {}  # of hosts, by address
@@ -68,6 +72,11 @@ class Machine:
         """Return a new storage, capture or address."""
         self._last += 1 << 20
         return self._last
+
+    def add(self, rank: int, stream: int, ops: Sequence[Op]) -> None:
+        """Issue operations on a rank's stream."""
+        self.queues[stream].extend(ops)
+        self.issued[rank].extend([stream] * len(ops))
 
     # --- exploring
 
@@ -108,8 +117,9 @@ class Machine:
 
     def _steps(self, state: State, chance: random.Random | None = None) -> Iterator[State]:
         words = dict(state.words)
-        order = [i for i, n in enumerate(state.done) if n < len(self.queues[i])]
-        ready = [i for i in order if self._ready(self.queues[i][state.done[i]], state, words)]
+        ready = [
+            i for i in self._next(state) if self._ready(self.queues[i][state.done[i]], state, words)
+        ]
         if chance is not None:
             chance.shuffle(ready)
         for i in ready:
@@ -119,6 +129,13 @@ class Machine:
                 return
         for i in ready:
             yield self._step(i, state, words)
+
+    def _next(self, state: State) -> list[int]:
+        """Return the streams that have an operation which is not behind another in its queue."""
+        if not self.one_queue:
+            return [i for i, n in enumerate(state.done) if n < len(self.queues[i])]
+        done = [sum(state.done[i] for i in set(streams)) for streams in self.issued]
+        return [streams[n] for streams, n in zip(self.issued, done, strict=True) if streams[n:]]
 
     def _ready(self, op: Op, state: State, words: dict[int, int]) -> bool:
         if op.kind == "after":

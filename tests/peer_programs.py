@@ -23,20 +23,27 @@ def order_of(P: int) -> TokenOrder:
     return TokenOrder(P, ((0, P), (P, ROWS * P)))
 
 
-def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
-    """Gather tokens of ``wide`` elements; check each piece as it arrives."""
+def nothing() -> None:
+    pass
+
+
+def gather(
+    rank: Rank,
+    memory: PeerMemory,
+    turn: Any,
+    wide: int = 1,
+    between: Callable[[], None] = nothing,
+) -> FakeTensor:
+    """Gather tokens of ``wide`` elements; check each piece as it arrives, and call ``between``."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
     with rank.outside_the_call():
         rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
-    return gather_of(rank, memory, x, turn)
-
-
-def gather_of(rank: Rank, memory: PeerMemory, x: Any, turn: Any) -> FakeTensor:
     one = PeerGather(x, order_of(rank.P), memory)
     tokens: Any = one.tokens
     for piece, (start, end) in enumerate(order_of(rank.P).pieces):
         one.wait(piece)
         rank.expect(tokens[start:end], [(turn, r, piece) for r in range(rank.P)])
+        between()
     return tokens
 
 
@@ -98,6 +105,17 @@ def two_streams_of_sums(rank: Rank) -> None:
         scatter(rank, memory, 1)
     with own_stream(rank):
         gather(rank, memory, 2)
+
+
+def training(rank: Rank) -> None:
+    """What two steps issue under sequence parallelism: copies, with collectives between them."""
+    hidden, dhidden = memory_of(rank), memory_of(rank)
+    for turn in range(2):
+        gather(rank, hidden, (turn, "forward"), between=rank.all_reduce)
+        for _ in range(2):
+            rank.all_reduce()
+        gather(rank, hidden, (turn, "backward"))
+        scatter(rank, dhidden, turn)
 
 
 def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph") -> Graph:
@@ -205,7 +223,7 @@ def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = r
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     program.__name__: program
     for program in (
-        turns, sums, chunks, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
+        turns, sums, chunks, training, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
         graph_of_sums, graph_of_two_streams, failed_capture, exception,
     )
 }  # fmt: skip

@@ -27,6 +27,7 @@ from tests.peer_programs import (
     memory_of,
     scatter,
     sums,
+    training,
     turns,
     two_streams,
     two_streams_of_sums,
@@ -50,6 +51,13 @@ def test_every_order_of_two_ranks(name):
 @pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (3, 4))))
 def test_many_orders_of_more_ranks(name, P):
     assert fake_cuda.run(P, SCENARIOS[name], seeds=3) == [None] * P
+
+
+@pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (2, 4))))
+def test_one_queue_for_all_streams_of_a_gpu(name, P):
+    """As under ``CUDA_DEVICE_MAX_CONNECTIONS=1``: what waits there stops all that comes behind."""
+    seeds = 0 if P == 2 else 3
+    assert fake_cuda.run(P, SCENARIOS[name], seeds=seeds, one_queue=True) == [None] * P
 
 
 STEPS: dict[Use, int] = {gather: 22, scatter: 25}  # calls of CUDA in a use with one peer
@@ -358,6 +366,22 @@ def writable_since_the_failed_capture(patch: pytest.MonkeyPatch) -> None:
         self._writable = writable
 
     patch.setattr(PeerMemory, "open", wrong)
+
+
+def test_a_wait_that_stops_what_it_waits_for_is_found(monkeypatch):
+    """Ranks say that they are ready after they wait for it: right on streams of their own."""
+    real = PeerMemory.pull
+
+    def wrong(self: Any, copies: Any) -> Any:
+        tell, self._tell_ready = self._tell_ready, []
+        arrivals = real(self, copies)
+        self._driver.enqueue(tell, self._driver.current_stream())
+        self._tell_ready = tell
+        return arrivals
+
+    monkeypatch.setattr(PeerMemory, "pull", wrong)
+    assert fake_cuda.run(2, training) == [None, None]
+    assert [type(error) for error in fake_cuda.run(2, training, one_queue=True)] == [Hung, Hung]
 
 
 def of_one_rank(rank: Rank) -> None:
