@@ -5,6 +5,7 @@ The mistakes are planted on two gloo ranks, one for each check, and must be foun
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,9 +61,14 @@ def torchrun(
 
 
 def failing(done: subprocess.CompletedProcess[str]) -> str:
-    """What the program says of failing checks, for a message; else the end of its errors."""
+    """What the program says of failing checks, and what the first rank that raised says.
+
+    Behind that come the errors of ranks that waited for it, and torchrun's. Else their end.
+    """
     lines = [line for line in done.stdout.splitlines() if ": ok (" not in line]
-    return "\n".join(lines + (done.stderr[-4000:].splitlines() if done.returncode else []))
+    first = re.search(r"^rank \d+ raised ", done.stderr, re.MULTILINE)
+    errors = done.stderr[first.start() :][:4000] if first else done.stderr[-4000:]
+    return "\n".join(lines + (errors.splitlines() if done.returncode else []))
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=on_gpus(n)) for n in (2, 4)])
@@ -82,6 +88,13 @@ def test_every_check_passes_over_gloo():
     total = len(CPU_CHECKS)
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:total]] == CPU_CHECKS
     assert done.stdout.endswith(f"{total} of {total} checks passed on 2 ranks\nok\n")
+
+
+def test_the_first_error_is_shown_before_those_that_follow_from_it():
+    said = "warning\nrank 0 raised Traceback\nOutOfMemoryError\n"
+    stderr = said + "rank 1 waited in vain\n" * 1000
+    done = subprocess.CompletedProcess([], 1, "memory: ok (2.4 s)\ngradients: ", stderr)
+    assert failing(done).startswith("gradients: \nrank 0 raised Traceback\nOutOfMemoryError\n")
 
 
 @pytest.mark.parametrize("check", ["subgroups", "heads", "check_ranks"])
