@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,7 +125,8 @@ def rank_measure(group: Any, config: RunConfig) -> tuple[list[MeanRecord], float
         "filtered": ours(schedule="auto", filter_eps=EPS),
         "dropped": functools.partial(drop_tiles, eps=EPS),
     }
-    records = measure(trainer, BATCHES, heads)
+    (*earlier, (last, records)) = measure(trainer, BATCHES, heads)
+    assert [*(n for n, _ in earlier), last] == list(range(2, BATCHES + 1))
     assert vars(model.output_layer) == before
 
     if config.head.filter_eps is not None:
@@ -199,6 +202,23 @@ def test_a_checkpoint_is_measured(pool: RankPool, tmp_path: Path) -> None:
     assert found["about"].items() >= expected.items()
     assert found["about"]["config"]["head.filter_eps"] == EPS
     assert {"hardware", "commit", "torch", "command"} <= found["about"].keys()
+    assert [record["head"] for record in found["records"]] == [*HEADS] * 4
+
+
+def rank_bench_cut_short(group: Any, out_dir: Path) -> None:
+    def cut_short(*args: Any) -> Any:
+        yield from itertools.islice(measure(*args), 2)
+        raise KeyboardInterrupt
+
+    patched = mock.patch.object(mean_gradient, "measure", cut_short)
+    with patched, contextlib.suppress(KeyboardInterrupt):
+        rank_bench(group, out_dir, 4)
+
+
+def test_an_interrupted_benchmark_leaves_what_it_has(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(rank_bench_cut_short, tmp_path)
+    found = json.loads((tmp_path / "found.x.json").read_text())
+    assert (found["about"]["batches"], found["about"]["unseen_batches"]) == (3, 3)
     assert [record["head"] for record in found["records"]] == [*HEADS] * 4
 
 

@@ -6,7 +6,7 @@ Schedule recompute, EXACT, is what other heads are compared with.
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,14 +138,25 @@ def _rounded(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def measure(trainer: Trainer, batches: int, heads: dict[str, Head]) -> list[MeanRecord]:
-    """Return the records of each group and head at the trainer's weights and position.
+def measure(
+    trainer: Trainer, batches: int, heads: dict[str, Head]
+) -> Iterator[tuple[int, list[MeanRecord]]]:
+    """Yield how many batches were read, from two on, and records of each group and head over them.
 
-    Holds sums of gradients, for EXACT and each head, and the exact gradient of one batch.
+    All at the trainer's weights and position. Holds sums of gradients, for EXACT and each head, and
+    the exact gradient of one batch.
     """
     groups, size = groups_of(trainer), trainer.config.data.batch_size
     exact = [Moments() for _ in groups]
     errors = {name: [Moments() for _ in groups] for name in heads}
+
+    def records() -> list[MeanRecord]:
+        return [
+            MeanRecord.of(name, group, exact[i], errors[name][i])
+            for i, group in enumerate(groups)
+            for name in heads
+        ]
+
     for i in range(batches):
         start = time.perf_counter()
         batch = trainer.corpus.train_batch(trainer.samples + i * size, size)
@@ -159,11 +170,8 @@ def measure(trainer: Trainer, batches: int, heads: dict[str, Head]) -> list[Mean
                 moments.add(group.gradient().sub_(x))
         del truth
         say(f"batch {i + 1} of {batches}, {time.perf_counter() - start:.1f} s")
-    return [
-        MeanRecord.of(name, group, exact[i], errors[name][i])
-        for i, group in enumerate(groups)
-        for name in heads
-    ]
+        if i:
+            yield i + 1, records()
 
 
 def _differentiate(trainer: Trainer, batch: tuple[Tensor, Tensor], head: Head) -> None:

@@ -60,7 +60,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def bench(settings: Settings, trainer: Trainer) -> None:
-    """Measure at the newest checkpoint, print a table and write the result file."""
+    """Measure at the newest checkpoint, write the result file after each batch, print a table."""
     size, N = settings.data.batch_size, settings.batches
     facts = {
         **facts_of(trainer, PROGRAM),
@@ -71,12 +71,12 @@ def bench(settings: Settings, trainer: Trainer) -> None:
     if facts["unseen_batches"] < N:
         trained_on = N - facts["unseen_batches"]
         say(f"{trained_on} of the {N} batches are text that the run was trained on")
-    records = measure(trainer, N, HEADS)
-    console().print(table(records, facts))
     path = with_suffix(settings.out, ".json")
-    write_json(
-        path, {"about": facts, "records": [dataclasses.asdict(record) for record in records]}
-    )
+    for n, records in measure(trainer, N, HEADS):
+        so_far = {"batches": n, "unseen_batches": min(facts["unseen_batches"], n)}
+        rows = [dataclasses.asdict(record) for record in records]
+        write_json(path, {"about": facts | so_far, "records": rows})
+    console().print(table(records, facts))
     say(f"records in {path}")
 
 
