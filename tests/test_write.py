@@ -115,7 +115,8 @@ def bench_mean_gradient(stem: Path, patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
     from flce_dist.launch.bench import mean_gradient
 
-    for name, value in {"facts_of": {"step": 0}, "unseen": 1, "measure": []}.items():
+    known = {"facts_of": {"step": 0}, "unseen": 1, "measure": [(2, [])]}
+    for name, value in known.items():
         patch.setattr(mean_gradient, name, lambda *args, value=value: value)
     data, model = SimpleNamespace(batch_size=1), SimpleNamespace(seq_length=1)
     settings: Any = SimpleNamespace(batches=1, out=stem, data=data, model=model)
