@@ -1,4 +1,4 @@
-"""Programs of the ranks of fake_cuda.py that use the real PeerMemory; right in every order."""
+"""Programs of the ranks of fake_ranks.py that use the real PeerMemory; right in every order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,9 +9,15 @@ import torch
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
-from tests.fake_cuda import FakeTensor, Fault, Graph, Rank, Storage, Stream
+from tests.fake_cuda import FakeTensor, Graph, Storage, Stream
+from tests.fake_ranks import Fault, Rank
 
 ROWS = 2  # of each rank, one in each piece
+
+
+def name_of(program: Any) -> str:
+    """The id of a test of a program, or of another value."""
+    return getattr(getattr(program, "func", program), "__name__", str(program))
 
 
 def memory_of(rank: Rank) -> PeerMemory:

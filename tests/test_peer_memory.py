@@ -3,7 +3,6 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,8 +11,8 @@ import torch
 
 from flce_dist.parallel import peer_memory, peer_watch, transport
 from flce_dist.parallel.peer_memory import PeerMemory
-from tests import fake_cuda
-from tests.fake_cuda import Hung, Rank, Stream
+from tests import fake_ranks
+from tests.fake_ranks import Hung, Rank
 from tests.peer_programs import (
     SCENARIOS,
     Use,
@@ -22,15 +21,9 @@ from tests.peer_programs import (
     failed_capture,
     failing,
     gather,
-    graph,
-    graph_of_one_rank,
     memory_of,
+    name_of,
     scatter,
-    sums,
-    training,
-    turns,
-    two_streams,
-    two_streams_of_sums,
 )
 from tests.processes import LAST_RESORT_S
 
@@ -45,19 +38,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[peer_watch.Wait]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_order_of_two_ranks(name):
-    assert fake_cuda.run(2, SCENARIOS[name]) == [None, None]
+    assert fake_ranks.run(2, SCENARIOS[name]) == [None, None]
 
 
 @pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (3, 4))))
 def test_many_orders_of_more_ranks(name, P):
-    assert fake_cuda.run(P, SCENARIOS[name], seeds=3) == [None] * P
+    assert fake_ranks.run(P, SCENARIOS[name], seeds=3) == [None] * P
 
 
 @pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (2, 4))))
 def test_one_queue_for_all_streams_of_a_gpu(name, P):
     """As under ``CUDA_DEVICE_MAX_CONNECTIONS=1``: what waits there stops all that comes behind."""
     seeds = 0 if P == 2 else 3
-    assert fake_cuda.run(P, SCENARIOS[name], seeds=seeds, one_queue=True) == [None] * P
+    assert fake_ranks.run(P, SCENARIOS[name], seeds=seeds, one_queue=True) == [None] * P
 
 
 STEPS: dict[Use, int] = {gather: 22, scatter: 25}  # calls of CUDA in a use with one peer
@@ -65,10 +58,6 @@ STEPS: dict[Use, int] = {gather: 22, scatter: 25}  # calls of CUDA in a use with
 
 def steps(uses: dict[Use, int]) -> list[tuple[Use, int]]:
     return [(use, at) for use, n in uses.items() for at in range(1, n + 1)]
-
-
-def ids(value: Any) -> str:
-    return getattr(getattr(value, "func", value), "__name__", str(value))
 
 
 def test_all_steps_are_tried():
@@ -80,27 +69,27 @@ def test_all_steps_are_tried():
             use(rank, memory, 2)
             assert rank.calls - before == most
 
-    assert fake_cuda.run(2, count) == [None, None]
+    assert fake_ranks.run(2, count) == [None, None]
 
 
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=ids)
+@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
 @pytest.mark.parametrize("who", [range(8), [1]], ids=["all", "one"])
 def test_a_capture_that_fails_anywhere(use, at, who):
     def program(rank: Rank) -> None:
         failed_capture(rank, at, use, who)
 
-    assert fake_cuda.run(2, program, seeds=2) == [None, None]
+    assert fake_ranks.run(2, program, seeds=2) == [None, None]
 
 
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=ids)
+@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
 def test_all_ranks_raise_anywhere_and_call_again(use, at):
-    assert fake_cuda.run(3, lambda rank: exception(rank, at, use), seeds=2) == [None] * 3
+    assert fake_ranks.run(3, lambda rank: exception(rank, at, use), seeds=2) == [None] * 3
 
 
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=ids)
+@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
 def test_one_rank_raises_anywhere_and_no_data_are_mixed(use, at):
     """Its next call names the ranks that did not join; they wait for it until their limit."""
-    ended = fake_cuda.run(3, lambda rank: exception(rank, at, use, [1]), seeds=2)
+    ended = fake_ranks.run(3, lambda rank: exception(rank, at, use, [1]), seeds=2)
     raised = isinstance(ended[1], RuntimeError)
     assert raised or ended == [None] * 3  # that step is behind the last
     assert not raised or (isinstance(ended[0], Hung) and isinstance(ended[2], Hung))
@@ -112,7 +101,7 @@ def test_ranks_raise_at_different_places_and_no_data_are_mixed(use):
         exception(rank, places[rank.rank], use)
 
     for places in itertools.product(range(1, STEPS[use], 3), repeat=2):
-        ended = fake_cuda.run(2, functools.partial(program, places=places), seeds=1)
+        ended = fake_ranks.run(2, functools.partial(program, places=places), seeds=1)
         assert all(error is None or isinstance(error, RuntimeError) for error in ended), ended
 
 
@@ -130,7 +119,7 @@ def test_a_capture_goes_on_after_a_call_that_raised():
             gather(rank, memory, 5)
         gather(rank, memory, 6)
 
-    assert fake_cuda.run(2, program) == [None, None]
+    assert fake_ranks.run(2, program) == [None, None]
 
 
 def test_ranks_that_meet_for_different_reasons_raise():
@@ -139,7 +128,7 @@ def test_ranks_that_meet_for_different_reasons_raise():
         with pytest.raises(RuntimeError, match=r"rank 0 takes 8 bytes.*; rank 1 gives memory back"):
             gather(rank, memory, 1) if rank.rank == 0 else memory.release()
 
-    assert fake_cuda.run(2, program) == [None, None]
+    assert fake_ranks.run(2, program) == [None, None]
 
 
 # --- waits that last too long
@@ -166,7 +155,7 @@ def hung_replay(rank: Rank) -> PeerMemory:
 @pytest.mark.parametrize(
     ("program", "peers"),
     [(hung_gather, 3), (hung_gather, 2), (hung_replay, 2)],
-    ids=ids,
+    ids=name_of,
 )
 def test_a_wait_without_end_is_noticed(program, peers, watched):
     said = "rank 1 has waited 12 s for ranks [0] to publish tokens"
@@ -175,7 +164,7 @@ def test_a_wait_without_end_is_noticed(program, peers, watched):
     def note(rank: Rank) -> None:
         memories[rank.rank] = rank, program(rank)
 
-    ended = fake_cuda.run(peers, note, seeds=0 if peers == 2 else 5)
+    ended = fake_ranks.run(peers, note, seeds=0 if peers == 2 else 5)
     assert [type(error) for error in ended] == [type(None), *[Hung] * (peers - 1)]
     rank, memory = memories[1]
     rank.machine.show_host_words()
@@ -266,158 +255,16 @@ def test_a_check_that_fails_on_a_rank_ends_the_simulation():
             gather(rank, memory_of(rank), 1)
 
     with pytest.raises(AssertionError, match="rank 0: DID NOT RAISE Hung"):
-        fake_cuda.run(2, program)
+        fake_ranks.run(2, program)
 
 
 def test_a_host_that_hangs_ends_the_simulation(monkeypatch):
-    monkeypatch.setattr(fake_cuda, "STUCK_S", 1)
+    monkeypatch.setattr(fake_ranks, "STUCK_S", 1)
     never = threading.Event()
 
     def program(rank: Rank) -> None:
         never.wait()
 
     with pytest.raises(TimeoutError, match=r"(?s)rank 0 has called nothing for 1 s.*never\.wait"):
-        fake_cuda.run(1, program)
+        fake_ranks.run(1, program)
     never.set()
-
-
-# --- planted mistakes
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def without(name: str) -> Plant:
-    """A list of stream operations is empty."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        init = PeerMemory.__init__
-
-        def wrong(self: Any, *args: Any) -> None:
-            init(self, *args)
-            setattr(self, name, [])
-
-        patch.setattr(PeerMemory, "__init__", wrong)
-
-    plant.__name__ = f"without{name}"
-    return plant
-
-
-def moved(name: str, behind: str) -> Plant:
-    """A list of stream operations comes after another one."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        init = PeerMemory.__init__
-
-        def wrong(self: Any, *args: Any) -> None:
-            init(self, *args)
-            setattr(self, behind, getattr(self, behind) + getattr(self, name))
-            setattr(self, name, [])
-
-        patch.setattr(PeerMemory, "__init__", wrong)
-
-    plant.__name__ = f"{name}_behind{behind}"
-    return plant
-
-
-def use_left_open_to_the_next(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PeerMemory, "close", lambda self: setattr(self, "_capture", None))
-
-
-def copies_without_the_current_stream(patch: pytest.MonkeyPatch) -> None:
-    real = Stream.wait_stream
-
-    def wrong(self: Any, other: Any) -> None:
-        if self is self.rank.current:
-            real(self, other)
-
-    patch.setattr(Stream, "wait_stream", wrong)
-
-
-def arrivals_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(peer_memory.Arrival, "wait", lambda self: self._outs.clear())
-
-
-def memory_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rank, "keep", lambda *_: None)
-
-
-def blocks_of_graphs_dropped(patch: pytest.MonkeyPatch) -> None:
-    block = property(lambda self: False, lambda self, value: None)
-    patch.setattr(fake_cuda.FakeBlock, "in_graph", block, raising=False)
-
-
-def blocks_of_own_graphs_alone(patch: pytest.MonkeyPatch) -> None:
-    def meet(self: Any, what: str) -> None:
-        self._driver.meet(what)
-
-    patch.setattr(PeerMemory, "_meet", meet)
-
-
-def exceptions_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PeerMemory, "_recover", lambda self, capture: None)
-
-
-def writable_since_the_failed_capture(patch: pytest.MonkeyPatch) -> None:
-    real = PeerMemory.open
-
-    def wrong(self: Any, nbytes: int) -> None:
-        writable = self._capture is not None and self._writable
-        real(self, nbytes)
-        self._writable = writable
-
-    patch.setattr(PeerMemory, "open", wrong)
-
-
-def test_a_wait_that_stops_what_it_waits_for_is_found(monkeypatch):
-    """Ranks say that they are ready after they wait for it: right on streams of their own."""
-    real = PeerMemory.pull
-
-    def wrong(self: Any, copies: Any) -> Any:
-        tell, self._tell_ready = self._tell_ready, []
-        arrivals = real(self, copies)
-        self._driver.enqueue(tell, self._driver.current_stream())
-        self._tell_ready = tell
-        return arrivals
-
-    monkeypatch.setattr(PeerMemory, "pull", wrong)
-    assert fake_cuda.run(2, training) == [None, None]
-    assert [type(error) for error in fake_cuda.run(2, training, one_queue=True)] == [Hung, Hung]
-
-
-def of_one_rank(rank: Rank) -> None:
-    exception(rank, 3, gather, [1])
-
-
-@pytest.mark.parametrize(
-    ("plant", "program"),
-    [
-        (without("_await_free"), turns),
-        (without("_await_ready"), turns),
-        (without("_tell_ready"), turns),
-        (without("_tell_free"), turns),
-        (moved("_tell_ready", "_await_free"), turns),
-        (moved("_tell_free", "_await_ready"), turns),
-        (use_left_open_to_the_next, two_streams),
-        (use_left_open_to_the_next, two_streams_of_sums),
-        (copies_without_the_current_stream, two_streams),
-        (arrivals_not_awaited, turns),
-        (arrivals_not_awaited, sums),
-        (memory_not_kept, functools.partial(exception, at=18)),
-        (blocks_of_graphs_dropped, graph),
-        (blocks_of_own_graphs_alone, graph_of_one_rank),
-        (exceptions_forgotten, functools.partial(exception, at=5)),
-        (exceptions_forgotten, of_one_rank),
-        (writable_since_the_failed_capture, functools.partial(failed_capture, at=3)),
-    ],
-    ids=ids,
-)
-def test_a_mistake_is_found(plant, program, monkeypatch):
-    plant(monkeypatch)
-    try:
-        ended = fake_cuda.run(2, program, seeds=60)
-    except AssertionError:
-        return
-    if program is of_one_rank:
-        assert not isinstance(ended[1], RuntimeError)
-    else:
-        assert ended != [None, None]

@@ -1,7 +1,7 @@
 """CUDA as peer memory uses it: streams, their memory operations, memory shared between GPUs.
 
 ``peer_memory.py`` has the protocol and uses CUDA through ``PeerDriver`` alone. Tests replace it by
-one that explores every order in which streams may run (tests/fake_cuda.py).
+one that explores every order in which streams may run (tests/fake_ranks.py).
 """
 
 import functools

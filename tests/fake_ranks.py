@@ -1,0 +1,247 @@
+"""Ranks whose GPU is that of fake_cuda.py: threads, of which one runs until it meets the others."""
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.fake_cuda import FakeBlock, FakeTensor, Graph, Storage, Stream
+from tests.fake_machine import Machine, Op, Wrong
+
+STUCK_S = 60  # a host that calls nothing for so many seconds hangs; a turn takes milliseconds
+
+
+class Hung(RuntimeError):
+    """This rank's GPU waits for ever; the watchdog would end its process."""
+
+
+class Fault(RuntimeError):
+    """A planted failure."""
+
+
+class Rank:
+    """One rank's host and GPU; also what PeerDriver is to PeerMemory."""
+
+    limit_s = 10.0
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine, self.rank, self.P, self.where = machine, rank, machine.P, f"rank {rank}"
+        self.streams: list[int] = []
+        self.free: dict[tuple[Stream, int], list[int]] = {}
+        self.graph: Graph | None = None
+        self.current = Stream(self)
+        self._collectives = Stream(self), 0  # and how many were issued there
+        self.faults_in = -1
+        self.calls = 0
+        self._words: list[torch.Tensor] = []
+        self.said: str | None = None
+        self.heard: list[str] | Exception = []
+        self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+
+    def fault(self) -> None:
+        """Raise if this call was chosen to fail."""
+        self.calls += 1
+        self.faults_in -= 1
+        if self.faults_in == 0:
+            raise Fault
+
+    @contextmanager
+    def outside_the_call(self) -> Iterator[None]:
+        """Calls in this block neither count as steps nor fail."""
+        steps = self.calls, self.faults_in
+        self.faults_in = 0
+        yield
+        self.calls, self.faults_in = steps
+
+    # --- what PeerDriver has
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def side_stream(self) -> Stream:
+        return Stream(self)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def capture(self) -> int:
+        return 0 if self.current._graph is None else self.current._graph.id
+
+    def shared(self, nbytes: int) -> FakeBlock:
+        number = self.machine.number()
+        return FakeBlock(self, nbytes, [int(word) for word in self.meet(str(number))])
+
+    def keep(self, x: FakeTensor, stream: Stream) -> None:
+        if isinstance(x.storage, Storage):
+            x.storage.used_by.append(stream)
+
+    def host_words(self, n: int) -> torch.Tensor:
+        self._words.append(torch.zeros(n, dtype=torch.int32))
+        for word in self._words[-1].unbind():
+            self.machine.host_words[word.data_ptr()] = word
+        return self._words[-1]
+
+    def put(self, address: int, value: int) -> Op:
+        return Op("host" if address in self.machine.host_words else "put", address, value)
+
+    def wait_for(self, address: int, value: int) -> Op:
+        return Op("wait", address, value)
+
+    def enqueue(self, operations: list[Op], stream: Stream) -> None:
+        self.fault()
+        stream.add(*operations)
+
+    def meet(self, message: str) -> list[str]:
+        self.said = message
+        self.paused.release()
+        self.runs.acquire()
+        self.said = None
+        if isinstance(self.heard, Exception):
+            raise self.heard
+        return self.heard
+
+    def snapshot(self, x: FakeTensor, out: torch.Tensor) -> bool:
+        base = x.storage + x.start
+        out.copy_(torch.tensor([self.machine.word(base + 4 * i) for i in range(len(out))]))
+        return True
+
+    # --- what tests do
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FakeTensor:
+        self.fault()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        tensor = FakeTensor(self, Storage(self, nbytes), 0, shape, dtype)
+        if self.graph is not None:
+            self.graph.tensors.append(tensor)
+        return tensor
+
+    def launch(
+        self,
+        reads: list[FakeTensor],
+        writes: list[FakeTensor],
+        run: Callable[[list[Any]], list[Any]],
+    ) -> None:
+        """Run a kernel or a copy on the current stream."""
+        self.fault()
+        for tensor in (*reads, *writes):
+            tensor.check_mapped()
+        if self.current._graph is not None:
+            self.current._graph.tensors += [*reads, *writes]
+        rows = [tuple(row for x in tensors for row in x.rows) for tensors in (reads, writes)]
+        self.current.add(
+            Op("begin", reads=rows[0], writes=rows[1]),
+            Op("end", reads=rows[0], writes=rows[1], run=run),
+        )
+
+    def all_reduce(self) -> None:
+        """Issue a collective as NCCL does: a kernel that ends once all ranks' have begun."""
+        stream, n = self._collectives
+        self._collectives = stream, n + 1
+
+        def begun(at: int, by: int) -> int:
+            return -1 - (n * self.P + at) * self.P - by  # no address of the machine
+
+        others = [rank for rank in range(self.P) if rank != self.rank]
+        stream.wait_stream(self.current)
+        stream.add(
+            *(Op("put", begun(at=rank, by=self.rank), 1) for rank in others),
+            *(Op("wait", begun(at=self.rank, by=rank), 1) for rank in others),
+        )
+        self.current.wait_stream(stream)
+
+    def fill(self, x: FakeTensor, tags: list[Any]) -> FakeTensor:
+        self.launch([], [x], lambda _: tags)
+        return x
+
+    def expect(self, x: FakeTensor, tags: list[Any]) -> None:
+        def check(found: list[Any]) -> list[Any]:
+            if found != tags:
+                raise Wrong(f"rank {self.rank} expected {tags}, found {found}")
+            return []
+
+        self.launch([x], [], check)
+
+    @contextmanager
+    def capturing(self) -> Iterator[Graph]:
+        """Capture what is issued on the current stream; discard it if the block raises."""
+        self.graph = graph = Graph(self, self.current)
+        try:
+            yield graph
+            graph.check_joined()
+        finally:
+            self.graph = None
+
+
+def run(
+    P: int, program: Callable[[Rank], None], *, seeds: int = 0, one_queue: bool = False
+) -> list[Exception | None]:
+    """Run ``program`` on each rank and explore what it issued; return what each rank raised.
+
+    A rank whose GPU would wait for ever ends with ``Hung``.
+
+    Raises:
+        AssertionError: something is wrong in an order of execution, or a check of a rank failed.
+        TimeoutError: a rank's host hangs; the message has its stack.
+    """
+    machine = Machine(P, seeds=seeds, one_queue=one_queue)
+    ranks = [Rank(machine, rank) for rank in range(P)]
+    ended: dict[int, Exception | None] = {}
+
+    def host(rank: Rank) -> None:
+        rank.runs.acquire()
+        try:
+            program(rank)
+            ended[rank.rank] = None
+        except Exception as error:
+            ended[rank.rank] = error
+        except BaseException as error:  # pytest.fail, which also ends a pytest.raises in vain
+            failed = AssertionError(f"rank {rank.rank}: {error}")
+            ended[rank.rank] = failed.with_traceback(error.__traceback__)
+        rank.paused.release()
+
+    threads = [threading.Thread(target=host, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for rank in ranks:
+        _take_turn(rank, threads[rank.rank])
+    while True:
+        machine.explore()
+        waiting = [rank for rank in ranks if rank.rank not in ended]
+        hung = [rank for rank in ranks if not machine.drained(rank.streams)]
+        if not waiting:
+            break
+        for rank in waiting:
+            missing = [r for r in range(P) if r in ended or ranks[r] in hung]
+            words = [other.said or "" for other in ranks]
+            rank.heard = RuntimeError(f"ranks {missing} did not come") if missing else words
+            if rank in hung:
+                rank.heard = Hung(f"rank {rank.rank}")
+        for rank in waiting:
+            _take_turn(rank, threads[rank.rank])
+    for rank in hung:
+        ended[rank.rank] = ended[rank.rank] or Hung(f"rank {rank.rank}")
+    for error in ended.values():
+        if isinstance(error, AssertionError):
+            raise error
+    return [ended[rank] for rank in range(P)]
+
+
+def _take_turn(rank: Rank, host: threading.Thread) -> None:
+    """Let the rank's host run until it meets the others or ends."""
+    rank.runs.release()
+    calls, idle_s = rank.calls, 0
+    while not rank.paused.acquire(timeout=1.0):
+        idle_s = idle_s + 1 if rank.calls == calls else 0
+        calls = rank.calls
+        if idle_s >= STUCK_S:
+            stack = "".join(traceback.format_stack(sys._current_frames()[host.ident or 0]))
+            raise TimeoutError(f"rank {rank.rank} has called nothing for {idle_s} s, in\n{stack}")
