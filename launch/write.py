@@ -5,10 +5,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -54,3 +57,9 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace ``path`` by JSON in one step, or raise ``RunError``; null for what is not finite."""
     write_text(path, strict_json(content) + "\n")
+
+
+def write_figure(path: Path, figure: "Figure", dpi: int) -> None:
+    """Replace ``path`` by a PNG in one step, or raise ``RunError``."""
+    with replacing(path) as scratch:
+        figure.savefig(scratch, format="png", dpi=dpi)

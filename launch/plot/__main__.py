@@ -33,7 +33,7 @@ from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.plot.training import is_training, training_figure
 from flce_dist.launch.program import run_program
-from flce_dist.launch.write import writing
+from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import ConfigError
 
 FIGURES = {"latency": latency, "memory": memory, "dial": dial, "forward": forward_grid}
@@ -107,9 +107,7 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         sides = ("left: ", "right: ") if len(captions) > 1 else ("",)
         below = "\n".join(map("".join, zip(sides, captions, strict=True)))
         figure.supxlabel(below, fontsize=7, color="dimgray")
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=130)
+        write_figure(path, figure, dpi=130)
     return [path for path, *_ in drawn]
 
 

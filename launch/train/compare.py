@@ -19,7 +19,7 @@ from flce_dist.launch.train.head import (
     run_head,
     time_head_ms,
 )
-from flce_dist.launch.write import write_json, writing
+from flce_dist.launch.write import write_figure, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,9 +111,7 @@ def print_table(numbers: dict[str, Any]) -> None:
 def write_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
     """Write compare.json and compare.png."""
     write_json(out_dir / "compare.json", numbers)
-    path = out_dir / "compare.png"
-    with writing(path):
-        comparison_figure(numbers).savefig(path, dpi=120)
+    write_figure(out_dir / "compare.png", comparison_figure(numbers), dpi=120)
 
 
 def comparison_figure(numbers: dict[str, Any]) -> "Figure":

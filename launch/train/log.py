@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.strict_json import strict_json
-from flce_dist.launch.write import replacing, writing
+from flce_dist.launch.write import replacing, write_figure, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
@@ -144,6 +144,4 @@ def plot_loss_curve(out_dir: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = out_dir / "loss.png"
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    write_figure(out_dir / "loss.png", figure, dpi=120)
