@@ -73,7 +73,7 @@ def bench(settings: Settings, trainer: Trainer) -> None:
         say(f"{trained_on} of the {N} batches are text that the run was trained on")
     path = with_suffix(settings.out, ".json")
     for n, records in measure(trainer, N, HEADS):
-        so_far = {"batches": n, "unseen_batches": min(facts["unseen_batches"], n)}
+        so_far = {"batches": n, "unseen_batches": unseen(trainer, size, n)}
         rows = [dataclasses.asdict(record) for record in records]
         write_json(path, {"about": facts | so_far, "records": rows})
     console().print(table(records, facts))
