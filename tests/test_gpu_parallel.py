@@ -31,6 +31,7 @@ from tests.processes import LAST_RESORT_S
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = LAST_RESORT_S + 60  # more than a collective may take
+PATIENCE = ["--timeout-s", f"{LAST_RESORT_S:g}"]  # other processes may use CPU and GPUs, too
 CPU_CHECKS = [name for name in gpu_parallel.CHECKS if name not in gpu_parallel.GPU_ONLY]
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 PROGRAM = ["-m", "tests.gpu_parallel"]
@@ -75,7 +76,7 @@ def failing(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize("one_connection", [False, True])
 def test_every_check_passes_over_nccl(one_connection, world_size):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one_connection else {}
-    done = torchrun(world_size, PROGRAM, "--device", "cuda", **environment)
+    done = torchrun(world_size, PROGRAM, "--device", "cuda", *PATIENCE, **environment)
     print(done.stdout)
     assert done.returncode == 0, failing(done)
     total = len(gpu_parallel.CHECKS)
@@ -83,7 +84,7 @@ def test_every_check_passes_over_nccl(one_connection, world_size):
 
 
 def test_every_check_passes_over_gloo():
-    done = torchrun(2, PROGRAM, "--device", "cpu", "--impl", "eager", "--timeout-s", "600")
+    done = torchrun(2, PROGRAM, "--device", "cpu", "--impl", "eager", *PATIENCE)
     assert done.returncode == 0, failing(done)
     total = len(CPU_CHECKS)
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:total]] == CPU_CHECKS
