@@ -1,7 +1,9 @@
 """Files that others see whole, as they were before, or not at all; what fails is one line."""
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,16 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
             reason = f"{there} is not a directory"
         sizes = "" if needed is None else f"; it needs {needed} bytes, {free} are free"
         raise RunError(f"cannot write {path}: {reason}{sizes}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``RunError`` if ``path`` cannot be written, before work that would be lost."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A file is replaced as a whole or stays as it was; what fails is one line that names it."""
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from flce_dist.launch.program import RunError, run_program
-from flce_dist.launch.write import replacing, write_json, writing
+from flce_dist.launch.write import check_writable, replacing, write_json, writing
 
 
 def test_a_file_is_there_once_it_is_written(tmp_path: Path) -> None:
@@ -67,6 +68,20 @@ def test_an_error_without_a_number_says_what_it_says(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"a: 8 requested and 3 written; it needs 8 bytes, \d+ are"):
         with writing(tmp_path / "a", 8):
             raise OSError("8 requested and 3 written")
+
+
+def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    check_writable(path)
+    assert list(path.parent.iterdir()) == []
+    path.write_text("first")
+    check_writable(path)
+    assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=rf"cannot write {tmp_path}: Is a directory$"):
+        check_writable(tmp_path)
 
 
 # --- how programs end that cannot write their results; each with a stem of result files
@@ -128,6 +143,7 @@ def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
     from flce_dist.launch.verify import __main__ as program
 
     patch.setattr(program, "_run", lambda *args: [])
+    patch.setattr(program, "check_writable", lambda path: None)  # it could be, before
     program.main(["--device", "cpu", "--output", f"{stem}.json"])
 
 
@@ -198,3 +214,38 @@ def test_a_result_that_cannot_be_written_is_one_line(
         f"error: cannot write {folder / name}: {tmp_path / 'file'} is not a directory"
     )
     assert not any(line.startswith("Traceback") for line in errors)
+
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("module", "work", "arguments"),
+    [
+        ("bench.__main__", "start", ["--config", f"{CONFIGS}/bench/smoke.yaml", "--out", "{stem}"]),
+        ("bench.filtered", "start", ["--head", "head.pt", "--out", "{stem}"]),
+        ("bench.branches", "with_run", ["--config", QUICKSTART, "--out", "{stem}"]),
+        ("bench.mean_gradient", "with_run", ["--config", QUICKSTART, "--out", "{stem}"]),
+        ("verify.__main__", "start", ["--output", "{stem}.json"]),
+    ],
+)
+def test_work_that_would_be_lost_does_not_begin(
+    module: str,
+    work: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("tyro", "rich", "megatron.core"):
+        pytest.importorskip(package)
+    program = importlib.import_module(f"flce_dist.launch.{module}")
+    begun: list[Any] = []
+    monkeypatch.setattr(program, work, lambda *args: begun.append(args))
+    if work == "with_run":
+        monkeypatch.setattr(program, "check", lambda *args: None)  # there is no run
+    (tmp_path / "file").write_text("in the way")
+    stem = tmp_path / "file" / "out"
+    with pytest.raises(RunError, match=rf"cannot write {stem}\.json: .*/file is not a directory"):
+        program.main([text.format(stem=stem) for text in arguments])
+    assert not begun

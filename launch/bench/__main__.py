@@ -45,6 +45,7 @@ from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
+from flce_dist.launch.write import check_writable
 from flce_dist.launch.yaml_config import ConfigError
 
 
@@ -56,7 +57,10 @@ def main(args: list[str] | None = None) -> int:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         show_errors=rank == 0,
     )
-    device, tp_group = start(_device_type(config))
+    device_type = _device_type(config)
+    if rank == 0:
+        check_writable(with_suffix(config.out, ".json"))
+    device, tp_group = start(device_type)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     try:
         _bench(config, device, tp_group, console)

@@ -35,7 +35,7 @@ from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
-from flce_dist.launch.write import write_json
+from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError
 
 PROGRAM = "flce_dist.launch.bench.branches"
@@ -64,6 +64,7 @@ def main(args: list[str] | None = None) -> int:
         known = ", ".join(f'"{name}"' for name in HEADS)
         raise ConfigError(f'heads must be "{EXACT}", then others of {known}, got {list(heads)}')
     check(settings, "to branch a run")
+    check_writable(with_suffix(settings.out, ".json"))
     with_run(settings, bench)
     return 0
 

@@ -14,6 +14,7 @@ the errors of leaving tiles out.
 """
 
 import dataclasses
+import os
 import random
 import shlex
 import sys
@@ -45,7 +46,7 @@ from flce_dist.launch.bench.trained_head import (
 )
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
-from flce_dist.launch.write import write_json
+from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
 from flce_dist.options import POSITIVE
 from flce_dist.testing import relative_rms
@@ -73,6 +74,9 @@ def main(args: list[str] | None = None) -> int:
         Settings, prog="python -m flce_dist.launch.bench.filtered", args=args, description=__doc__
     )
     check_ranges(settings)
+    path = with_suffix(settings.out, ".json")
+    if os.environ.get("RANK", "0") == "0":
+        check_writable(path)
     is_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     device, tp_group = start("cpu" if is_cpu else "cuda")
     batches = TrainedHead.load(settings.head, device).batches()
@@ -86,7 +90,6 @@ def main(args: list[str] | None = None) -> int:
         **about(device),
         "config": {**dataclasses.asdict(settings), "head": settings.head.name, "out": None},
     }
-    path = with_suffix(settings.out, ".json")
     for part in parts:
         found = _measure(make_part(head, part, settings.widen, tp_group), part, settings)
         free_memory(device)

@@ -36,7 +36,7 @@ from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer
-from flce_dist.launch.write import write_json
+from flce_dist.launch.write import check_writable, write_json
 from flce_dist.options import Range
 
 PROGRAM = "flce_dist.launch.bench.mean_gradient"
@@ -55,6 +55,7 @@ class Settings(RunConfig):
 def main(args: list[str] | None = None) -> int:
     settings = read_settings(Settings, args, PROGRAM, __doc__)
     check(settings, "to measure mean gradients")
+    check_writable(with_suffix(settings.out, ".json"))
     with_run(settings, bench)
     return 0
 

@@ -39,7 +39,7 @@ from flce_dist.launch.verify.cases import (
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
-from flce_dist.launch.write import write_json
+from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
 
@@ -78,6 +78,8 @@ def main(args: Sequence[str] | None = None) -> int:
     check_ranges(settings)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda needs a GPU, found none")
+    if settings.output is not None and show_errors:
+        check_writable(settings.output)
     started = time.monotonic()
     device, tp_group = start(settings.device)
     rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
