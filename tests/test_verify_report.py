@@ -1,6 +1,5 @@
 """How ``launch.verify`` reports: the worst rank, each miss, JSON."""
 
-import dataclasses
 import json
 from typing import Any
 
@@ -13,7 +12,7 @@ from flce_dist.launch.verify.cases import (
     cases,
     variants,
 )
-from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.verify.report import Record, summary, worst_of_ranks
 from flce_dist.testing import ErrorBudget
 
 
@@ -48,12 +47,23 @@ def test_the_worst_rank_counts(worst, monkeypatch):
 
 
 def test_an_error_that_is_not_finite_is_null_in_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_run", lambda *args: [record(float("nan"))])
+    monkeypatch.setattr(verify, "_tables", lambda *args: [[record(float("nan"))]])
     assert verify.main(["--device", "cpu", "--output", str(tmp_path / "verify.json")]) == 1
     text = (tmp_path / "verify.json").read_text()
     assert "NaN" not in text
     (found,) = json.loads(text)["records"]
     assert found["checks"]["loss"] == {"error": None, "budget": 1.0} and not found["met"]
+
+
+def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys):
+    def one_and_an_interrupt(*args):
+        yield [record(0.5)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "_tables", one_and_an_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        verify.main(["--device", "cpu"])
+    assert "fp32, T=1 H=2 V=3: error / budget" in capsys.readouterr().out
 
 
 def test_summary_names_each_miss():
@@ -75,4 +85,3 @@ def test_summary_names_each_miss():
     assert lines[0].startswith("MISS fp32 (1, 2, 3) plain (mean), cached: loss error 2 exceeds")
     assert lines[1].endswith("boom")
     assert lines[2].startswith("FAIL: 1 of 3 cases")
-    assert len(tables([record(0.5), dataclasses.replace(record(2.0), dtype="bf16")])) == 2

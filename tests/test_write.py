@@ -142,7 +142,7 @@ def bench_mean_gradient(stem: Path, patch: pytest.MonkeyPatch) -> None:
 def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
     from flce_dist.launch.verify import __main__ as program
 
-    patch.setattr(program, "_run", lambda *args: [])
+    patch.setattr(program, "_tables", lambda *args: [])
     patch.setattr(program, "check_writable", lambda path: None)  # it could be, before
     program.main(["--device", "cpu", "--output", f"{stem}.json"])
 

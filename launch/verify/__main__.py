@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +28,7 @@ from flce_dist.launch.about import about
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
 from flce_dist.launch.verify.cases import (
+    Case,
     Shape,
     cases,
     default_shapes,
@@ -36,12 +37,13 @@ from flce_dist.launch.verify.cases import (
     part_cached_budget,
     variants,
 )
-from flce_dist.launch.verify.checks import make_truth, run_case
-from flce_dist.launch.verify.data import make_data
-from flce_dist.launch.verify.report import Record, summary, tables, worst_of_ranks
+from flce_dist.launch.verify.checks import Truth, make_truth, run_case
+from flce_dist.launch.verify.data import Data, make_data
+from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
 from flce_dist.options import Impl, Schedule
+from flce_dist.testing import ErrorBudget
 
 Size = Annotated[int, SIZE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,24 +87,25 @@ def main(args: Sequence[str] | None = None) -> int:
     rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
 
-    records = _run(settings, device, tp_group, console)
-    records = worst_of_ranks(records, tp_group)
+    records: list[Record] = []
+    for found in _tables(settings, device, tp_group, console):
+        found = worst_of_ranks(found, tp_group)
+        console.print(table(found))
+        records += found
     seconds = round(time.monotonic() - started, 1)
     facts = {"ranks": P, **about(device), "seconds": seconds}
-    for table in tables(records):
-        console.print(table)
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
-        found = {**facts, "passed": passed, "records": [record.as_json() for record in records]}
-        write_json(settings.output, found)
+        rows = [record.as_json() for record in records]
+        write_json(settings.output, {**facts, "passed": passed, "records": rows})
     return 0 if passed else 1
 
 
-def _run(
+def _tables(
     settings: Settings, device: torch.device, tp_group: dist.ProcessGroup | None, console: Console
-) -> list[Record]:
-    """Run every case, each rank its share of it."""
+) -> Iterator[list[Record]]:
+    """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = 1 if tp_group is None else tp_group.size()
     asked = [Shape(*sizes) for sizes in settings.shapes] or default_shapes(device.type, P)
     grid = [(shape, variants()) for shape in asked] + [(filtered_shape(P), filtered_variants())]
@@ -116,26 +119,38 @@ def _run(
     for dtype in settings.dtypes:
         for shape, losses in fitting:
             budget = part_cached_budget(shape, P, DTYPES[dtype])
-            for variant in losses:
-                group = list(cases(variant, settings.schedules, P, budget))
-                todo.append((dtype, shape, variant, group))
-    records = []
+            groups = [list(cases(variant, settings.schedules, P, budget)) for variant in losses]
+            todo.append((dtype, shape, [group for group in groups if group]))
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=sum(len(group) for *_, group in todo))
-        for dtype, shape, variant, group in todo:
-            data = make_data(variant, shape, P, DTYPES[dtype], device, settings.seed)
-            truth = functools.cache(functools.partial(make_truth, data, variant, P=P))
-            for case in group:
-                progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
-                checks, failure = {}, None
-                try:
-                    expected = truth(case.metric_gradients, case.filter_eps)
-                    checks = run_case(case, data, expected, tp_group, settings.impl)
-                except Exception as error:  # a broken case is a miss, and must not hide the others
-                    failure = f"{type(error).__name__}: {error}"
-                records.append(Record(dtype, shape, case, checks, failure))
-                progress.advance(bar)
-    return records
+        bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
+        for dtype, shape, groups in todo:
+            records = []
+            for group in groups:
+                variant = group[0].variant
+                data = make_data(variant, shape, P, DTYPES[dtype], device, settings.seed)
+                truth = functools.cache(functools.partial(make_truth, data, variant, P=P))
+                for case in group:
+                    progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
+                    checks = _checks(case, data, truth, tp_group, settings.impl)
+                    records.append(Record(dtype, shape, case, *checks))
+                    progress.advance(bar)
+            if records:
+                yield records
+
+
+def _checks(
+    case: Case,
+    data: Data,
+    truth: Callable[..., Truth],
+    tp_group: dist.ProcessGroup | None,
+    impl: Impl | None,
+) -> tuple[dict[str, ErrorBudget], str | None]:
+    """Return the checks of a case, or why it has none: one that raises must not hide the others."""
+    try:
+        expected = truth(case.metric_gradients, case.filter_eps)
+        return run_case(case, data, expected, tp_group, impl), None
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {error}"
 
 
 def _fits(shape: Shape, device: torch.device, tp_group: dist.ProcessGroup | None) -> bool:

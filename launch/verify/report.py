@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,29 +72,25 @@ def worst_of_ranks(records: list[Record], tp_group: dist.ProcessGroup | None) ->
     return merged
 
 
-def tables(records: Iterable[Record]) -> list[Table]:
-    """Return a table for each dtype and shape, with "error / budget" of the worst rank."""
-    made: dict[tuple[str, Shape], Table] = {}
+def table(records: Sequence[Record]) -> Table:
+    """Return the table of one dtype and shape, with "error / budget" of the worst rank."""
+    T, H, V_all = records[0].shape
+    made = Table(title=f"{records[0].dtype}, T={T} H={H} V={V_all}: error / budget")
+    for heading in ("loss of", "schedule", *COLUMNS):
+        made.add_column(heading, no_wrap=True)
     previous = None
     for record in records:
-        table = made.get((record.dtype, record.shape))
-        if table is None:
-            T, H, V_all = record.shape
-            table = Table(title=f"{record.dtype}, T={T} H={H} V={V_all}: error / budget")
-            for heading in ("loss of", "schedule", *COLUMNS):
-                table.add_column(heading, no_wrap=True)
-            made[record.dtype, record.shape] = table
         variant = record.case.variant
         first = variant != previous
         if first:
-            table.add_section()
+            made.add_section()
             previous = variant
         name = f"{variant.name} ({variant.reduction})" if first else ""
         cells = [_cell(record, names) for names in COLUMNS.values()]
         if record.failure is not None:
             cells[0] = f"[red]{escape(record.failure.splitlines()[0][:80])}[/]"
-        table.add_row(name, record.case.name, *cells)
-    return list(made.values())
+        made.add_row(name, record.case.name, *cells)
+    return made
 
 
 def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
