@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.forked_programs import Fork
+
+    Process = subprocess.Popen[Any] | Fork
 
 ROOT = Path(__file__).parent.parent
 LAST_RESORT_S = 600.0  # for one step of a test; a slow or busy machine needs a tenth of it
@@ -46,16 +51,22 @@ def torchrun(*program: str, nodes: int = 1) -> list[str]:
 class Running:
     """Processes of one command; ``logs`` has what each prints."""
 
-    def __init__(self, command: list[str], copies: int, logs: Path):
+    def __init__(self, command: list[str], copies: int, logs: Path, forks: bool):
         self.logs = [logs / f"process{i}.log" for i in range(copies)]
-        self.processes: list[subprocess.Popen[Any]] = []
+        self.processes: list[Process] = []
         for path in self.logs:
             with path.open("w") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
+                self.processes.append(self._start(command, log, forks))
+
+    @staticmethod
+    def _start(command: list[str], log: IO[str], forks: bool) -> "Process":
+        if forks:
+            from tests.forked_programs import Fork  # imports torch
+
+            return Fork(command, environment(), log)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
+        )
 
     def outputs(self) -> list[str]:
         return [path.read_text() for path in self.logs]
@@ -78,17 +89,22 @@ class Running:
                 process.wait(LAST_RESORT_S)
             except subprocess.TimeoutExpired:
                 self._fail(f"waited {LAST_RESORT_S:g} s for the end")
-        return [process.returncode for process in self.processes], self.outputs()
+        return [process.wait() for process in self.processes], self.outputs()
 
     def _fail(self, what: str) -> None:
         pytest.fail("\n".join([what, *self.outputs()]))
 
 
 @contextlib.contextmanager
-def started(command: list[str], logs: Path, copies: int = 1) -> Iterator[Running]:
-    """Start ``copies`` processes of a command; none of them, or below them, outlives the block."""
+def started(
+    command: list[str], logs: Path, copies: int = 1, *, forks: bool = False
+) -> Iterator[Running]:
+    """Start ``copies`` processes of a command; none of them, or below them, outlives the block.
+
+    ``forks``: as forks of this process, see tests/forked_programs.py.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    running = Running(command, copies, logs)
+    running = Running(command, copies, logs, forks)
     try:
         yield running
     finally:
@@ -96,7 +112,7 @@ def started(command: list[str], logs: Path, copies: int = 1) -> Iterator[Running
             kill(process)
 
 
-def kill(process: "subprocess.Popen[Any]") -> None:
+def kill(process: "Process") -> None:
     """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
     kill_all(descendants(process.pid))
     process.wait()

@@ -2,6 +2,8 @@
 
 Two torchrun agents on one machine, joined by a c10d rendezvous, stand for two nodes: ranks are
 global, and only ``LOCAL_RANK`` starts anew on each. docs/multi_node.md tells how real nodes start.
+
+The first run starts as a user's does. The others find its libraries imported: they are forks.
 """
 
 import json
@@ -14,18 +16,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import descendants, is_running, kill_all, started, torchrun
+from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
 from tests.tiny_training import HELD_AFTER, program, records
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("mistral_common")
+# All of it, so that forks need not import it.
+pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
+pytest.importorskip("flce_dist.launch.train.run")
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def train(folder: Path, *overrides: str, status: int = 0) -> str:
     """Run on one node to the end; return the output."""
-    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
-        statuses, (output,) = run.finish()
+    with started(torchrun(*program(folder), *overrides), folder / "logs", forks=True) as run:
+        return output_of(run, status)
+
+
+def output_of(run: Running, status: int = 0) -> str:
+    statuses, (output,) = run.finish()
     assert statuses == [status], output
     return output
 
@@ -39,7 +47,7 @@ def train_and_signal(
     after all processes have ended.
     """
     out_dir = folder / "run"
-    with started(torchrun(*program(folder), *overrides), folder / "logs") as run:
+    with started(torchrun(*program(folder), *overrides), folder / "logs", forks=True) as run:
         run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
         processes = descendants(run.processes[0].pid)
         try:
@@ -60,7 +68,9 @@ def last_step(out_dir: Path) -> int:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    train(folder, "--compare")
+    with started([sys.executable, *program(folder), "--compare"], folder / "logs") as run:
+        output = output_of(run)
+    assert "Warning" not in output and "everything is in" in output
     return folder / "run"
 
 
@@ -127,9 +137,8 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
 def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_path: Path) -> None:
     before = records(uninterrupted)
     command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
-    with started(command, tmp_path) as run:
-        statuses, (output,) = run.finish()
-    assert statuses == [2], output
+    with started(command, tmp_path, forks=True) as run:
+        output = output_of(run, status=2)
     *earlier, last = output.splitlines()
     assert last.startswith("error: cannot continue")
     assert "optimizer.lr is 0.03 there and 0.5 here" in last
@@ -142,7 +151,8 @@ def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
 ) -> None:
     """While the other waits for it in a step, two steps after a checkpoint."""
     out_dir, held = tmp_path / "run", tmp_path / "held"
-    with started(torchrun(*program(tmp_path, held), nodes=2), tmp_path / "logs", copies=2) as run:
+    command = torchrun(*program(tmp_path, held), nodes=2)
+    with started(command, tmp_path / "logs", copies=2, forks=True) as run:
         run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
         os.kill(int(held.read_text()), signal.SIGKILL)
         statuses, outputs = run.finish()
