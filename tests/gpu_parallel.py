@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ from tests import (
     parallel_filter_checks,
 )
 from tests.parallel_checks import Ranks
+from tests.parallel_problem import small_pieces
 
 Check = Callable[[Ranks], Iterator[str]]
 CHECKS: dict[str, Check] = {
@@ -70,11 +72,12 @@ class Finding:
 
 
 def run_check(check: Check, ranks: Ranks) -> Finding:
-    """Run a check to its end, or to what it raises."""
+    """Run a check to its end, or to what it raises. On a CPU, problems and plans are small."""
     found = Finding()
     try:
-        for message in check(ranks):
-            found.messages.append(message)
+        with nullcontext() if ranks.on_gpu else small_pieces():
+            for message in check(ranks):
+                found.messages.append(message)
         if ranks.on_gpu:
             torch.cuda.synchronize()
     except Exception as error:

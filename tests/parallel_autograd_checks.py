@@ -32,6 +32,7 @@ from tests.parallel_checks import (
 from tests.parallel_problem import Outcome, Problem, share_of
 
 HEADS = 3
+COMPILED = ("recompute", "cached", "in_forward")
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def compiled_call(
 def under_compile(ranks: Ranks) -> Iterator[str]:
     """One graph without breaks, and the same bits."""
     one = problem(ranks.device)
-    for schedule in ("recompute", "cached", "in_forward"):
+    for schedule in COMPILED:
         for sp in (False, True):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
             plain, mine = (

@@ -54,7 +54,7 @@ def problem(device: torch.device, **changes: Any) -> Problem:
         # Enough tokens, even half of them, to be gathered in two pieces.
         plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
     else:
-        plain = Problem(T=360, H=32, V_all=2856)
+        plain = Problem(T=48, H=32, V_all=360)  # for plans of small_pieces
     return plain.changed(**changes)
 
 
