@@ -140,50 +140,76 @@ def build(tree: Path, hook: str) -> Path:
     return tree / "site"
 
 
-@pytest.fixture(scope="module", params=["checkout", "wheel", "wheel of a zip", "editable"])
-def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a kind of install puts on Python's path."""
-    tree = copy_sources(tmp_path_factory.mktemp("install") / "tree")
-    if request.param == "checkout":
-        return tree
-    if request.param == "wheel of a zip":
-        without_symlinks(tree)
-    return build(tree, "build_editable" if request.param == "editable" else "build_wheel")
-
+KINDS = ("checkout", "wheel", "wheel of a zip", "editable")
 
 PROGRAM = """
-import importlib.util, runpy, site, sys
-site.addsitedir(sys.argv.pop(1))
-for name in sys.argv.pop(1).split():
+import importlib.util, os, runpy, site, sys
+import torch, tyro  # once for all installs
+modules, *installs = sys.argv[1:]
+for install in installs:
+    if os.fork() == 0:
+        break
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    with open(install + ".txt", "a") as file:
+        file.write(f"exit status {status}")
+else:
+    sys.exit()
+output = os.open(install + ".txt", os.O_CREAT | os.O_WRONLY)
+os.dup2(output, 1)
+os.dup2(output, 2)
+sys.path.insert(0, install)
+site.addsitedir(install)
+for name in modules.split():
     print("found", importlib.util.find_spec(name).origin)
+sys.argv[1:] = ["--help"]
 runpy.run_module("flce_dist.launch.train", run_name="__main__", alter_sys=True)
 """
 
 
-def test_every_module_is_found_in_each_kind_of_install(install: Path, tmp_path: Path) -> None:
+def make_install(kind: str, folder: Path) -> Path:
+    """Return the folder that a kind of install puts on Python's path."""
+    tree = copy_sources(folder / "tree")
+    if kind == "checkout":
+        return tree
+    if kind == "wheel of a zip":
+        without_symlinks(tree)
+    return build(tree, "build_editable" if kind == "editable" else "build_wheel")
+
+
+@pytest.fixture(scope="module")
+def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each kind of install, with the output of PROGRAM in a file beside it."""
+    made = {kind: make_install(kind, tmp_path_factory.mktemp("install")) for kind in KINDS}
     packages = [path for path in sys.path if path.endswith("-packages")]
-    search = os.pathsep.join([str(install), *packages])
-    modules = modules_of(ROOT)
-    run = subprocess.run(
+    subprocess.run(
         # -S: without the .pth files of other installs of flce_dist.
-        [sys.executable, "-S", "-c", PROGRAM, str(install), " ".join(modules), "--help"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": search, "PATH": os.environ["PATH"]},
+        [sys.executable, "-S", "-c", PROGRAM, " ".join(modules_of(ROOT)), *map(str, made.values())],
+        cwd=tmp_path_factory.mktemp("elsewhere"),
+        env={"PYTHONPATH": os.pathsep.join(packages), "PATH": os.environ["PATH"]},
         check=True,
-        capture_output=True,
-        text=True,
     )
-    found = [line.split()[1] for line in run.stdout.splitlines() if line.startswith("found ")]
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_module_is_found_in_each_kind_of_install(
+    installs: dict[str, Path], kind: str
+) -> None:
+    install = installs[kind]
+    output = install.with_name(f"{install.name}.txt").read_text()
+    modules = modules_of(ROOT)
+    found = [line.split()[1] for line in output.splitlines() if line.startswith("found ")]
     assert {"flce_dist.launch.train.__main__", "flce_dist.kernels.eager"} <= set(modules)
-    assert len(set(found)) == len(modules)
+    assert len(set(found)) == len(modules), output
     tree = install if install.name == "tree" else install.parent
     assert all(Path(origin).is_relative_to(tree) for origin in found)
-    assert "usage: python -m flce_dist.launch.train" in run.stdout
+    assert "usage: python -m flce_dist.launch.train" in output
+    assert output.endswith("exit status 0")
 
 
-def test_wheel_contains_every_module_once(tmp_path: Path) -> None:
-    site = build(copy_sources(tmp_path / "sources"), "build_wheel")
-    names = zipfile.ZipFile(next(site.parent.glob("wheels/*.whl"))).namelist()
+def test_wheel_contains_every_module_once(installs: dict[str, Path]) -> None:
+    (wheel,) = installs["wheel"].parent.glob("wheels/*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
     expected = {
         f"{package.replace('.', '/')}/{path.name}"
         for package, folder in packages_of(ROOT).items()
