@@ -1,5 +1,6 @@
 """The order of training data, and the text it comes from."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,22 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.config import (
-    RunConfig,
-    flatten,
-    resume_conflicts,
-)
-from flce_dist.launch.train.data import load_corpus
+from flce_dist.launch.train import data as data_module
+from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train.data import load_corpus, load_tokenizer
 from flce_dist.launch.yaml_config import ConfigError
 from tests.tiny_training import CONFIG, corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+load_once = functools.cache(load_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load takes a second."""
+    monkeypatch.setattr(data_module, "load_tokenizer", load_once)
 
 
 def test_each_pass_reads_every_sequence_once_in_an_order_of_its_own() -> None:
