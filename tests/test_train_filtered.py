@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 pytest.importorskip("tyro")
 
 from flce_dist.launch.program import RunError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 pytest.importorskip("tyro")
 
 from flce_dist.launch.train import trainer as trainer_module

@@ -6,6 +6,7 @@ is ``flce_dist.launch.train``, but in step 7 rank 1 writes its process id into t
 waits to be killed, while rank 0 waits for it. Where HELD is there already the run goes through.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -45,7 +46,8 @@ CONFIG = RunConfig(
 def forget_earlier_runs() -> None:
     """Destroy the process groups of Megatron in this rank: each keeps threads, some of which spin.
 
-    Collective. In a persistent worker hundreds of groups would be left otherwise.
+    Collective. In a persistent worker hundreds of groups would be left otherwise. The model that
+    used them is garbage with cycles, and holds them until it is collected.
     """
     from megatron.core import parallel_state
 
@@ -53,6 +55,7 @@ def forget_earlier_runs() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 def corpus(rows: int = 10) -> Corpus:
