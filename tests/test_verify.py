@@ -15,6 +15,7 @@ from flce_dist.launch.yaml_config import ConfigError
 from tests.processes import started, torchrun
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
+FEW = ["--schedules", "cached"]  # most variants of the loss; no filtered gradients
 
 
 def run(*args: str) -> int:
@@ -90,7 +91,7 @@ def test_passes_in_one_process_in_every_dtype(capsys):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_missed_in_one_process(fault, monkeypatch, capsys):
     plant(FAULTS[fault], functools.partial(monkeypatch.setattr, verify_checks))
-    assert run() == 1
+    assert run(*FEW) == 1
     assert "FAIL: " in capsys.readouterr().out
 
 
@@ -98,13 +99,14 @@ def test_every_fault_is_missed_in_one_process(fault, monkeypatch, capsys):
 def test_all_ranks_agree_on_the_verdict(gloo_ranks, fault, tmp_path):
     """The fault is on one rank only; every rank exits with the same status."""
     output = tmp_path / "verify.json"
-    codes = gloo_ranks(2).run(verify_rank, fault, "--output", str(output))
+    few = FEW if fault == "gradient_off_by_1_percent" else []
+    codes = gloo_ranks(2).run(verify_rank, fault, *few, "--output", str(output))
     gloo_ranks(2).close()  # the fault stays in the last worker
     assert codes == ([0, 0] if fault is None else [1, 1])
     found = json.loads(output.read_text())
     assert found["passed"] is (fault is None)
     assert found["ranks"] == 2
-    assert len(found["records"]) > 90
+    assert len(found["records"]) > (20 if few else 90)
     if fault == "loss_off_by_1e_4":
         differ = [r["checks"]["same loss"]["error"] for r in found["records"]]
         assert all(error > 0 for error in differ)
@@ -112,7 +114,7 @@ def test_all_ranks_agree_on_the_verdict(gloo_ranks, fault, tmp_path):
 
 def test_over_two_nodes(tmp_path):
     report = tmp_path / "verify.json"
-    program = ["-m", "flce_dist.launch.verify", *SMALL, "--output", str(report)]
+    program = ["-m", "flce_dist.launch.verify", *SMALL, *FEW, "--output", str(report)]
     with started(torchrun(*program, nodes=2), tmp_path, copies=2) as nodes:
         statuses, texts = nodes.finish()
     assert statuses == [0, 0], texts
