@@ -27,7 +27,7 @@ validate_every: 4
 checkpoint_every: 4
 device: cpu
 compare: false
-model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 32}
+model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 16}
 data: {batch_size: 2, validation_batches: 1}
 optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
 """
