@@ -7,13 +7,11 @@ torchrun. The mistakes are planted on two gloo ranks, and each must be found by 
 import contextlib
 import importlib
 import io
-import itertools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import rank_check
-from flce_dist.op import compiled, main_grad
-from flce_dist.parallel import collectives, peer_copies
 from flce_dist.testing import RankPool
-from tests import (
-    gpu_parallel,
-    parallel_autograd_checks,
-    parallel_checks,
-    parallel_device_checks,
-)
+from tests import gpu_parallel
 from tests.parallel_checks import Ranks, plan_of, problem, ways
+from tests.parallel_mistakes import (
+    Plant,
+    a_tenth_of_dweight_missing,
+    all_logits_held,
+    another_loss_on_rank_1,
+    compiled_dweight_halved,
+    dhidden_not_summed,
+    every_other_dweight_dropped,
+    every_other_weight_detached,
+    host_waits,
+    never_the_same,
+    no_difference_seen,
+    nobody_waits_for_a_collective,
+    rank_1_raises,
+    sums_over_all_ranks,
+    sums_over_no_ranks,
+    the_first_loss_for_ever,
+)
 from tests.parallel_problem import small_pieces
 from tests.processes import LAST_RESORT_S
 
@@ -65,9 +73,6 @@ def torchrun(
             agent.terminate()
             output = agent.communicate()
         return subprocess.CompletedProcess(command, agent.returncode, *output)
-
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def ran(
@@ -172,127 +177,6 @@ def test_ways_are_what_they_are_called(fewer, device, P):
 # --- planted mistakes
 
 
-def replace_op(patch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
-    """Let every check call ``wrong(op, hidden, weight, labels, **options)`` for the op."""
-    for module in (parallel_checks, parallel_autograd_checks, parallel_device_checks):
-        op = module.linear_cross_entropy
-        patch.setattr(module, "linear_cross_entropy", lambda *a, op=op, **kw: wrong(op, *a, **kw))
-
-
-def never_the_same(patch: pytest.MonkeyPatch) -> None:
-    calls = itertools.count()
-    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 1e-3 * next(calls)))
-
-
-def another_loss_on_rank_1(patch: pytest.MonkeyPatch) -> None:
-    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 3e-7 * dist.get_rank()))
-
-
-def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
-    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
-        return op(hidden, 0.9 * weight + 0.1 * weight.detach(), *args, **options)
-
-    replace_op(patch, wrong)
-
-
-def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
-    def own_part(self: Any) -> torch.Tensor:
-        group = dist.group.WORLD
-        assert group is not None
-        return self.tokens.tensor_split(group.size())[group.rank()].clone()
-
-    for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
-        patch.setattr(kind, "start", lambda self, first, last: None)
-        patch.setattr(kind, "wait", own_part)
-
-
-def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
-    real = collectives.all_reduce_sum
-    patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
-
-
-def sums_over_no_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives, "all_reduce_sum", lambda x, _: x)
-
-
-def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
-    calls = itertools.count()
-
-    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
-        return op(hidden, weight.detach() if next(calls) % 2 else weight, *args, **options)
-
-    replace_op(patch, wrong)
-
-
-def every_other_dweight_dropped(patch: pytest.MonkeyPatch) -> None:
-    calls, opened = itertools.count(), main_grad.MainGrad.opened
-
-    def wrong(self: main_grad.MainGrad) -> tuple[torch.Tensor, bool]:
-        buffer, accumulates = opened(self)
-        return buffer.clone() if next(calls) % 2 else buffer, accumulates
-
-    patch.setattr(main_grad.MainGrad, "opened", wrong)
-
-
-def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-
-    def wrong(op: Any, *args: Any, **options: Any) -> Any:
-        loss = op(*args, **options)
-        seen.append(loss.detach().clone())
-        return loss * 0 + seen[0]
-
-    replace_op(patch, wrong)
-
-
-def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
-    run_backward = compiled.run_backward
-
-    def halved(*args: Any, **options: Any) -> Any:
-        dhidden, dweight, dbias = run_backward(*args, **options)
-        assert dweight is not None
-        return dhidden, dweight / 2, dbias
-
-    patch.setattr(compiled, "run_backward", halved)
-    patch.setattr(parallel_autograd_checks, "COMPILED", ("cached",))  # is enough
-
-
-def no_difference_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rank_check, "_differences", lambda facts: [])
-
-
-def all_logits_held(patch: pytest.MonkeyPatch) -> None:
-    changes = {"schedule": "cached", "max_logits_bytes": None}
-    replace_op(patch, lambda op, *a, **kw: op(*a, **{**kw, **changes}))
-
-
-def rank_1_raises(patch: pytest.MonkeyPatch) -> None:
-    """What rank 0 waits for then never comes, so it need not wait long."""
-
-    def wrong(op: Any, *args: Any, **options: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise ArithmeticError("only here")
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
-        return op(*args, **options)
-
-    replace_op(patch, wrong)
-
-
-def host_waits(patch: pytest.MonkeyPatch) -> None:
-    def wrong(op: Any, *args: Any, **options: Any) -> Any:
-        loss = op(*args, **options)
-        loss.item()
-        return loss
-
-    replace_op(patch, wrong)
-
-
-def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives.Pending, "wait", lambda self: self.result)
-    for kind in (collectives.CollectiveGather, peer_copies.PeerGather):
-        patch.setattr(kind, "wait", kind.start)
-
-
 MISTAKES: list[tuple[str, Plant, str]] = [
     ("gradients", dhidden_not_summed, "recompute, SP: dhidden: error"),
     ("gradients", sums_over_no_ranks, "cached: loss: error"),
@@ -353,8 +237,8 @@ PLANTED = """
 import runpy
 import sys
 import pytest
-from tests import test_gpu_parallel
-getattr(test_gpu_parallel, sys.argv.pop(1))(pytest.MonkeyPatch())
+from tests import parallel_mistakes
+getattr(parallel_mistakes, sys.argv.pop(1))(pytest.MonkeyPatch())
 runpy.run_module("tests.gpu_parallel", run_name="__main__")
 """
 

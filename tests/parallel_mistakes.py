@@ -1,0 +1,138 @@
+"""Mistakes to plant in what the checks of gpu_parallel.py call, each for one rank's process."""
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import rank_check
+from flce_dist.op import compiled, main_grad
+from flce_dist.parallel import collectives, peer_copies
+from tests import parallel_autograd_checks, parallel_checks, parallel_device_checks
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def replace_op(patch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
+    """Let every check call ``wrong(op, hidden, weight, labels, **options)`` for the op."""
+    for module in (parallel_checks, parallel_autograd_checks, parallel_device_checks):
+        op = module.linear_cross_entropy
+        patch.setattr(module, "linear_cross_entropy", lambda *a, op=op, **kw: wrong(op, *a, **kw))
+
+
+def never_the_same(patch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 1e-3 * next(calls)))
+
+
+def another_loss_on_rank_1(patch: pytest.MonkeyPatch) -> None:
+    replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 3e-7 * dist.get_rank()))
+
+
+def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
+    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        return op(hidden, 0.9 * weight + 0.1 * weight.detach(), *args, **options)
+
+    replace_op(patch, wrong)
+
+
+def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
+    def own_part(self: Any) -> torch.Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        return self.tokens.tensor_split(group.size())[group.rank()].clone()
+
+    for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
+        patch.setattr(kind, "start", lambda self, first, last: None)
+        patch.setattr(kind, "wait", own_part)
+
+
+def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    real = collectives.all_reduce_sum
+    patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
+
+
+def sums_over_no_ranks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(collectives, "all_reduce_sum", lambda x, _: x)
+
+
+def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        return op(hidden, weight.detach() if next(calls) % 2 else weight, *args, **options)
+
+    replace_op(patch, wrong)
+
+
+def every_other_dweight_dropped(patch: pytest.MonkeyPatch) -> None:
+    calls, opened = itertools.count(), main_grad.MainGrad.opened
+
+    def wrong(self: main_grad.MainGrad) -> tuple[torch.Tensor, bool]:
+        buffer, accumulates = opened(self)
+        return buffer.clone() if next(calls) % 2 else buffer, accumulates
+
+    patch.setattr(main_grad.MainGrad, "opened", wrong)
+
+
+def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        loss = op(*args, **options)
+        seen.append(loss.detach().clone())
+        return loss * 0 + seen[0]
+
+    replace_op(patch, wrong)
+
+
+def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
+    run_backward = compiled.run_backward
+
+    def halved(*args: Any, **options: Any) -> Any:
+        dhidden, dweight, dbias = run_backward(*args, **options)
+        assert dweight is not None
+        return dhidden, dweight / 2, dbias
+
+    patch.setattr(compiled, "run_backward", halved)
+    patch.setattr(parallel_autograd_checks, "COMPILED", ("cached",))  # is enough
+
+
+def no_difference_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_check, "_differences", lambda facts: [])
+
+
+def all_logits_held(patch: pytest.MonkeyPatch) -> None:
+    changes = {"schedule": "cached", "max_logits_bytes": None}
+    replace_op(patch, lambda op, *a, **kw: op(*a, **{**kw, **changes}))
+
+
+def rank_1_raises(patch: pytest.MonkeyPatch) -> None:
+    """What rank 0 waits for then never comes, so it need not wait long."""
+
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("only here")
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+        return op(*args, **options)
+
+    replace_op(patch, wrong)
+
+
+def host_waits(patch: pytest.MonkeyPatch) -> None:
+    def wrong(op: Any, *args: Any, **options: Any) -> Any:
+        loss = op(*args, **options)
+        loss.item()
+        return loss
+
+    replace_op(patch, wrong)
+
+
+def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(collectives.Pending, "wait", lambda self: self.result)
+    for kind in (collectives.CollectiveGather, peer_copies.PeerGather):
+        patch.setattr(kind, "wait", kind.start)
