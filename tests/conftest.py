@@ -52,22 +52,13 @@ def modules_not_examined() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def gloo_ranks() -> Iterator[Callable[[int], RankPool]]:
-    """``gloo_ranks(P)``: forked gloo workers that live as long as the session."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size))
-
-    yield pool
-    for one in pools.values():
-        one.close()
-
-
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """The same by P for one file alone: what its tests change in a process does not stay."""
+    """Forked gloo workers of a file's tests, by P; they start when they are first used.
+
+    Not of several files: each process group that is left in a rank has a thread that wakes up a
+    hundred times a second.
+    """
     with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
         yield {1: one, 2: two, 4: four}
 

@@ -65,27 +65,27 @@ def test_options_and_dtypes_on_four_ranks(problem, sequence_parallel):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("P", [1, 2, 4])
-def test_truth_over_gloo(gloo_ranks, P, sequence_parallel, schedule):
+def test_truth_over_gloo(pools, P, sequence_parallel, schedule):
     for problem in (UNEVEN, PADDED, TINY):
         options = {"sequence_parallel": sequence_parallel, "schedule": schedule}
-        ranks = gloo_ranks(P).run(rank_step, problem, **options)
+        ranks = pools[P].run(rank_step, problem, **options)
         assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
-def test_triton_kernels_on_two_ranks(gloo_ranks, schedule, sequence_parallel):
+def test_triton_kernels_on_two_ranks(pools, schedule, sequence_parallel):
     """Over gloo: interpreted kernels cannot run in two threads at once."""
     problem = Problem(T=12, H=64, V_all=201, seed=3, options={"reduction": "sum"}, banned=0.3)
     assert problem.tensors[2][problem.tensors[3]].isinf().any()
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
-    ranks = gloo_ranks(2).run(rank_step, problem, impl="triton", **options)
+    ranks = pools[2].run(rank_step, problem, impl="triton", **options)
     assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
 
 
-def test_gloo_and_threads_agree(gloo_ranks):
+def test_gloo_and_threads_agree(pools):
     threads = on_threads(4, UNEVEN, sequence_parallel=True)
-    ranks = gloo_ranks(4).run(rank_step, UNEVEN, sequence_parallel=True)
+    ranks = pools[4].run(rank_step, UNEVEN, sequence_parallel=True)
     for a, b in zip(threads[:4], joined(ranks, sequence_parallel=True)[:4], strict=True):
         torch.testing.assert_close(a, b)
 
@@ -106,9 +106,9 @@ class TestGroups:
         "tp_ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3, 2], [1]]],
         ids=["neighbours", "strided", "unequal"],
     )  # fmt: skip
-    def test_replicas(self, tp_ranks, sp, backend, gloo_ranks):
+    def test_replicas(self, tp_ranks, sp, backend, pools):
         if backend == "gloo":
-            outcomes = gloo_ranks(4).run(self.replica_step, tp_ranks, sp)
+            outcomes = pools[4].run(self.replica_step, tp_ranks, sp)
         else:
             outcomes = run_ranks(lambda world: self.replica_step(world, tp_ranks, sp), 4)
         for replica, ranks in enumerate(tp_ranks):
@@ -153,9 +153,9 @@ class TestNoTokens:
         assert outcome.loss == 0
         assert all(not gradient.any() for gradient in outcome[1:4])
 
-    def test_over_gloo(self, gloo_ranks):
+    def test_over_gloo(self, pools):
         for T in (0, 8):
-            ranks = gloo_ranks(2).run(rank_step, Problem(T=T, ignored=1.1), sequence_parallel=True)
+            ranks = pools[2].run(rank_step, Problem(T=T, ignored=1.1), sequence_parallel=True)
             assert joined(ranks, sequence_parallel=True).loss == 0
 
     @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -209,10 +209,10 @@ class TestUpstream:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
     def test_different_ones_on_different_ranks_do_not_hang(
-        self, gloo_ranks, schedule, sequence_parallel
+        self, pools, schedule, sequence_parallel
     ):
         options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
-        ranks = gloo_ranks(2).run(scaled_step, UNEVEN, **options)
+        ranks = pools[2].run(scaled_step, UNEVEN, **options)
         expected = UNEVEN.textbook(torch.float64)
         halves = [expected.dweight[:254], expected.dweight[254:]]
         for rank, (outcome, half) in enumerate(zip(ranks, halves, strict=True)):

@@ -1,7 +1,6 @@
 """Megatron's output layer and loss as peers of the benchmark, over gloo and alone."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +52,10 @@ def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any = "fp32") -> 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("impl", ["megatron_fused", "megatron_unfused"])
 def test_megatrons_head_is_right_on_two_ranks(
-    gloo_ranks: Callable[[int], RankPool], impl: str, sp: bool, mode: Mode
+    pools: dict[int, RankPool], impl: str, sp: bool, mode: Mode
 ) -> None:
     run = RunSpec(impl, mode=mode, sequence_parallel=sp)
-    for record in gloo_ranks(2).run(rank_record, run):
+    for record in pools[2].run(rank_record, run):
         assert record["status"] == "ok", record["message"]
         assert record["P"] == 2 and record["p50_ms"] > 0
         assert record["loss_error"] < 1e-6
@@ -69,15 +68,15 @@ def test_megatrons_head_is_right_on_two_ranks(
 
 @pytest.mark.parametrize("impl", ["eager", "megatron_unfused"])
 def test_sequence_parallel_over_one_rank_is_all_of_its_tokens(
-    gloo_ranks: Callable[[int], RankPool], impl: str
+    pools: dict[int, RankPool], impl: str
 ) -> None:
-    (record,) = gloo_ranks(1).run(rank_record, RunSpec(impl, "cached", sequence_parallel=True))
+    (record,) = pools[1].run(rank_record, RunSpec(impl, "cached", sequence_parallel=True))
     assert record["status"] == "ok" and record["P"] == 1 and record["sequence_parallel"]
 
 
-def test_in_bf16_it_is_as_good_as_eager(gloo_ranks: Callable[[int], RankPool]) -> None:
+def test_in_bf16_it_is_as_good_as_eager(pools: dict[int, RankPool]) -> None:
     run = RunSpec("megatron_unfused", sequence_parallel=True)
-    for record in gloo_ranks(2).run(rank_record, run, "bf16"):
+    for record in pools[2].run(rank_record, run, "bf16"):
         assert record["status"] == "ok" and record["dhidden_error"] < 1e-2
 
 
@@ -97,12 +96,12 @@ def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_gathered_hidden_states_count_as_memory(gloo_ranks: Callable[[int], RankPool]) -> None:
+def test_gathered_hidden_states_count_as_memory(pools: dict[int, RankPool]) -> None:
     gathered, dweight = 4 * SHAPE.T * SHAPE.H, 4 * SHAPE.H * SHAPE.V // 2
-    for (peak, gradients), (kept, _) in gloo_ranks(2).run(rank_memory, "megatron_unfused"):
+    for (peak, gradients), (kept, _) in pools[2].run(rank_memory, "megatron_unfused"):
         assert gradients == gathered // 2 + dweight
         assert peak - kept == pytest.approx(gathered, rel=0.05)
-    for (peak, gradients), _ in gloo_ranks(2).run(rank_memory, "eager"):
+    for (peak, gradients), _ in pools[2].run(rank_memory, "eager"):
         assert gradients == gathered // 2 + dweight
         assert peak - gradients >= gathered
 

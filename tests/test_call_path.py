@@ -58,8 +58,8 @@ def path_of_rank(group: dist.ProcessGroup, schedule: str) -> tuple[list[str], li
 
 
 @pytest.mark.parametrize("schedule", FORWARD)
-def test_a_call_passes_few_modules(gloo_ranks, schedule):
-    for forward, backward in gloo_ranks(2).run(path_of_rank, schedule):
+def test_a_call_passes_few_modules(pools, schedule):
+    for forward, backward in pools[2].run(path_of_rank, schedule):
         assert {"flce_dist.api", "flce_dist.parallel.transport"} <= set(forward)
         assert "flce_dist.op.autograd" in backward
         assert len(forward) <= FORWARD[schedule], "\n".join(["forward passes", *forward])

@@ -111,9 +111,9 @@ SEQUENCE = {**ALL, "hidden": SPLIT}
         ((1,), UNEVEN, {"rows": False, "weight": SPLIT, "bias": SPLIT}),
     ],
 )
-def test_gradients_come_in_kind(gloo_ranks, shape, problem, placements, schedule):
+def test_gradients_come_in_kind(pools, shape, problem, placements, schedule):
     sequence_parallel = placements.get("hidden") == SPLIT
-    pool = gloo_ranks(torch.Size(shape).numel())
+    pool = pools[torch.Size(shape).numel()]
     ranks = pool.run(
         step_rank, shape, problem, placements,
         schedule=schedule, sequence_parallel=sequence_parallel,
@@ -123,21 +123,21 @@ def test_gradients_come_in_kind(gloo_ranks, shape, problem, placements, schedule
 
 
 @pytest.mark.parametrize("placements", [ALL, SEQUENCE])
-def test_filtered_gradients(gloo_ranks, placements):
+def test_filtered_gradients(pools, placements):
     """As of plain tensors; tiles without a label are not kept."""
     options = {"filter_eps": 0.5, "sequence_parallel": placements is SEQUENCE}
     problem = Problem(V_all=4096)
     plain, exact = on_threads(2, problem, **options), problem.textbook(torch.float64)
-    for rank in gloo_ranks(2).run(step_rank, (2,), problem, placements, **options):
+    for rank in pools[2].run(step_rank, (2,), problem, placements, **options):
         for name in ("loss", "dhidden", "dweight", "dbias"):
             assert relative_rms(getattr(rank, name), getattr(plain, name)) <= 1e-6, name
         assert relative_rms(rank.dhidden, exact.dhidden) > 1e-3
 
 
 @pytest.mark.parametrize("placements", [ALL, ROWS])
-def test_a_sum_left_to_dtensor_is_partial(gloo_ranks, placements):
+def test_a_sum_left_to_dtensor_is_partial(pools, placements):
     """With reduce_dhidden=False each rank has a share; DTensor sums those of a DTensor."""
-    ranks = gloo_ranks(2).run(step_rank, (2,), UNEVEN, placements, reduce_dhidden=False)
+    ranks = pools[2].run(step_rank, (2,), UNEVEN, placements, reduce_dhidden=False)
     if "hidden" not in placements:
         total = ranks[0].dhidden + ranks[1].dhidden
         ranks = [rank._replace(dhidden=total) for rank in ranks]
@@ -203,10 +203,10 @@ def refused_rank(
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_right_is_refused_by_name(gloo_ranks, case):
+def test_what_cannot_be_right_is_refused_by_name(pools, case):
     placements, options, message = REFUSED[case]
     size = torch.Size(placements.get("shape") or (2,)).numel()
-    for said in gloo_ranks(size).run(refused_rank, placements, options):
+    for said in pools[size].run(refused_rank, placements, options):
         assert [bool(re.search(message, text)) for text in said] == [True, True], said
 
 
@@ -218,10 +218,9 @@ def lengths_rank(group: dist.ProcessGroup) -> str:
     return str(error.value)
 
 
-def test_lengths_are_compared_as_wholes(gloo_ranks):
+def test_lengths_are_compared_as_wholes(pools):
     assert (
-        gloo_ranks(2).run(lengths_rank)
-        == ["bias must be [V] with V = 507 from weight, got (508,)"] * 2
+        pools[2].run(lengths_rank) == ["bias must be [V] with V = 507 from weight, got (508,)"] * 2
     )
 
 
@@ -244,9 +243,9 @@ def in_flight_rank(group: dist.ProcessGroup, local: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_what_is_in_flight_is_waited_for(gloo_ranks, local):
+def test_what_is_in_flight_is_waited_for(pools, local):
     expected = UNEVEN.textbook(torch.float64).dhidden
-    for dhidden in gloo_ranks(2).run(in_flight_rank, local):
+    for dhidden in pools[2].run(in_flight_rank, local):
         assert relative_rms(dhidden, expected) < 1e-5
 
 
@@ -273,12 +272,12 @@ def fsdp_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     return out.loss.detach(), head.weight.grad.full_tensor()
 
 
-def test_a_weight_that_fsdp_gathers_to_a_dtensor(gloo_ranks):
+def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools):
     hidden, weight, _, labels = (x.double() if x.is_floating_point() else x for x in UNEVEN.tensors)
     weight.requires_grad_()
     loss = nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
     (dweight,) = torch.autograd.grad(loss, weight)
-    for found, gradient in gloo_ranks(4).run(fsdp_rank):
+    for found, gradient in pools[4].run(fsdp_rank):
         assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
 
 
@@ -295,8 +294,8 @@ def autocast_rank(group: dist.ProcessGroup) -> list[Tensor]:
     return found
 
 
-def test_autocast_as_of_plain_tensors(gloo_ranks):
-    for loss, dweight, plain_loss, plain_dweight in gloo_ranks(2).run(autocast_rank):
+def test_autocast_as_of_plain_tensors(pools):
+    for loss, dweight, plain_loss, plain_dweight in pools[2].run(autocast_rank):
         assert torch.equal(loss, plain_loss) and torch.equal(dweight, plain_dweight)
 
 
@@ -322,5 +321,5 @@ def mutated_rank(group: dist.ProcessGroup, name: str, instead: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "instead"), [("hidden", Partial()), ("weight", WHOLE), ("weight", Partial())]
 )
-def test_mutation_a_gradient_of_another_placement_is_noticed(gloo_ranks, name, instead):
-    assert "nothing" not in gloo_ranks(2).run(mutated_rank, name, instead)
+def test_mutation_a_gradient_of_another_placement_is_noticed(pools, name, instead):
+    assert "nothing" not in pools[2].run(mutated_rank, name, instead)

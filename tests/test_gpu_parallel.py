@@ -155,8 +155,8 @@ def test_the_first_error_is_shown_before_those_that_follow_from_it():
 
 
 @pytest.mark.parametrize("check", ["subgroups", "heads", "check_ranks"])
-def test_on_four_ranks(check, gloo_ranks):
-    assert gloo_ranks(4).run(found_with, check, None) == [[]] * 4
+def test_on_four_ranks(check, pools):
+    assert pools[4].run(found_with, check, None) == [[]] * 4
 
 
 @pytest.mark.parametrize("P", [2, 4])
@@ -224,8 +224,8 @@ def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> lis
     MISTAKES,
     ids=[f"{check}-{plant.__name__}-{i}" for i, (check, plant, _) in enumerate(MISTAKES)],
 )
-def test_a_mistake_is_found(check, plant, message, gloo_ranks):
-    for found in gloo_ranks(2).run(found_with, check, plant):
+def test_a_mistake_is_found(check, plant, message, pools):
+    for found in pools[2].run(found_with, check, plant):
         assert any(message in line for line in found), found
 
 

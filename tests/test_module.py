@@ -66,11 +66,11 @@ def step_rank(group: dist.ProcessGroup, *, sequence_parallel: bool) -> list[torc
 
 @pytest.mark.parametrize("vocab_size", [512, 507, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_initial_weight_does_not_depend_on_ranks(gloo_ranks, vocab_size, dtype):
-    whole, after = gloo_ranks(1).run(init_rank, vocab_size=vocab_size, dtype=dtype)[0]
+def test_initial_weight_does_not_depend_on_ranks(pools, vocab_size, dtype):
+    whole, after = pools[1].run(init_rank, vocab_size=vocab_size, dtype=dtype)[0]
     assert whole.shape == (vocab_size, H)
     for P in (2, 4):
-        shards = gloo_ranks(P).run(init_rank, vocab_size=vocab_size, dtype=dtype)
+        shards = pools[P].run(init_rank, vocab_size=vocab_size, dtype=dtype)
         for rank, (weight, next_drawn) in enumerate(shards):
             start, end = vocab_range(vocab_size, rank, P)
             assert torch.equal(weight, whole[start:end])
@@ -114,10 +114,10 @@ def meta_rank(group: dist.ProcessGroup, layout: Layout) -> dict[str, torch.Tenso
 
 
 @each_layout
-def test_meta_device_is_filled_later(layout, gloo_ranks):
+def test_meta_device_is_filled_later(layout, pools):
     one = make(None, bias=True)
     check_attributes(one)
-    for state in gloo_ranks(layout.size).run(meta_rank, layout):
+    for state in pools[layout.size].run(meta_rank, layout):
         assert_same_state(state, one.state_dict())
 
 
@@ -128,8 +128,8 @@ def different_seeds_rank(group: dist.ProcessGroup, layout: Layout) -> torch.Tens
     return whole(layer.state_dict())["weight"]
 
 
-def test_ranks_of_fsdp_with_different_random_states_share_one_weight(gloo_ranks):
-    ranks = gloo_ranks(4).run(different_seeds_rank, Layout(tp=2, fsdp=2))
+def test_ranks_of_fsdp_with_different_random_states_share_one_weight(pools):
+    ranks = pools[4].run(different_seeds_rank, Layout(tp=2, fsdp=2))
     assert all(torch.equal(weight, ranks[0]) for weight in ranks)
     assert any(torch.equal(ranks[0], make(None, seed=seed).weight) for seed in range(4))
 
@@ -167,9 +167,9 @@ def fsdp_step_rank(
 
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
 @each_layout
-def test_gradients_under_fsdp(layout, schedule, gloo_ranks):
+def test_gradients_under_fsdp(layout, schedule, pools):
     problem = Problem(options={"reduction": "sum"})
-    ranks = gloo_ranks(layout.size).run(fsdp_step_rank, layout, problem, schedule)
+    ranks = pools[layout.size].run(fsdp_step_rank, layout, problem, schedule)
     parts = ranks[:: layout.tp]
     loss = torch.stack([part.loss for part in parts]).sum()
     dhidden = torch.cat([part.dhidden for part in parts])
@@ -214,15 +214,15 @@ def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
         assert_same_state(whole(ours.state_dict()), make(None, bias=True).state_dict())
 
 
-def test_deep_copies_under_fsdp(gloo_ranks):
-    gloo_ranks(4).run(copy_under_fsdp_rank)
+def test_deep_copies_under_fsdp(pools):
+    pools[4].run(copy_under_fsdp_rank)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("P", [2, 4])
-def test_same_loss_gradients_and_logits_as_one_process(gloo_ranks, P, sequence_parallel):
-    one = gloo_ranks(1).run(step_rank, sequence_parallel=False)[0]
-    many = gloo_ranks(P).run(step_rank, sequence_parallel=sequence_parallel)
+def test_same_loss_gradients_and_logits_as_one_process(pools, P, sequence_parallel):
+    one = pools[1].run(step_rank, sequence_parallel=False)[0]
+    many = pools[P].run(step_rank, sequence_parallel=sequence_parallel)
     dhidden = [rank[1] for rank in many]
     joined = [
         many[0][0],
@@ -278,10 +278,10 @@ def test_wrong_padding_is_named():
         make(None, padded_vocab_size=500)
 
 
-def test_mutation_a_shard_of_the_wrong_rows_is_noticed(gloo_ranks):
+def test_mutation_a_shard_of_the_wrong_rows_is_noticed(pools):
     """The comparison of initial weights detects rows of another rank."""
-    whole = gloo_ranks(1).run(init_rank)[0][0]
-    shards = gloo_ranks(4).run(init_rank)
+    whole = pools[1].run(init_rank)[0][0]
+    shards = pools[4].run(init_rank)
     start, end = vocab_range(VOCAB, 1, 4)
     assert not torch.equal(shards[0][0], whole[start:end])
 

@@ -92,8 +92,8 @@ def both_rank(
 
 @pytest.mark.parametrize("ignore_index", [-100, 17])
 @pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
-def test_training_is_the_same_up_to_the_order_of_rows(gloo_ranks, P, sp, ignore_index):
-    for expected, found in gloo_ranks(P).run(both_rank, ignore_index, sp):
+def test_training_is_the_same_up_to_the_order_of_rows(pools, P, sp, ignore_index):
+    for expected, found in pools[P].run(both_rank, ignore_index, sp):
         assert found.keys() == expected.keys()
         assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
         for name, x in expected.items():
@@ -109,8 +109,8 @@ def test_training_is_the_same_up_to_the_order_of_rows(gloo_ranks, P, sp, ignore_
         ("ignored", {"loss", "dweight", "lse"}),
     ],
 )
-def test_mutations_are_noticed(gloo_ranks, mutation, differs):
-    for expected, found in gloo_ranks(2).run(both_rank, 17, True, mutation):
+def test_mutations_are_noticed(pools, mutation, differs):
+    for expected, found in pools[2].run(both_rank, 17, True, mutation):
         for name in differs:
             assert not torch.allclose(found[name], expected[name], 1e-5, 1e-6), name
 
@@ -157,14 +157,14 @@ def disagree_rank(group: dist.ProcessGroup, layout: Layout, orders: list[Any]) -
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, fsdp=2)])
-def test_all_ranks_refuse_orders_that_differ(gloo_ranks, layout):
+def test_all_ranks_refuse_orders_that_differ(pools, layout):
     """None waits for another; over a data-parallel mesh they compare when weights are drawn."""
     others = [None, order_of(seed=1)]
     if layout.fsdp == 1:
         others.append(torch.zeros(VOCAB, dtype=torch.long))
     for other in others:
         orders = [ORDER] * (layout.size - 1) + [other]
-        messages = gloo_ranks(layout.size).run(disagree_rank, layout, orders)
+        messages = pools[layout.size].run(disagree_rank, layout, orders)
         assert len(set(messages)) == 1
         assert messages[0].count(f"rank {layout.size - 1}") == 1
 
@@ -195,10 +195,10 @@ def load_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
 
 
 @each_layout
-def test_a_checkpoint_reshards_with_its_order(gloo_ranks, layout, tmp_path):
+def test_a_checkpoint_reshards_with_its_order(pools, layout, tmp_path):
     saved = LAYOUTS[-1]
-    gloo_ranks(saved.size).run(save_rank, saved, tmp_path)
-    gloo_ranks(layout.size).run(load_rank, layout, tmp_path)
+    pools[saved.size].run(save_rank, saved, tmp_path)
+    pools[layout.size].run(load_rank, layout, tmp_path)
 
 
 @pytest.mark.parametrize("strict", [True, False])

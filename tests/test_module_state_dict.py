@@ -47,19 +47,19 @@ def load_rank(
 
 
 @pytest.fixture(scope="module")
-def checkpoints(gloo_ranks, tmp_path_factory):
+def checkpoints(pools, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     for i, layout in enumerate(LAYOUTS):
-        gloo_ranks(layout.size).run(save_rank, layout, root / str(i))
+        pools[layout.size].run(save_rank, layout, root / str(i))
     return root
 
 
 @pytest.mark.parametrize("saved", range(len(LAYOUTS)))
 @each_layout
-def test_checkpoint_reshards(gloo_ranks, checkpoints, saved, layout):
+def test_checkpoint_reshards(pools, checkpoints, saved, layout):
     expected = {"weight": make(None, padded_vocab_size=512).weight, "bias": torch.arange(512.0)}
     rows = 512 // (layout.tp * layout.fsdp)
-    for found in gloo_ranks(layout.size).run(load_rank, layout, checkpoints / str(saved)):
+    for found in pools[layout.size].run(load_rank, layout, checkpoints / str(saved)):
         for lengths, state in found:
             assert lengths == [rows, rows]
             assert_same_state(state, expected)
@@ -89,8 +89,8 @@ def uneven_round_trip(group: dist.ProcessGroup, layout: Layout, path: Path) -> l
         (Layout(tp=2, fsdp=2), [[127, 2], [127, 1], [127, 1], [126, 1]]),
     ],
 )
-def test_uneven_and_empty_shards_reshard(layout, rows, gloo_ranks, tmp_path):
-    assert gloo_ranks(4).run(uneven_round_trip, layout, tmp_path) == rows
+def test_uneven_and_empty_shards_reshard(layout, rows, pools, tmp_path):
+    assert pools[4].run(uneven_round_trip, layout, tmp_path) == rows
     one = uneven_layers(Layout(), seed=2)
     state = one.state_dict()
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
@@ -114,9 +114,9 @@ def load_plain(
 
 
 @each_layout
-def test_a_plain_weight_loads_into_shards(layout, gloo_ranks):
+def test_a_plain_weight_loads_into_shards(layout, pools):
     expected = make(None).state_dict()
-    for found in gloo_ranks(layout.size).run(load_plain, layout, expected):
+    for found in pools[layout.size].run(load_plain, layout, expected):
         for state in found:
             assert_same_state(state, expected)
 
@@ -132,5 +132,5 @@ def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
 
 
 @each_layout
-def test_a_weight_of_another_size_is_refused(layout, gloo_ranks):
-    gloo_ranks(layout.size).run(wrong_size_rank, layout)
+def test_a_weight_of_another_size_is_refused(layout, pools):
+    pools[layout.size].run(wrong_size_rank, layout)

@@ -1,6 +1,5 @@
 """Ranks that disagree about a vocab_order all raise one message, and none waits for another."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,22 +60,22 @@ SHAPE = r"vocab_order must have the token of each of vocab_size = 600 rows, got 
     ],
 )
 def test_each_rank_names_what_the_others_have(
-    gloo_ranks: Callable[[int], RankPool], kinds: str, got: str, layout: Layout
+    pools: dict[int, RankPool], kinds: str, got: str, layout: Layout
 ) -> None:
-    errors = gloo_ranks(4).run(agree_rank, kinds, layout)
+    errors = pools[4].run(agree_rank, kinds, layout)
     assert len(set(errors)) == 1
     with pytest.raises(ValueError, match=f"^vocab_order must be the same on all ranks, got {got}$"):
         raise errors[0][0](errors[0][1])
 
 
 @pytest.mark.parametrize("kind", ["3", "none"])
-def test_ranks_that_agree_pass(gloo_ranks: Callable[[int], RankPool], kind: str) -> None:
+def test_ranks_that_agree_pass(pools: dict[int, RankPool], kind: str) -> None:
     for layout in (Layout(tp=4), Layout(tp=2, fsdp=2)):
-        assert gloo_ranks(4).run(agree_rank, " ".join([kind] * 4), layout) == [None] * 4
+        assert pools[4].run(agree_rank, " ".join([kind] * 4), layout) == [None] * 4
 
 
-def test_an_error_of_all_ranks_is_raised_as_it_is(gloo_ranks: Callable[[int], RankPool]) -> None:
-    (error,) = {*gloo_ranks(4).run(agree_rank, "twice twice twice twice", Layout(tp=4))}
+def test_an_error_of_all_ranks_is_raised_as_it_is(pools: dict[int, RankPool]) -> None:
+    (error,) = {*pools[4].run(agree_rank, "twice twice twice twice", Layout(tp=4))}
     assert error == (ValueError, ONCE)
     with pytest.raises(ValueError, match=ONCE):
         agreed_order(lambda: make_order("twice"), torch.empty(0), [None])

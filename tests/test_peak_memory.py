@@ -118,16 +118,14 @@ def backward_bytes(
     ("schedule", "window", "halves"),
     [("recompute", 256, 9), ("cached", 0, 7)],
 )
-def test_gathered_hidden_is_not_copied(
-    gloo_ranks: Any, schedule: str, window: int, halves: int
-) -> None:
+def test_gathered_hidden_is_not_copied(pools: Any, schedule: str, window: int, halves: int) -> None:
     """Of [T, H]: hidden, dhidden, gloo's own copy, half of it in the end, and the accumulator."""
     T, V, H = 16384, 600, 512
     options: dict[str, Any] = {"schedule": schedule}
     if window:
         options["max_logits_bytes"] = T * window * 4
     owned, copied = (
-        max(gloo_ranks(2).run(backward_bytes, T, V, H, owned=owned, **options))
+        max(pools[2].run(backward_bytes, T, V, H, owned=owned, **options))
         for owned in (True, False)
     )
     two_slices = 32 * MIB

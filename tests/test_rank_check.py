@@ -4,7 +4,7 @@ T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -326,8 +326,8 @@ def test_alone_only_its_own_arguments_are_checked() -> None:
         check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
 
 
-def test_over_gloo(gloo_ranks: Callable[[int], RankPool]) -> None:
-    ranks = gloo_ranks(2)
+def test_over_gloo(pools: dict[int, RankPool]) -> None:
+    ranks = pools[2]
     assert ranks.run(verdicts, 1, {}) == [None, None]
     expected = BEGINS + "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"
     assert ranks.run(verdicts, 1, dict(label_smoothing=0.1)) == [expected] * 2

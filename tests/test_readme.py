@@ -1,7 +1,6 @@
 """The README's examples run, at a size that a CPU takes in a moment."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, tuple[int, ...]
     return names["loss"].item(), tuple(names["hidden"].grad.shape)
 
 
-def test_tensor_parallel(gloo_ranks: Callable[[int], RankPool]) -> None:
-    first, second = gloo_ranks(2).run(tensor_parallel)
+def test_tensor_parallel(pools: dict[int, RankPool]) -> None:
+    first, second = pools[2].run(tensor_parallel)
     assert first == second
     assert first[1] == (32, 32)

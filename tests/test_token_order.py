@@ -72,16 +72,16 @@ def test_gradients_are_right(name, schedule):
 
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_in_flight(gloo_ranks, ranks, schedule):
+def test_collectives_in_flight(pools, ranks, schedule):
     for few in ({}, FEW_BYTES):
-        outcomes = gloo_ranks(ranks).run(in_pieces_forked, IN_PIECES, schedule=schedule, **few)
+        outcomes = pools[ranks].run(in_pieces_forked, IN_PIECES, schedule=schedule, **few)
         assert misses(joined(outcomes, sequence_parallel=True), IN_PIECES) == []
 
 
-def test_triton_writes_pieces_into_one_cache(gloo_ranks):
+def test_triton_writes_pieces_into_one_cache(pools):
     problem = Problem(T=32, H=64, V_all=201, seed=3)
     for schedule in ("cached", "in_forward"):
-        ranks = gloo_ranks(2).run(in_pieces_forked, problem, schedule=schedule, impl="triton")
+        ranks = pools[2].run(in_pieces_forked, problem, schedule=schedule, impl="triton")
         assert misses(joined(ranks, sequence_parallel=True), problem) == []
 
 
@@ -140,9 +140,9 @@ def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
     assert misses(on_threads(problem, schedule="cached"), problem) != []
 
 
-def test_a_piece_that_is_not_waited_for_would_show(gloo_ranks):
+def test_a_piece_that_is_not_waited_for_would_show(pools):
     """A missing wait must fail; else the tests over gloo could pass by luck."""
-    ranks = gloo_ranks(2).run(_without_waiting, IN_PIECES)
+    ranks = pools[2].run(_without_waiting, IN_PIECES)
     with pytest.raises(AssertionError):
         assert misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
 

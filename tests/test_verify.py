@@ -96,12 +96,12 @@ def test_every_fault_is_missed_in_one_process(fault, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fault", [None, "gradient_off_by_1_percent", "loss_off_by_1e_4"])
-def test_all_ranks_agree_on_the_verdict(gloo_ranks, fault, tmp_path):
+def test_all_ranks_agree_on_the_verdict(pools, fault, tmp_path):
     """The fault is on one rank only; every rank exits with the same status."""
     output = tmp_path / "verify.json"
     few = FEW if fault == "gradient_off_by_1_percent" else []
-    codes = gloo_ranks(2).run(verify_rank, fault, *few, "--output", str(output))
-    gloo_ranks(2).close()  # the fault stays in the last worker
+    codes = pools[2].run(verify_rank, fault, *few, "--output", str(output))
+    pools[2].close()  # the fault stays in the last worker
     assert codes == ([0, 0] if fault is None else [1, 1])
     found = json.loads(output.read_text())
     assert found["passed"] is (fault is None)
