@@ -6,7 +6,6 @@ is ``flce_dist.launch.train``, but in step 7 rank 1 writes its process id into t
 waits to be killed, while rank 0 waits for it. Where HELD is there already the run goes through.
 """
 
-import gc
 import json
 import os
 import runpy
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from flce_dist.launch.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from flce_dist.launch.train.data import Corpus
+from tests.shared_groups import group_of
 
 TINY = """
 steps: 12
@@ -44,18 +43,11 @@ CONFIG = RunConfig(
 
 
 def forget_earlier_runs() -> None:
-    """Destroy the process groups of Megatron in this rank: each keeps threads, some of which spin.
-
-    Collective. In a persistent worker hundreds of groups would be left otherwise. The model that
-    used them is garbage with cycles, and holds them until it is collected.
-    """
+    """Let Megatron be initialized anew in this rank; it keeps the process groups that there are."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
+    parallel_state.create_group = group_of
 
 
 def corpus(rows: int = 10) -> Corpus:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce_dist.launch.train.model import ParallelRMSNorm
+from tests.shared_groups import group_of
 
 VOCAB, H, S, B = 96, 32, 16, 2
 
@@ -31,10 +32,6 @@ class Setting:
 
 SETTINGS = (Setting(1, False), *(Setting(tp, sp) for tp in (2, 4) for sp in (False, True)))
 """Megatron has no sequence parallelism without tensor parallelism."""
-
-
-_groups: dict[tuple[int, ...], dict[str, Any]] = {}
-"""What parallel_state holds for ``(tp, pp, cp)``: every group of gloo has threads of its own."""
 
 
 class ValuesOnly(nn.Module):
@@ -73,14 +70,11 @@ def initialize(at: Setting, *, cp: int = 1, pp: int = 1) -> None:
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
-    groups, sizes = vars(parallel_state), (at.tp, pp, cp)
-    if not _groups:
-        _groups[()] = {name: x for name, x in groups.items() if name.startswith("_")}
-    if sizes not in _groups:
-        groups.update(_groups[()])
-        parallel_state.initialize_model_parallel(at.tp, pp, context_parallel_size=cp)
-        _groups[sizes] = {name: x for name, x in groups.items() if name.startswith("_")}
-    groups.update(_groups[sizes])
+    parallel_state.create_group = group_of
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        at.tp, pp, context_parallel_size=cp, create_gloo_process_groups=False
+    )
     torch.manual_seed(1)
     # The inference tracker is the one that forks no GPU generator.
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)

@@ -35,7 +35,7 @@ def stepped(model: Any) -> dict[str, Any]:
             params_dtype=model.config.params_dtype, use_distributed_optimizer=True,
             overlap_param_gather=True,
         )  # fmt: skip
-        optimizer = get_megatron_optimizer(config, [wrapped])
+        optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for step in range(2):
             wrapped.zero_grad_buffer()
