@@ -4,16 +4,17 @@ With ``one_queue`` all streams of a GPU share a queue, as under ``CUDA_DEVICE_MA
 each operation ends before the GPU begins the next one that its host has issued.
 
 Hosts never read what a GPU has done, so they may run ahead of it. When ranks meet, all issued
-operations are executed in every possible order, or in some random ones. Kernels and copies have a
-beginning and an end, between which other operations may run. The simulation detects
+operations are executed in every possible order, or in some random ones. A kernel or a copy is one
+step: that it may run beside another is seen where both could be next. The simulation detects
 
-* reads of wrong data, and writes that overlap a read or another write of the same bytes in time;
+* reads of wrong data, and writes that may overlap a read or a write of the same bytes in time;
 * access to memory that was unmapped, or reused too early;
 * streams that wait for ever, flags that are not restored, illegal use of a capture.
 
 It does not simulate bytes but rows: each holds a tag that names its contents.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,14 +41,17 @@ class Row(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An operation of a stream. A kernel is two operations, its beginning and its end."""
+    """An operation of a stream."""
 
-    kind: str  # put, host (a put to a word of host memory), wait, after, begin, end
+    kind: str  # put, host (a put to a word of host memory), wait, after, kernel
     at: Any = None  # an address; a stream and a position in it
     value: int = 0
     reads: tuple[Row, ...] = ()
     writes: tuple[Row, ...] = ()
     run: Callable[[list[Any]], list[Any]] | None = None  # from tags that are read to those written
+
+    def writes_over(self, *rows: Row) -> bool:
+        return any(mine.overlaps(row) for mine in self.writes for row in rows)
 
 
 class State(NamedTuple):
@@ -66,6 +70,7 @@ class Machine:
         self.states = {State((), (), frozenset())}
         self.explored = 0
         self.host_words: dict[int, torch.Tensor] = {}  # of hosts, by address
+        self._apart: set[Any] = set()  # pairs of kernels, each by stream and position
         self._last = 0
 
     def number(self) -> int:
@@ -127,6 +132,7 @@ class Machine:
             if self.queues[i][state.done[i]].kind in ("after", "host"):
                 yield self._step(i, state, words)
                 return
+        self._check_alone([(i, state.done[i]) for i in ready])
         for i in ready:
             yield self._step(i, state, words)
 
@@ -146,32 +152,29 @@ class Machine:
     def _step(self, i: int, state: State, words: dict[int, int]) -> State:
         op = self.queues[i][state.done[i]]
         done = (*state.done[:i], state.done[i] + 1, *state.done[i + 1 :])
-        if op.kind == "begin":
-            self._check_alone(op, i, state)
         if op.kind in ("put", "host"):
             changed = tuple(sorted({**words, op.at: op.value}.items()))
             return State(done, changed, state.tags)
-        if op.kind == "end":
+        if op.kind == "kernel":
             tags = dict(state.tags)
             assert op.run is not None
+            written = {row.storage for row in op.writes}
             found = op.run([tags.get(row, "garbage") for row in op.reads])
-            for row in [old for old in tags if any(old.overlaps(new) for new in op.writes)]:
+            for row in [old for old in tags if old.storage in written and op.writes_over(old)]:
                 del tags[row]
             tags.update(zip(op.writes, found, strict=True))
             return State(done, state.words, frozenset(tags.items()))
         return State(done, state.words, state.tags)
 
-    def _check_alone(self, op: Op, i: int, state: State) -> None:
-        for j, n in enumerate(state.done):
-            if j == i or not n or self.queues[j][n - 1].kind != "begin":
-                continue
-            other = self.queues[j][n - 1]
-            for mine, theirs in (
-                (op.writes, other.reads + other.writes),
-                (op.reads, other.writes),
-            ):
-                if any(a.overlaps(b) for a in mine for b in theirs):
-                    raise Wrong(f"stream {i} begins {op} beside {other} of stream {j}")
+    def _check_alone(self, ready: list[tuple[int, int]]) -> None:
+        """Fail if one of these next operations may not run beside another of them."""
+        kernels = [at for at in ready if self.queues[at[0]][at[1]].kind == "kernel"]
+        for pair in itertools.combinations(kernels, 2):
+            if pair not in self._apart:
+                one, other = (self.queues[i][n] for i, n in pair)
+                if one.writes_over(*other.reads, *other.writes) or other.writes_over(*one.reads):
+                    raise Wrong(f"{one} of stream {pair[0][0]} runs beside {other}")
+                self._apart.add(pair)
 
     def drained(self, streams: list[int]) -> bool:
         return all(

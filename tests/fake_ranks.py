@@ -137,10 +137,7 @@ class Rank:
         if self.current._graph is not None:
             self.current._graph.tensors += [*reads, *writes]
         rows = [tuple(row for x in tensors for row in x.rows) for tensors in (reads, writes)]
-        self.current.add(
-            Op("begin", reads=rows[0], writes=rows[1]),
-            Op("end", reads=rows[0], writes=rows[1], run=run),
-        )
+        self.current.add(Op("kernel", reads=rows[0], writes=rows[1], run=run))
 
     def all_reduce(self) -> None:
         """Issue a collective as NCCL does: a kernel that ends once all ranks' have begun."""
