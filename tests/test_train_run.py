@@ -31,19 +31,19 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def rank_train(group: Any, config: RunConfig) -> Trained:
-    """Losses, gradient norms and validation loss of three steps; then all rows of all weights."""
+    """Losses, gradient norms and validation loss of two steps; then all rows of all weights."""
     forget_earlier_runs()
     trainer = Trainer(config, corpus(), torch.device("cpu"))
     # Megatron's fused loss is compiled; its functions are the same without.
     with torch.compiler.set_stance("force_eager"):
         trainer.head_peak_mib()  # leaves no trace
-        numbers = [number for _ in range(3) for number in trainer.train_step()]
+        numbers = [number for _ in range(2) for number in trainer.train_step()]
         validation = trainer.validate()
     # Labels are evenly spread over 64 tokens, all of them among the 256 most frequent ones.
     assert [band["tokens"] for band in validation.by_frequency] == [32, 0, 0, 0, 0]
     assert validation.by_frequency[0]["loss"] == pytest.approx(validation.loss)
     numbers.append(validation.loss)
-    assert (trainer.step, trainer.samples) == (3, 12)
+    assert (trainer.step, trainer.samples) == (2, 8)
     weights = {}
     for name, weight in trainer.model.named_parameters():
         shards = [weight.detach()]
@@ -84,7 +84,7 @@ def assert_alike(
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_layout_trains_alike(pools: dict[int, RankPool], tied: bool) -> None:
     (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
-    assert alone[0][4] < alone[0][0] and min(alone[0]) > 0
+    assert min(alone[0]) > 0
     for tensor, data, sp, context, microbatches in [
         (2, 1, False, 1, 1),
         (2, 1, True, 1, 1),
@@ -168,7 +168,7 @@ def test_a_resumed_run_makes_the_same_steps(
         kinds = {name.rsplit(".")[-1] for name in names if name.startswith("optimizer.")}
         fp32 = {"fp32"} if dtype == "bfloat16" else set()
         assert kinds == {"step", "exp_avg", "exp_avg_sq"} | fp32
-    assert len(copies[0]) > 10 and copies[1] == (copies[0] if data == 1 else set())
+    assert len(copies[0]) == 8 and copies[1] == (copies[0] if data == 1 else set())
 
 
 def rank_refusals(group: Any, config: RunConfig) -> list[str]:

@@ -35,7 +35,7 @@ HELD_AFTER = 6  # steps, two of them after a checkpoint
 VOCAB = 64
 CONFIG = RunConfig(
     model=ModelConfig(
-        hidden_size=16, num_layers=2, num_heads=2, ffn_hidden_size=16, seq_length=8, init_std=0.2
+        hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=16, seq_length=8, init_std=0.2
     ),
     data=DataConfig(batch_size=2, validation_batches=1),
     optimizer=OptimizerConfig(lr=0.02, warmup_steps=1, decay_steps=4),
