@@ -78,14 +78,14 @@ def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
     entries = records(uninterrupted)
     losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
     validation = [entry for entry in entries if entry["kind"] == "validation"]
-    assert len(set(losses)) == len(losses) == 12 and losses[-1] < losses[0]
-    assert [entry["step"] for entry in validation] == [4, 8, 12]
+    assert len(set(losses)) == len(losses) == 9 and losses[-1] < losses[0]
+    assert [entry["step"] for entry in validation] == [3, 6, 9]
     assert validation[-1]["loss"] < validation[0]["loss"]
     assert entries[0]["head_peak_mib"] > 0
     for name in ("loss.png", "compare.png", "compare.json", "tensorboard"):
         assert (uninterrupted / name).exists(), name
     checkpoints = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
-    assert checkpoints == ["step-00000008", "step-00000012"]
+    assert checkpoints == ["step-00000006", "step-00000009"]
 
 
 def test_the_comparison_agrees_with_megatron(uninterrupted: Path) -> None:
@@ -106,7 +106,7 @@ def test_killed_stopped_and_continued_it_ends_the_same(uninterrupted: Path, tmp_
     endless = ["--steps", "1000000"]
     # SIGKILL for torchrun alone: its ranks end with it.
     train_and_signal(
-        tmp_path, *endless, after_step=6, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
+        tmp_path, *endless, after_step=5, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
     )
     killed = last_step(out_dir)
     # SIGTERM for one rank: all end, after a checkpoint of that step.
@@ -157,8 +157,8 @@ def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
         os.kill(int(held.read_text()), signal.SIGKILL)
         statuses, outputs = run.finish()
     assert statuses == [0, 0], outputs
-    begun = f"continuing {out_dir / 'checkpoints' / 'step-00000004'}"
+    begun = f"continuing {out_dir / 'checkpoints' / 'step-00000003'}"
     assert sum(begun in output for output in outputs) == 1
     assert records(out_dir) == records(uninterrupted)
-    shards = sorted(path.name for path in (out_dir / "checkpoints/step-00000012").glob("rank-*"))
+    shards = sorted(path.name for path in (out_dir / "checkpoints/step-00000009").glob("rank-*"))
     assert shards == ["rank-00000.pt", "rank-00001.pt"]

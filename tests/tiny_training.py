@@ -2,7 +2,7 @@
 
     torchrun ... -m tests.tiny_training HELD --config tiny.yaml --out-dir OUT
 
-is ``flce_dist.launch.train``, but in step 7 rank 1 writes its process id into the file HELD and
+is ``flce_dist.launch.train``, but in step 6 rank 1 writes its process id into the file HELD and
 waits to be killed, while rank 0 waits for it. Where HELD is there already the run goes through.
 """
 
@@ -21,16 +21,16 @@ from flce_dist.launch.train.data import Corpus
 from tests.shared_groups import group_of
 
 TINY = """
-steps: 12
-validate_every: 4
-checkpoint_every: 4
+steps: 9
+validate_every: 3
+checkpoint_every: 3
 device: cpu
 compare: false
 model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_length: 16}
-data: {batch_size: 2, validation_batches: 1}
-optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 12}
+data: {batch_size: 1, validation_batches: 1}
+optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 9}
 """
-HELD_AFTER = 6  # steps, two of them after a checkpoint
+HELD_AFTER = 5  # steps, two of them after a checkpoint
 
 VOCAB = 64
 CONFIG = RunConfig(
