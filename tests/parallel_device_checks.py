@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.kernels import eager_logits
 from flce_dist.memory import peak_memory, release_shared_memory
 from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.vocab import vocab_range
@@ -146,7 +147,10 @@ def another_device(ranks: Ranks) -> Iterator[str]:
 def captured(ranks: Ranks) -> Iterator[str]:
     """Forward and backward with their collectives in one graph, replayed on other data."""
     batches = [problem(ranks.device, seed=seed) for seed in range(3)]
-    for way, options in different_ways(batches[0], ranks.P).items():
+    chosen = different_ways(batches[0], ranks.P)
+    if not ranks.on_gpu:  # tests/test_gpu_graphs.py runs all steps again there
+        chosen = {way: chosen[way] for way in ("cached", "in_forward, chunks")}
+    for way, options in chosen.items():
         for sp in (False, True):
             found = list(replays(ranks, batches, sequence_parallel=sp, **options))
             yield from said(way, sp, found)
@@ -235,18 +239,23 @@ def no_waiting_host(ranks: Ranks) -> Iterator[str]:
 
 def memory(ranks: Ranks) -> Iterator[str]:
     """recompute under sequence parallelism holds one window of logits, whatever the vocabulary."""
-    T, H, V, window = (4096, 1024, 32768, 64 * MIB) if ranks.on_gpu else (512, 32, 32768, 4 * MIB)
+    if ranks.on_gpu:
+        T, H, V, window, workspace = 4096, 1024, 32768, 64 * MIB, 64 * MIB
+        small_temporaries: AbstractContextManager[Any] = nullcontext()
+    else:
+        T, H, V, window, workspace = 512, 32, 8192, MIB, 8 * MIB
+        small_temporaries = mock.patch.object(eager_logits, "SCRATCH_BYTES", MIB)
     one = problem(ranks.device, T=T, H=H, V_all=V * ranks.P)
     tensors = operands(ranks, one, True)
     leaves = [x.requires_grad_() for x in tensors[:3]]
     options: Options = {"schedule": "recompute", "max_logits_bytes": window}
     for _ in range(2):  # at first, workspaces that stay
         release_shared_memory()
-        with peak_memory(ranks.device) as peak:
+        with small_temporaries, peak_memory(ranks.device) as peak:
             loss = call(ranks, one, tensors, sequence_parallel=True, **options)
             gradients = torch.autograd.grad(loss, leaves, one.upstream)
             del loss, gradients
     beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)
-    limit = T * H * one.dtype.itemsize + 4 * T * H + window + 64 * MIB
+    limit = T * H * one.dtype.itemsize + 4 * T * H + window + workspace
     if not 0 < beyond <= limit:
         yield f"{beyond / MIB:.1f} MiB beyond gradients, outside (0, {limit / MIB:.1f}]"

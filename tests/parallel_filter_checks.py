@@ -39,11 +39,13 @@ def filtered_gradients(ranks: Ranks) -> Iterator[str]:
     exact, eps = Truth.of(one), 640 / V_all
     rounds = {"max_logits_bytes": one.T * one.dtype.itemsize * (V_all // ranks.P // 3)}
     ways_filtered: dict[str, Options] = {"one round": {}, "rounds": rounds}
+    truths = {
+        sp: filtered_truth(exact, one, ranks.P, eps, sequence_parallel=sp) for sp in (False, True)
+    }
     for way, options in ways_filtered.items():
-        for sp in (False, True):
+        for sp, truth in truths.items():
             given: Options = {"sequence_parallel": sp, "filter_eps": eps, **options}
             mine = step(ranks, one, **given)
-            truth = filtered_truth(exact, one, ranks.P, eps, sequence_parallel=sp)
             found = misses_of_share(truth, mine, one, ranks.group, sp)
             share = kept_share(ranks, one, **given)
             if not 0.01 < share < 0.99:

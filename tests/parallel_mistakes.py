@@ -1,6 +1,12 @@
-"""Mistakes to plant in what the checks of gpu_parallel.py call, each for one rank's process."""
+"""Mistakes to plant in what the checks of gpu_parallel.py call, each for one rank's process.
+
+    torchrun --standalone --nproc-per-node 2 -m tests.parallel_mistakes MISTAKE --device cpu
+
+runs gpu_parallel.py with one of them.
+"""
 
 import itertools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -136,3 +142,10 @@ def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(collectives.Pending, "wait", lambda self: self.result)
     for kind in (collectives.CollectiveGather, peer_copies.PeerGather):
         patch.setattr(kind, "wait", kind.start)
+
+
+if __name__ == "__main__":
+    from tests import gpu_parallel
+
+    globals()[sys.argv.pop(1)](pytest.MonkeyPatch())
+    sys.exit(gpu_parallel.main())

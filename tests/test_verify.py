@@ -115,7 +115,7 @@ def test_all_ranks_agree_on_the_verdict(pools, fault, tmp_path):
 def test_over_two_nodes(tmp_path):
     report = tmp_path / "verify.json"
     program = ["-m", "flce_dist.launch.verify", *SMALL, *FEW, "--output", str(report)]
-    with started(torchrun(*program, nodes=2), tmp_path, copies=2) as nodes:
+    with started(torchrun(*program, nodes=2), tmp_path, copies=2, forks=True) as nodes:
         statuses, texts = nodes.finish()
     assert statuses == [0, 0], texts
     found = json.loads(report.read_text())
