@@ -2,9 +2,6 @@
 
 import dataclasses
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +16,8 @@ from torch.library import opcheck
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
-from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing import relative_rms
 from tests.problems import pairwise
-
-ROOT = Path(__file__).parents[1]
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -119,14 +114,18 @@ def test_in_forward_with_metrics_is_refused():
         compiled(*inputs(9), {"schedule": "in_forward"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("schedule", "reduction", "with_metrics"),
-    [
-        ("in_forward", "mean", False),
-        ("filtered", "mean", False),
-        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
-    ],
+    ("schedule", "reduction", "with_metrics", "dtype"),
+    pairwise(
+        (*how, dtype)
+        for how in (
+            ("in_forward", "mean", False),
+            ("filtered", "mean", False),
+            *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+        )
+        for dtype in (torch.float32, torch.float16)
+    ),
+    ids=str,
 )
 def test_opcheck(schedule, reduction, with_metrics, dtype):
     """Schema, fake, autograd registration and dynamic shapes, by torch.library.opcheck."""
@@ -190,25 +189,17 @@ def rankless_step(group: dist.ProcessGroup, schedule: Any, compiled: bool) -> li
     return list(torch.autograd.grad(run(hidden, shard), (hidden, shard)))
 
 
-def compare_on_two_ranks() -> None:
-    with RankPool(2) as ranks:
-        for schedule in ("recompute", "cached", "in_forward"):
-            compiled = ranks.run(rankless_step, schedule, True)
-            plain = ranks.run(rankless_step, schedule, False)
-            for ours, expected in zip(compiled, plain, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-        for sequence_parallel, as_dtensors in itertools.product((False, True), repeat=2):
-            compiled = ranks.run(sharded_step, sequence_parallel, as_dtensors, True)
-            plain = ranks.run(sharded_step, sequence_parallel, False, False)
-            for ours, expected in zip(compiled, plain, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-
-
-def test_two_ranks():
-    """In a new process: the compiler's state in this one would break backward after a fork."""
-    source = "from tests.test_compiled import compare_on_two_ranks as check; check(); print('same')"
-    run = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.endswith("same\n"), run.stderr[-4000:]
+def test_two_ranks(ranks):
+    for schedule in ("recompute", "cached", "in_forward"):
+        compiled = ranks.run(rankless_step, schedule, True)
+        plain = ranks.run(rankless_step, schedule, False)
+        for ours, expected in zip(compiled, plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    for sequence_parallel, as_dtensors in itertools.product((False, True), repeat=2):
+        compiled = ranks.run(sharded_step, sequence_parallel, as_dtensors, True)
+        plain = ranks.run(sharded_step, sequence_parallel, False, False)
+        for ours, expected in zip(compiled, plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_the_comparison_notices_a_wrong_gradient(monkeypatch):
