@@ -1,9 +1,6 @@
 """``launch.bench`` end to end on CPU: records, judgements, ranks."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.report import FIELDS
 from tests.bench_run import EAGER, GRID, peer, records, run
+from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
 
@@ -174,13 +172,11 @@ def test_two_ranks_end_to_end(tmp_path):
     )
     (tmp_path / "grid.yaml").write_text(GRID + runs)
     paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", "-m", "flce_dist.launch.bench", *paths]
-    command.append("--trace")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.count(b"T=24 H=16 V=64 fp32 on 2 ranks") == 1  # rank 0 alone prints
+    command = torchrun("-m", "flce_dist.launch.bench", *paths, "--trace")
+    with started(command, tmp_path, forks=True) as running:
+        statuses, (output,) = running.finish()
+    assert statuses == [0], output
+    assert output.count("T=24 H=16 V=64 fp32 on 2 ranks") == 1  # rank 0 alone prints
     assert json.loads((tmp_path / "out" / "found.v1.json").read_text())["about"]["ranks"] == 2
     profiles = json.loads((tmp_path / "out" / "found.v1.profile.json").read_text())["profiles"]
     assert {"eager cached", "eager recompute SP"} <= {profile["run"] for profile in profiles}
