@@ -32,11 +32,13 @@ from tests.test_gpu_oracle import (
     textbook_in_chunks,
 )
 
-T, V, H = 130, 36_000, 64
+# V is more than the widest window of columns.
+SIZES = {"cpu": (40, 36_000, 16), "cuda": (130, 36_000, 64)}
+T, V, H = SIZES["cuda"]
 
 
 def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    return inputs_on(device, T, V, H, dtype)
+    return inputs_on(device, *SIZES[torch.device(device).type], dtype)
 
 
 # --- no host synchronisation
@@ -279,7 +281,8 @@ def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> dict
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant, schedule, device):
     """The same bits, and what a schedule keeps is kept for one head at a time."""
-    inputs = inputs_on(device, 1024, 8192, H, torch.bfloat16)
+    T, V = (1024 if device == "cuda" else 256), 8192
+    inputs = inputs_on(device, T, V, H, torch.bfloat16)
     two_heads(inputs, schedule, None)  # workspaces that stay
     plain, saving = (two_heads(inputs, schedule, kind) for kind in (None, use_reentrant))
     plain_peak, peak = (int(x.pop("peak")) for x in (plain, saving))
@@ -287,8 +290,8 @@ def test_activation_checkpointing(use_reentrant, schedule, device):
         # Its first forward is one without gradients, which sums tokens in another order.
         assert relative_rms(saving.pop("loss"), plain.pop("loss")) <= 1e-6
     assert_same(saving, plain)
-    kept = 1024 * 8192 * 2 if schedule == "cached" else 0
-    assert peak <= plain_peak - kept // 2 + (0 if kept else 1 << 20)
+    cache = 2 * T * V
+    assert peak <= plain_peak + (-cache // 2 if schedule == "cached" else cache // 16)
 
 
 # --- equal bits
@@ -299,7 +302,7 @@ def test_activation_checkpointing(use_reentrant, schedule, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equal_runs_give_equal_bits(dtype, schedule, device):
     """At a size that fills the GPU several times over, with other work in between."""
-    size = (2000, 40_000, 256) if device == "cuda" else (T, V, H)
+    size = (2000, 40_000, 256) if device == "cuda" else SIZES[device]
     inputs = inputs_on(device, *size, dtype, bias=True)
     options = {**options_of(schedule, inputs), "label_smoothing": 0.1}
     first, second = (

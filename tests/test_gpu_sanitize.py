@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import gpu_sanitize
+from tests.problems import interpreted
 from tests.test_gpu_oracle import each_device, on_cuda
 
 ROOT = Path(__file__).parents[1]
@@ -54,13 +55,12 @@ def test_every_case_is_within_its_budget(device):
     assert done.stdout.endswith(f"{len(gpu_sanitize.CASES)} cases within their budgets\nok\n")
 
 
-def test_interpreted_kernels_pass_the_first_two_cases():
-    done = run(
-        [sys.executable, *SCRIPT, "--device", "cpu", "--impl", "triton", "--cases", "2"],
-        TRITON_INTERPRET="1",
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "2 cases within their budgets\nok\n"
+@interpreted
+def test_interpreted_kernels_pass_the_first_two_cases(monkeypatch, capsys):
+    options = ["--device", "cpu", "--impl", "triton", "--cases", "2"]
+    monkeypatch.setattr(sys, "argv", ["gpu_sanitize", *options])
+    gpu_sanitize.main()
+    assert capsys.readouterr().out == "2 cases within their budgets\nok\n"
 
 
 @pytest.mark.parametrize("case", gpu_sanitize.CASES, ids=range(len(gpu_sanitize.CASES)))
