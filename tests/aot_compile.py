@@ -77,7 +77,7 @@ def compile_all(
 ) -> dict[str, Any]:
     """Compile the kernels around a logits tile as their launchers would with this tile.
 
-    With ``group_v`` those that sum groups of so many columns in their tiles, else all.
+    With ``group_v`` those whose tiles sum groups of so many columns in one order, else all.
     """
     dtype = DTYPES[itemsize]
     # Few rows: descriptors and constexprs know none but the strides.
@@ -126,21 +126,21 @@ def compile_all(
             ),
         }  # fmt: skip
     pointers = TileLaunch(logits, config, programs=132, tma=False)
-    sums = {
+    linear = {
         "linear_stats": stats(
             *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
             HAS_CACHE=False, **plain, **group, **common,
         ),
+    }  # fmt: skip
+    if group_v is not None:
+        return linear
+    return linear | {
         "rescue": rescue._rescue_kernel.warmup(
             *pointers.operands(), labels, fp32, fp32, fp64, pointer, T, V, H,
             *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
             BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
             grid=(132,),
         ),
-    }  # fmt: skip
-    if group_v is not None:
-        return sums
-    return sums | {
         # One tile: the compiler takes a count of 1 for a constant.
         **{
             name: merge_stats._merge_kernel.warmup(
