@@ -232,7 +232,7 @@ def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> lis
 
 
 @pytest.mark.parametrize(
-    ("check", "plant"), dict.fromkeys((check, plant) for check, plant, _ in MISTAKES)
+    ("check", "plant"), list(dict.fromkeys((check, plant) for check, plant, _ in MISTAKES))
 )
 def test_a_mistake_is_found(check, plant, pools):
     messages = [text for *mistake, text in MISTAKES if mistake == [check, plant]]
