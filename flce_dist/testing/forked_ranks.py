@@ -42,6 +42,9 @@ class RankPool:
     A context manager. Workers start at the first ``run``, and again after a failed one. The
     function and its arguments are pickled, so it must be a module-level function or a partial of
     one. ``run_ranks(..., backend="gloo")`` takes closures, but forks workers for each call.
+
+    Process groups that a call makes stay until it destroys them or the pool is closed, each with a
+    thread that wakes up a hundred times a second.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0):
