@@ -12,7 +12,6 @@ from torch import Tensor
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
 from flce_dist.testing import RankPool
-from tests.contract import main_grad, training
 from tests.contract.compare import LINES, Outcome, decide
 from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
@@ -28,15 +27,9 @@ def quick() -> list[tuple[Setting, str]]:
     return [*((Setting(2, True), title) for title in LINES), *others]
 
 
-def ranks_of(title: str, at: Setting) -> int:
-    """Four where other kinds of parallelism join that of tensors."""
-    joined = LINES[title].__module__ in (main_grad.__name__, training.__name__)
-    return 4 if at.tp == 2 and joined else 2
-
-
 @pytest.mark.parametrize("at, title", quick(), ids=str)
 def test_a_line_of_the_contract(pools: dict[int, RankPool], at: Setting, title: str) -> None:
-    one = outcome(pools[ranks_of(title, at)], title, at)
+    one = outcome(pools[2 * at.tp], title, at)
     assert one.result in ("pass", "n/a"), one.reason
 
 
@@ -134,7 +127,7 @@ DUMMIES = "fusion: flag, dummy gradient, captured main_grad"
     ],
 )
 def test_a_mistake_shows(pools: dict[int, RankPool], mistake: str, title: str, seen: str) -> None:
-    found = pools[2].run(decide_mistaken, mistake, title)
+    found = pools[4].run(decide_mistaken, mistake, title)
     assert any(one.result == "fail" and seen in one.reason for one in found), found
 
 
