@@ -5,7 +5,8 @@ each operation ends before the GPU begins the next one that its host has issued.
 
 Hosts never read what a GPU has done, so they may run ahead of it. When ranks meet, all issued
 operations are executed in every possible order, or in some random ones. A kernel or a copy is one
-step: that it may run beside another is seen where both could be next. The simulation detects
+step: that it may run beside another is seen where both could be next. There is such a state, since
+nothing waits for the beginning of a kernel, only for its end. The simulation detects
 
 * reads of wrong data, and writes that may overlap a read or a write of the same bytes in time;
 * access to memory that was unmapped, or reused too early;
