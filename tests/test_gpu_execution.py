@@ -22,6 +22,7 @@ from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
 from tests.problems import METRICS, Inputs, Upstream, assert_same, each_schedule, make_inputs, run
 from tests.test_gpu_oracle import (
+    SMALL,
     assert_gradients_close,
     each_device,
     every_schedule,
@@ -32,13 +33,11 @@ from tests.test_gpu_oracle import (
     textbook_in_chunks,
 )
 
-# V is more than the widest window of columns.
-SIZES = {"cpu": (40, 36_000, 16), "cuda": (130, 36_000, 64)}
-T, V, H = SIZES["cuda"]
+T, V, H = SMALL["cuda"]
 
 
 def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    return inputs_on(device, *SIZES[torch.device(device).type], dtype)
+    return inputs_on(device, *SMALL[torch.device(device).type], dtype)
 
 
 # --- no host synchronisation
@@ -302,7 +301,7 @@ def test_activation_checkpointing(use_reentrant, schedule, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equal_runs_give_equal_bits(dtype, schedule, device):
     """At a size that fills the GPU several times over, with other work in between."""
-    size = (2000, 40_000, 256) if device == "cuda" else SIZES[device]
+    size = (2000, 40_000, 256) if device == "cuda" else SMALL[device]
     inputs = inputs_on(device, *size, dtype, bias=True)
     options = {**options_of(schedule, inputs), "label_smoothing": 0.1}
     first, second = (

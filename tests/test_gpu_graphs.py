@@ -12,10 +12,15 @@ from torch import Tensor
 
 from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_cross_entropy_with_metrics
 from tests.problems import IGNORE, Inputs
-from tests.test_gpu_oracle import each_device, every_schedule, inputs_on, on_cuda, options_of
+from tests.test_gpu_oracle import (
+    SMALL,
+    each_device,
+    every_schedule,
+    inputs_on,
+    on_cuda,
+    options_of,
+)
 
-# V is more than the widest window of columns.
-SIZES = {"cpu": (40, 36_000, 16), "cuda": (130, 36_000, 64)}
 WARM_UP = 3  # as many as PyTorch's documentation has
 
 Step = Callable[[], list[Tensor]]
@@ -51,7 +56,7 @@ class Replayed:
 def batch(seed: int, device: str) -> Inputs:
     """Other data for each seed; other tokens are ignored, other rows need the rescue."""
     inputs = inputs_on(
-        device, *SIZES[device], torch.bfloat16, seed=seed, bias=True, token_weight=True
+        device, *SMALL[device], torch.bfloat16, seed=seed, bias=True, token_weight=True
     )
     hopeless = 5 + len(inputs.labels) // 6 * seed
     inputs.labels[hopeless] = seed
@@ -103,7 +108,7 @@ def test_replay_equals_a_plain_call(options, schedule, device):
 @each_device
 def test_filtered_gradients_in_rounds(device):
     """Other tiles are kept of each batch, and metrics say how many."""
-    T, V, _ = SIZES[device]
+    T, V, _ = SMALL[device]
     a_third = T * 2 * V // 3
     check_replays(
         batch(0, device), device, metrics=True, filter_eps=2.0**-9, max_logits_bytes=a_third
@@ -137,7 +142,7 @@ def test_stale_inputs_are_noticed(device):
 @on_cuda
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
 def test_make_graphed_callables_on_the_module(schedule, device):
-    _, V, H = SIZES[device]
+    _, V, H = SMALL[device]
     head: Any = LinearCrossEntropy(H, V, schedule=schedule, device=device, dtype=torch.bfloat16)
 
     def gradients(batches: list[Inputs]) -> list[Tensor]:

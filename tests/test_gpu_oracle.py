@@ -31,6 +31,9 @@ each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 EVERY_SCHEDULE: list[Schedule] = ["recompute", "cached", "in_forward", "auto"]
 every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 
+# T, V, H of small problems; V is more than the widest window of columns.
+SMALL = {"cpu": (40, 36_000, 16), "cuda": (130, 36_000, 64)}
+
 _CHUNK_ELEMENTS = 1 << 27  # of logits: 1 GiB in fp64
 
 
