@@ -148,6 +148,17 @@ def logits_tile(
             BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
         acc = dot(h, w.T, acc)
+    return logits_of(
+        acc, bias_ptr, start_v, V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
+    )
+
+
+@triton.jit
+def logits_of(
+    acc, bias_ptr, start_v, V, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Capped logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
     z = acc * logit_scale
     if HAS_BIAS:
         offs_v = start_v + tl.arange(0, BLOCK_V)

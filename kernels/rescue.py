@@ -4,12 +4,14 @@ T = tokens, V = vocabulary rows here, H = hidden size.
 
 ``is_rescued`` of ``token_loss_formulas.py`` says which tokens these are. Their reference becomes
 the largest logit over all ranks. Both kernels are always launched, so the host need not know
-whether there is such a token. Programs of the first return at once if there is none; otherwise they
-share the columns of all rescued tokens, so that a single one costs little. The second kernel
-replaces the sums of rescued tokens, and moves the limbs of the others to the top bin that follows
-from the maximum over all ranks.
+whether there is such a token. The first lists the tokens, clears their sums, and moves the limbs of
+the others to the top bin that follows from the maximum over all ranks. Programs of the second
+return at once if no token is listed; otherwise they share the tiles of logits of the listed tokens,
+128 of which cost as much as one. They add to the sums by atomics: additions of limbs are exact
+(``exact_sums.py``), so the bits depend neither on their order nor on a token's place in the list.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,146 +25,146 @@ from flce_dist.kernels.exact_sums import (
     store_limbs,
     top_bin,
 )
-from flce_dist.kernels.launching import MAX_PART_BYTES, tile_launch
+from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
     cast,
+    dot,
     exp,
     first_reference,
     is_rescued,
     label_columns,
-    logits_tile,
+    load_tile,
+    logits_of,
     other_columns,
     softcap_slope,
+    tile_coordinates,
     times_exponent,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 
+_LISTED_AT_ONCE = 1024  # tokens of a program
+
 
 @triton.jit
-def _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T):
-    """Return ``(flagged, reference)``: whether tokens are rescued, false beyond T; the maximum."""
+def _listed_tokens(label_logit_ptr, max_ptr, offs_t, T):
+    """Return ``(listed, label_logit, maximum)``: 1 if rescued, else and beyond T 0; the operands."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
-    return is_rescued(label_logit, maximum), tl.maximum(maximum, label_logit)
+    return is_rescued(label_logit, maximum).to(tl.int32), label_logit, maximum
+
+
+@triton.jit
+def _start_limbs(sums_ptr, stride_sums, offs_t, T, listed, risen, LIMBS: tl.constexpr):
+    """Move a sum's limbs to the final top bin; clear those of listed tokens."""
+    high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, offs_t < T, LIMBS)
+    high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
+    high = tl.where(listed > 0, 0.0, high)  # not by a factor: they may be inf
+    middle = tl.where(listed > 0, 0.0, middle)
+    low = tl.where(listed > 0, 0.0, low)
+    store_limbs(sums_ptr, stride_sums, offs_t, offs_t < T, high, middle, low, LIMBS)
+
+
+@triton.jit
+def _list_tokens_kernel(
+    label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
+    sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
+    list_ptr,  # out: [1 + T] int32: how many tokens are listed, then these in ascending order
+    T, stride_sums,
+    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK_T tokens. It counts the listed ones before them by itself."""
+    start = tl.program_id(0) * BLOCK_T
+    before = tl.zeros((BLOCK_T,), tl.int32)
+    for first in range(0, start, BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        listed, _, _ = _listed_tokens(label_logit_ptr, max_ptr, offs_t, T)
+        before += listed
+    offs_t = start + tl.arange(0, BLOCK_T)
+    listed, label_logit, maximum = _listed_tokens(label_logit_ptr, max_ptr, offs_t, T)
+    place = tl.sum(before, axis=0) + tl.cumsum(listed, axis=0)
+    tl.store(list_ptr + place, offs_t, mask=listed > 0)
+    if start + BLOCK_T >= T:
+        tl.store(list_ptr, tl.max(place, axis=0))
+
+    bin_ptr = sums_ptr + (2 + 3 * WITH_ENTROPY + WITH_SUM_Z) * stride_sums
+    bin_here = tl.load(bin_ptr + offs_t, mask=offs_t < T, other=0.0).to(tl.int32)
+    risen = top_bin(maximum, first_reference(label_logit)) - bin_here
+    _start_limbs(sums_ptr, stride_sums, offs_t, T, listed, risen, 2)
+    if WITH_ENTROPY:
+        _start_limbs(sums_ptr + 2 * stride_sums, stride_sums, offs_t, T, listed, risen, 3)
+
+
+@triton.jit
+def _add_limbs(
+    sums_ptr, stride, offs_t, mask, x,
+    HEADROOM: tl.constexpr, LIMBS: tl.constexpr, GROUP_V: tl.constexpr,
+):  # fmt: skip
+    """Add the columns of x [BLOCK_T, BLOCK_V] to the limbs of a sum."""
+    bin = tl.zeros((x.shape[0],), tl.int32)  # as the largest exponential is 1
+    terms = tl.trans(group_sums(x, GROUP_V))
+    high, middle, low = slice_sums(terms, bin, HEADROOM, LIMBS)
+    tl.atomic_add(sums_ptr + offs_t, high, mask=mask, sem="relaxed")
+    if LIMBS == 3:
+        tl.atomic_add(sums_ptr + stride + offs_t, middle, mask=mask, sem="relaxed")
+    tl.atomic_add(sums_ptr + (LIMBS - 1) * stride + offs_t, low, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _rescue_kernel(
-    hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
-    label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
-    part_ptr,  # out: [limbs, programs, T] fp64, only flagged tokens
+    hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
+    label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32
+    sums_ptr,  # in and out: [limbs, T] fp64, of listed tokens
     cache_ptr,  # out: [T, V], the same tokens
-    T, V, H,
+    T, V, H, stride_sums,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
     vocab_start_index, ignore_index, logit_scale, softcap,
     WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
     EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
-    BLOCK_SCAN: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up every num_programs-th tile of columns, for each block of flagged tokens."""
-    any_flagged = tl.zeros((BLOCK_SCAN,), tl.int32)
-    for start in range(0, T, BLOCK_SCAN):
-        offs = start + tl.arange(0, BLOCK_SCAN)
-        flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs, T)
-        any_flagged |= flagged.to(tl.int32)
-    num_t = tl.cdiv(T, BLOCK_T) * tl.max(any_flagged, axis=0)  # 0 if none is flagged
-    part_ptr += tl.program_id(0).to(tl.int64) * T
-    plane = tl.num_programs(0).to(tl.int64) * T
-    for pid_t in range(0, num_t):
-        offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        flagged, reference = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T)
-        if tl.max(flagged.to(tl.int32), axis=0) > 0:
-            column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-            bin = tl.zeros((BLOCK_T,), tl.int32)  # as the largest exponential is 1
-            high = tl.zeros((BLOCK_T,), tl.float64)
-            low, ex_high, ex_middle, ex_low = high, high, high, high
-            for pid_v in range(tl.program_id(0), tl.cdiv(V, BLOCK_V), tl.num_programs(0)):
-                start_v = pid_v * BLOCK_V
-                z = logits_tile(
-                    hidden, weight, bias_ptr, pid_t * BLOCK_T, start_v, T, V, H,
-                    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-                    logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
-                )  # fmt: skip
-                offs_v = start_v + tl.arange(0, BLOCK_V)
-                x = z - reference[:, None]
-                x = other_columns(x, column, offs_v, V, EVEN_V)
-                e = exp(x)
-                terms = tl.trans(group_sums(e, GROUP_V))
-                more_high, _unused, more_low = slice_sums(terms, bin, HEADROOM, 2)
-                high += more_high
-                low += more_low
-                if WITH_ENTROPY:
-                    terms = tl.trans(group_sums(times_exponent(e, x), GROUP_V))
-                    more_high, more_middle, more_low = slice_sums(terms, bin, ENTROPY_HEADROOM, 3)
-                    ex_high += more_high
-                    ex_middle += more_middle
-                    ex_low += more_low
-                if HAS_CACHE:
-                    if HAS_SOFTCAP:
-                        e *= softcap_slope(z, softcap)
-                    # T * V passes 2**31 at 16k x 128k
-                    offs = offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
-                    mask = flagged[:, None] & (offs_v < V)[None, :]
-                    tl.store(cache_ptr + offs, cast(e, cache_ptr.dtype.element_ty), mask=mask)
-            store_limbs(part_ptr, plane, offs_t, flagged, high, high, low, 2)
-            if WITH_ENTROPY:
-                ex_ptr = part_ptr + 2 * plane
-                store_limbs(ex_ptr, plane, offs_t, flagged, ex_high, ex_middle, ex_low, 3)
+    """A program computes every num_programs-th tile of the logits of listed tokens."""
+    count = tl.load(list_ptr)
+    num_t, num_v = tl.cdiv(count, BLOCK_T), tl.cdiv(V, BLOCK_V)
+    for tile in range(tl.program_id(0), num_t * num_v, tl.num_programs(0)):
+        pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
+        start_v = pid_v * BLOCK_V
+        offs = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        listed = offs < count
+        offs_t = tl.load(list_ptr + 1 + offs, mask=listed, other=T)
+        row = hidden_ptr + offs_t.to(tl.int64)[:, None] * stride_hidden_t
+        acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for start_h in tl.range(0, H, BLOCK_H):
+            offs_h = start_h + tl.arange(0, BLOCK_H)
+            mask = listed[:, None] & (offs_h < H)[None, :]
+            h = tl.load(row + offs_h.to(tl.int64)[None, :] * stride_hidden_h, mask=mask, other=0.0)
+            w = load_tile(
+                weight_ptr, start_v, start_h, V, H, stride_weight_v, stride_weight_h,
+                BLOCK_V, BLOCK_H, TMA,
+            )  # fmt: skip
+            acc = dot(h, w.T, acc)
+        z = logits_of(
+            acc, bias_ptr, start_v, V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
+        )
 
-
-@triton.jit
-def _final_limbs(
-    part_ptr, sums_ptr, num_ranges, N, T, stride_range, stride_sums,
-    offs_t, flagged, any_flagged, risen,
-    LIMBS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Move a sum's limbs to the final top bin; replace those of flagged tokens."""
-    mask_t = offs_t < T
-    high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
-    high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
-    store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
-    if any_flagged > 0:
-        for limb in tl.static_range(LIMBS):
-            total = tl.zeros(risen.shape, tl.float64)
-            for start in range(0, num_ranges * N, BLOCK_N):
-                n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
-                rows = n // N * stride_range + (limb * N + n % N) * T
-                mask = (n < num_ranges * N)[:, None] & flagged[None, :]
-                part = tl.load(part_ptr + rows[:, None] + offs_t[None, :], mask=mask, other=0.0)
-                total += tl.sum(part, axis=0)
-            tl.store(sums_ptr + limb * stride_sums + offs_t, total, mask=flagged)
-
-
-@triton.jit
-def _replace_sums_kernel(
-    part_ptr, label_logit_ptr, max_ptr,  # in:  [num_ranges, limbs, N, T] fp64, [T], [T] fp32
-    sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
-    num_ranges, N, T,
-    stride_range, stride_sums,
-    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """A program takes BLOCK_T tokens. N programs of the first kernel worked on each range."""
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    flagged, _ = _flagged_tokens(label_logit_ptr, max_ptr, offs_t, T)
-    any_flagged = tl.max(flagged.to(tl.int32), axis=0)
-    label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
-    maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
-    bin_ptr = sums_ptr + (2 + 3 * WITH_ENTROPY + WITH_SUM_Z) * stride_sums
-    bin_here = tl.load(bin_ptr + offs_t, mask=offs_t < T, other=0.0).to(tl.int32)
-    risen = top_bin(maximum, first_reference(label_logit)) - bin_here
-    _final_limbs(
-        part_ptr, sums_ptr, num_ranges, N, T, stride_range, stride_sums,
-        offs_t, flagged, any_flagged, risen, 2, BLOCK_N,
-    )  # fmt: skip
-    if WITH_ENTROPY:
-        part_ptr += 2 * tl.cast(N, tl.int64) * T
-        _final_limbs(
-            part_ptr, sums_ptr + 2 * stride_sums, num_ranges, N, T, stride_range, stride_sums,
-            offs_t, flagged, any_flagged, risen, 3, BLOCK_N,
-        )  # fmt: skip
+        column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+        label_logit = tl.load(label_logit_ptr + offs_t, mask=listed, other=0.0)
+        reference = tl.maximum(tl.load(max_ptr + offs_t, mask=listed, other=0.0), label_logit)
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        x = other_columns(z - reference[:, None], column, offs_v, V, EVEN_V)
+        e = exp(x)
+        _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, HEADROOM, 2, GROUP_V)
+        if WITH_ENTROPY:
+            ex = times_exponent(e, x)
+            ex_ptr = sums_ptr + 2 * stride_sums
+            _add_limbs(ex_ptr, stride_sums, offs_t, listed, ex, ENTROPY_HEADROOM, 3, GROUP_V)
+        if HAS_CACHE:
+            if HAS_SOFTCAP:
+                e *= softcap_slope(z, softcap)
+            # T * V passes 2**31 at 16k x 128k
+            ptrs = cache_ptr + offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
+            mask = listed[:, None] & (offs_v < V)[None, :]
+            tl.store(ptrs, cast(e, cache_ptr.dtype.element_ty), mask=mask)
 
 
 def rescue(
@@ -185,21 +187,26 @@ def rescue(
     final = sums[:-1]
     if T == 0 or V == 0:
         return final
-    limbs = 2 + 3 * with_entropy
-    ranges = list(cache.split(V, V, V))  # of columns: each window of the cache, then the others
-    most = MAX_PART_BYTES // (8 * limbs * T * len(ranges))
-    # Pointers: here descriptors would cost the host more time than they save on the GPU.
-    launches = [tile_launch(logits.columns(a, b), pointers=True) for a, b, _ in ranges]
-    programs = max(1, min(launches[0].programs, most, *(launch.num_v for launch in launches)))
-    part = sums.new_empty(len(ranges), limbs, programs, T)
-    for i, (start, end, window) in enumerate(ranges):
-        launch = launches[i]
-        _rescue_kernel[(programs,)](
+    listed = logits.labels.new_empty(1 + T, dtype=torch.int32)
+    BLOCK_T = min(_LISTED_AT_ONCE, triton.next_power_of_2(T))
+    _list_tokens_kernel[(-(-T // BLOCK_T),)](
+        label_logit, others_max,
+        sums,
+        listed,
+        T, sums.stride(0),
+        WITH_ENTROPY=with_entropy,
+        WITH_SUM_Z=final.shape[0] > 2 + 3 * with_entropy,
+        BLOCK_T=BLOCK_T,
+    )  # fmt: skip
+    for start, end, window in cache.split(V, V, V):
+        # Pointers: here descriptors would cost the host more time than they save on the GPU.
+        launch = tile_launch(logits.columns(start, end), pointers=True)
+        _rescue_kernel[launch.grid](
             *launch.operands(), logits.labels,
-            label_logit, others_max,
-            part[i],
+            label_logit, others_max, listed,
+            sums,
             window,
-            T, end - start, logits.H,
+            T, end - start, logits.H, sums.stride(0),
             *launch.strides(), 0 if window is None else window.stride(0),
             logits.vocab_start_index + start, *launch.scalars(),
             WITH_ENTROPY=with_entropy,
@@ -207,16 +214,6 @@ def rescue(
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
             **launch.headrooms(),
-            BLOCK_SCAN=2048,
             **launch.constexprs(),
         )  # fmt: skip
-    _replace_sums_kernel[(-(-T // 128),)](
-        part, label_logit, others_max,
-        sums,
-        len(ranges), programs, T,
-        part.stride(0), sums.stride(0),
-        WITH_ENTROPY=with_entropy,
-        WITH_SUM_Z=final.shape[0] > limbs,
-        BLOCK_N=32, BLOCK_T=128,
-    )  # fmt: skip
     return final

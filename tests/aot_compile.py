@@ -96,6 +96,7 @@ def compile_all(
     out = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
     fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
+    int32 = torch.empty(16, dtype=torch.int32)
     labels = logits.labels
     operands = (*launch.operands(), labels)
     strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
@@ -136,10 +137,9 @@ def compile_all(
         return linear
     return linear | {
         "rescue": rescue._rescue_kernel.warmup(
-            *pointers.operands(), labels, fp32, fp32, fp64, pointer, T, V, H,
+            *pointers.operands(), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
             *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            BLOCK_SCAN=2048, **group, **headroom, **pointers.constexprs(),
-            grid=(132,),
+            **group, **headroom, **pointers.constexprs(), grid=(132,),
         ),
         # One tile: the compiler takes a count of 1 for a constant.
         **{
@@ -155,11 +155,11 @@ def compile_all(
             )
         },
         **{
-            name: rescue._replace_sums_kernel.warmup(
-                fp64, fp32, fp32, fp64, 1, programs, T, programs * T, T,
-                WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_N=32, BLOCK_T=128, grid=(T // 128,),
+            name: rescue._list_tokens_kernel.warmup(
+                fp32, fp32, fp64, int32, tokens, tokens,
+                WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_T=block_t, grid=(8,),
             )
-            for name, programs in (("replace sums", 132), ("replace sums of one program", 1))
+            for name, tokens, block_t in (("list tokens", T, 1024), ("list one token", 1, 1))
         },
         "label_logit": label_logit._label_logit_kernel.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import eager, eager_rows, primitives, token_loss_formulas
+from flce_dist.kernels import eager, eager_rows, primitives, rescue, token_loss_formulas
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.op.prepare import kernels_of
 from tests.problems import (
@@ -26,6 +26,7 @@ from tests.problems import (
     compare,
     each_dtype,
     each_schedule,
+    interpreted,
     label_below,
     make_inputs,
     metric_upstream,
@@ -187,6 +188,60 @@ def test_a_token_without_any_column_has_no_loss(impl):
     inputs.bias.fill_(-torch.inf)  # type: ignore[union-attr]
     results = run_op(inputs, Upstream(), impl=impl, with_metrics=True)
     assert all(results[name].isnan().all() for name in ("loss", "lse", "dhidden"))
+
+
+# --- what it costs, and what its bits depend on
+
+MANY = 200  # tokens
+TILE_T, TILE_V = 32, 64  # of the interpreter
+
+
+def spread_out(rescued: list[int]) -> Inputs:
+    """Tokens whose logits lie far apart: a label is the largest, or of ``rescued`` the smallest."""
+    inputs = make_inputs(MANY, 100, 8, spread=40.0, ignored=0.0)
+    hidden = 3 * F.normalize(inputs.hidden)
+    z = hidden @ inputs.weight.T
+    labels = z.argmax(1)
+    labels[rescued] = z[rescued].argmin(1)
+    below = z.amax(1) - z.gather(1, labels[:, None])[:, 0]
+    assert (below > token_loss_formulas.RESCUE_ABOVE + 1).nonzero()[:, 0].tolist() == rescued
+    return replace(inputs, hidden=hidden, labels=labels)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Blocks of listed tokens and tiles of columns that the rescue computes, in order."""
+    seen: list[tuple[int, int]] = []
+
+    def coordinates(tile: Any, num_t: Any, num_v: Any, GROUP_T: Any) -> Any:
+        pid_t, pid_v = primitives.tile_coordinates(tile, num_t, num_v, GROUP_T)
+        seen.append((int(pid_t), int(pid_v)))
+        return pid_t, pid_v
+
+    monkeypatch.setattr(rescue, "tile_coordinates", coordinates)
+    monkeypatch.setattr(rescue, "_LISTED_AT_ONCE", 64)  # by four programs
+    return seen
+
+
+@interpreted
+def test_tokens_of_many_blocks_share_tiles(tiles):
+    """Tokens of 7 blocks take one block's tiles, all tokens no more than all tiles."""
+    for rescued in ([], list(range(3, MANY, TILE_T)), list(range(MANY))):
+        tiles.clear()
+        check(spread_out(rescued), impl="triton", schedule="cached", with_metrics=True)
+        blocks = range(-(-len(rescued) // TILE_T))
+        assert sorted(tiles) == list(product(blocks, range(-(-100 // TILE_V))))
+
+
+def test_bits_do_not_depend_on_the_other_rescued_tokens():
+    """They move a token to another place in its tile, and its sums are added in another order."""
+    few, many = [40, 100, 190], list(range(0, MANY, 5))
+    one, other = (
+        run_op(spread_out(rescued), Upstream(), impl="triton", with_metrics=True, reduction="none")
+        for rescued in (few, many)
+    )
+    for name in ("loss", *METRICS):
+        assert torch.equal(one[name][few], other[name][few]), name
 
 
 # --- a rescue that is broken
