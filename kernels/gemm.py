@@ -82,6 +82,8 @@ def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     On a GPU each weight is split into a high and a low part in x's dtype. One GEMM with two rows
     then keeps about 16 bits of each weight and reads x once.
     """
+    if not x.numel():  # no token, or an empty shard
+        return weights.new_zeros(x.shape[1])
     if not _has_fp32_output(x):
         total = weights.new_zeros(x.shape[1])
         for n in slices(x.shape[1], 4 * x.shape[0]):

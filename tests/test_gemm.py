@@ -9,12 +9,15 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.op import plan
 from flce_dist.testing import relative_rms
+from tests.parallel_problem import TINY, misses, on_threads
 from tests.problems import (
+    SCHEDULES,
     H,
     Patch,
     T,
     Upstream,
     V,
+    both,
     check,
     each_dtype,
     forget_plans,
@@ -51,6 +54,34 @@ def test_dhidden_error_does_not_grow_with_the_number_of_windows(schedule, dtype,
     monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
     monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
     assert error(schedule=schedule, max_logits_bytes=4096 * 16) <= 1.2 * one + 1e-7
+
+
+# --- nothing to sum
+
+
+@pytest.fixture
+def empty_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty operands take the path of GEMMs with an fp32 result, which only GPUs have."""
+    monkeypatch.setattr(gemm, "_has_fp32_output", lambda x: not x.numel())
+
+
+@both
+@pytest.mark.parametrize("options", [*({"schedule": x} for x in SCHEDULES), {"filter_eps": 0.1}])
+def test_no_tokens(empty_as_on_a_gpu, impl, options):
+    problem = make_inputs(0, 30, H, torch.bfloat16, bias=True)
+    options = {"label_smoothing": 0.1, "reduction": "sum", **options}
+    results = run_op(problem, Upstream(), impl=impl, **options)
+    assert results["dbias"].shape == (30,) and results["dweight"].shape == (30, H)
+    assert not any(x.any() for x in results.values())
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "recompute"}, {"schedule": "cached"}, {"filter_eps": 2.0**-60}]
+)
+def test_a_rank_without_rows(empty_as_on_a_gpu, options):
+    """The last of four ranks; it would raise before the sum of dhidden, and its peers hang."""
+    problem = TINY.changed(dtype=torch.bfloat16, options={"label_smoothing": 0.1})
+    assert misses(on_threads(4, problem, **options), problem) == []
 
 
 # --- mistakes that these comparisons notice
