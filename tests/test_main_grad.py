@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
 from flce_dist.kernels import gemm
@@ -297,6 +298,22 @@ def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
     assert peak(wide, fused=True) - peak(narrow, fused=True) < 1 << 14
 
 
+@pytest.mark.parametrize(
+    ("impl", "options"),
+    [*(("eager", {"schedule": x}) for x in SCHEDULES), ("triton", {"filter_eps": 0.1})],
+)
+def test_columns_beside_main_grad_are_left_alone(impl, options):
+    """Rows of main_grad may be farther apart than H."""
+    inputs = problem().to(device_of(impl))
+    weight = parameter(inputs)
+    whole = torch.zeros(V, 3 * H, device=weight.device)
+    whole[:, H : 2 * H] = weight.main_grad
+    weight.main_grad = whole[:, H : 2 * H]
+    step(inputs, weight, impl=impl, **options)
+    assert_added(weight, unfused(inputs, impl=impl, **options))
+    assert not whole[:, :H].any() and not whole[:, 2 * H :].any()
+
+
 # --- refusals
 
 
@@ -313,12 +330,19 @@ def refused(weight: Any, error: type[Exception], match: str, **options: Any) -> 
 def test_a_wrong_main_grad_is_refused():
     inputs = problem()
     refused(nn.Parameter(inputs.weight), ValueError, "must have an attribute main_grad")
+    with FakeTensorMode():
+        elsewhere = torch.zeros(V, H, device="cuda")
     wrong = {
         "one of torch.float32, torch.float32, got torch.bfloat16": torch.zeros(V, H).bfloat16(),
         "weight's shape": torch.zeros(V - 1, H),
         "requires_grad=False": torch.zeros(V, H, requires_grad=True),
-        "on weight's cpu, got meta|hold data": torch.zeros(V, H, device="meta"),
+        "hold data": torch.zeros(V, H, device="meta"),
+        "on weight's cpu, got cuda": elsewhere,
         "must be a torch.Tensor, got list": [],
+        r"rows that do not overlap, .* got strides \(1, 600\)": torch.zeros(H, V).T,
+        r"contiguous rows .*, got strides \(48, 2\)": torch.zeros(V, 2 * H)[:, ::2],
+        r"contiguous rows .*, got strides \(0, 1\)": torch.zeros(H).expand(V, H),
+        "got a view of negated numbers": torch.zeros(V, H)._neg_view(),
     }
     for match, main_grad in wrong.items():
         weight: Any = nn.Parameter(inputs.weight)

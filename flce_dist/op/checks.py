@@ -122,6 +122,14 @@ def check_main_grad(main_grad: object, weight: Tensor, dtype: torch.dtype) -> No
             f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "
             f"got {tuple(main_grad.shape)}"
         )
+    row, column = main_grad.stride()
+    V, H = main_grad.shape
+    if (column != 1 and H > 1) or (row < H and V > 1) or main_grad.is_neg():
+        kind = "a view of negated numbers" if main_grad.is_neg() else f"strides {(row, column)}"
+        raise ValueError(
+            "weight.main_grad must have contiguous rows that do not overlap, as [V, H] of a flat "
+            f"buffer has, got {kind}"
+        )
     if main_grad.requires_grad:
         raise ValueError("weight.main_grad must have requires_grad=False, got True")
     if main_grad.device != weight.device:
