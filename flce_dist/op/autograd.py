@@ -15,7 +15,7 @@ from flce_dist.op.backward import Results, backward
 from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
 from flce_dist.op.main_grad import MainGrad
-from flce_dist.op.prepare import Call, Operands
+from flce_dist.op.prepare import Call, Operands, as_stored
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -103,6 +103,7 @@ def run_backward(
     again. At least one of the ``upstream`` gradients is not None. ``main_grad`` and
     ``reuses_saved`` are as in ``backward`` and ``scaled``.
     """
+    upstream = [as_stored(g) for g in upstream]
     with computing_on(next(g for g in upstream if g is not None)):
         if call.plan.schedule != "in_forward":
             n = len(Saved._fields)
