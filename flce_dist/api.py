@@ -89,7 +89,8 @@ def linear_cross_entropy(
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
             Default: rank r holds rows [r * V, (r + 1) * V).
-        tp_group: ranks among which the vocabulary is split; None for one process.
+        tp_group: ranks among which the vocabulary is split; None, or a group of one, for one
+            process.
         sequence_parallel: hidden is split by token over ``tp_group``.
         reduce_dhidden: sum dhidden over ``tp_group`` in backward. False if the caller does that,
             as Megatron's copy_to_tensor_model_parallel_region around hidden does.

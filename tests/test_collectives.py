@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.memory import peak_memory
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
@@ -31,6 +32,25 @@ class NotedWork:
     def wait(self) -> None:
         self.waited = True
         self.work.wait()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("option", ["sequence_parallel", "reduce_in_fp32", "tp_group alone"])
+def test_a_group_of_one_rank_is_no_group(schedule, option):
+    """No collective is issued; bits and peak memory are those of a call without a group."""
+    problem = UNEVEN.changed(dtype=torch.bfloat16)
+
+    def measured(group: dist.ProcessGroup | None) -> tuple[Outcome, int]:
+        options = {option: True} if group is not None and "alone" not in option else {}
+        with peak_memory("cpu") as peak:
+            outcome = rank_step(group, problem, schedule=schedule, **options)
+        return outcome, peak.bytes
+
+    measured(None)  # what only a first call does
+    ((one, one_bytes),), (alone, alone_bytes) = run_ranks(measured, 1), measured(None)
+    assert one.calls == ()
+    assert all(map(torch.equal, one[:4], alone[:4]))
+    assert one_bytes == alone_bytes
 
 
 class TestCollectives:

@@ -147,7 +147,7 @@ def prepare(
         expressible=not options.smoothing_needs_logits,
         order=order,
         kernels=kernels_of(impl),
-        tp_group=tp_group,
+        tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
     )
     if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
         stats_dtype = torch.promote_types(hidden.dtype, torch.float32)
