@@ -47,7 +47,7 @@ _LISTED_AT_ONCE = 1024  # tokens of a program
 
 @triton.jit
 def _listed_tokens(label_logit_ptr, max_ptr, offs_t, T):
-    """Return ``(listed, label_logit, maximum)``: 1 if rescued, else and beyond T 0; the operands."""
+    """Return ``(listed, label_logit, maximum)``; listed is 1 if rescued, 0 else and beyond T."""
     label_logit = tl.load(label_logit_ptr + offs_t, mask=offs_t < T, other=0.0)
     maximum = tl.load(max_ptr + offs_t, mask=offs_t < T, other=-float("inf"))
     return is_rescued(label_logit, maximum).to(tl.int32), label_logit, maximum
