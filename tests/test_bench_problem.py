@@ -8,11 +8,29 @@ import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
+from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.launch.bench import problem
 from flce_dist.launch.bench.config import ShapeSpec
 from flce_dist.launch.bench.problem import make_problem, make_truth
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms, run_ranks
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_flagged_tokens_are_rescued_and_no_others(P):
+    shape = ShapeSpec(T=20, H=64, V=60, dtype="bf16", flagged=3)
+    assert shape.name.endswith("bf16 flagged=3")
+
+    def rank(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
+        return problem.hidden, problem.weight, problem.labels
+
+    ranks = run_ranks(rank, P)
+    weight = torch.cat([x[1] for x in ranks]).double()
+    for hidden, _, labels in ranks:
+        z = hidden.double() @ weight.T
+        above = z.amax(1) - z.gather(1, labels[:, None])[:, 0]
+        assert (above > RESCUE_ABOVE).nonzero()[:, 0].tolist() == [0, 6, 13]
 
 
 @pytest.mark.parametrize("P", [1, 2])

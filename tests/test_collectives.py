@@ -41,7 +41,7 @@ def test_a_group_of_one_rank_is_no_group(schedule, option):
     problem = UNEVEN.changed(dtype=torch.bfloat16)
 
     def measured(group: dist.ProcessGroup | None) -> tuple[Outcome, int]:
-        options = {option: True} if group is not None and "alone" not in option else {}
+        options: dict[str, Any] = {option: True} if group and "alone" not in option else {}
         with peak_memory("cpu") as peak:
             outcome = rank_step(group, problem, schedule=schedule, **options)
         return outcome, peak.bytes

@@ -56,7 +56,7 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
 @each_schedule
 @pytest.mark.parametrize("name", NAMES)
 def test_operands(name, schedule, impl):
-    options = {"impl": impl, "schedule": schedule, "reduction": "sum"}
+    options: dict[str, Any] = {"impl": impl, "schedule": schedule, "reduction": "sum"}
     g = torch.tensor(0.7, device=device_of(impl))
     assert_equal(*(results(inputs(impl), names, g, **options) for names in ((name,), ())))
 
@@ -67,7 +67,7 @@ def test_the_gradient_of_the_loss(schedule, impl):
     reduction = "sum" if schedule == "in_forward" else "none"
     g = torch.tensor(0.7) if reduction == "sum" else per_token_upstream(T)
     g = g.to(device_of(impl))
-    options = {"impl": impl, "schedule": schedule, "reduction": reduction}
+    options: dict[str, Any] = {"impl": impl, "schedule": schedule, "reduction": reduction}
     assert_equal(*(results(inputs(impl), (), x, **options) for x in (negated(g), g)))
 
 

@@ -76,12 +76,15 @@ class ShapeSpec:
     H: Annotated[int, SIZE] = 4096
     V: Annotated[int, SIZE] = 128256
     dtype: Dtype = "bf16"
+    flagged: Annotated[int, SEED] = 0
+    """Tokens, evenly spread, whose label is so unlikely that their logits are computed twice."""
     runs: tuple[RunSpec, ...] = ()
     """Runs at this shape in place of the common ones."""
 
     @property
     def name(self) -> str:
-        return f"T={self.T} H={self.H} V={self.V} {self.dtype}"
+        flagged = f" flagged={self.flagged}" if self.flagged else ""
+        return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}"
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ def as_json(config: BenchConfig) -> dict[str, Any]:
 def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     known = [*OURS, *FLOORS, *PEERS]
     _require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
+    _require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")
     _require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
     names = [run.name for run in runs]
     for run in runs:

@@ -66,7 +66,10 @@ class Errors:
 def make_problem(
     shape: ShapeSpec, device: torch.device, seed: int, tp_group: dist.ProcessGroup | None
 ) -> Problem:
-    """Draw hidden ~ N(0, 1), weight ~ 0.02 N(0, 1) and uniform labels."""
+    """Draw hidden ~ N(0, 1), weight ~ 0.02 N(0, 1) and uniform labels.
+
+    Hidden states of flagged tokens point away from the label's row, whose logit is near -100.
+    """
     P, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     dtype, rows = DTYPES[shape.dtype], shape.V // P
     generator = torch.Generator(device).manual_seed(seed)
@@ -75,7 +78,14 @@ def make_problem(
     labels = torch.randint(shape.V, (shape.T,), **common)
     generator.manual_seed(seed + 1 + rank)  # the shards differ, all else is the same
     weight = torch.randn(rows, shape.H, dtype=dtype, **common).mul_(0.02)
-    return Problem(hidden, weight, labels, tp_group)
+    problem = Problem(hidden, weight, labels, tp_group)
+    if shape.flagged:
+        t = torch.arange(shape.flagged, device=device) * shape.T // shape.flagged
+        column = labels[t] - rank * rows
+        mine = (column >= 0) & (column < rows)
+        of_label = _sum(weight[column.where(mine, 0)].float() * mine[:, None], problem)
+        hidden[t] = (of_label * (-100 / (shape.H * 0.02**2))).to(dtype)
+    return problem
 
 
 @torch.no_grad()
