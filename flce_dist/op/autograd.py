@@ -16,6 +16,7 @@ from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
 from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands
+from flce_dist.parallel import transport
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -83,6 +84,7 @@ def run_forward(
 ) -> tuple[Tensor, Metrics, Saved | SavedGradients]:
     """Return the loss, the metrics and what backward needs, under the call's schedule."""
     with computing_on(operands.hidden):
+        transport.check_same_labels(operands.labels, call.tp_group)
         if call.plan.schedule == "in_forward":
             return in_forward(call, operands, needs)
         return forward(call, operands)
