@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flce_dist import torch_private
 from flce_dist.op import checks
 from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
@@ -22,8 +23,12 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
 _OF_ROWS = (
-    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group(); "
-    "FSDP2 gathers a parameter only during its module's forward"
+    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
+    "these ranks have the same tokens"
+)
+IN_FORWARD_OF_FSDP = (
+    "call inside forward of the module that fully_shard was applied to, or in another method after "
+    "register_fsdp_forward_method: FSDP2 gathers parameters only there"
 )
 
 DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
@@ -109,7 +114,7 @@ def _local(
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"
-                + (f"; {hint}" if hint else "")
+                + (f"; {_fsdp_hint(x) or hint}" if hint else "")
             )
         gradients = [Replicate() if has.is_partial() else has for has in x.placements]
         if gradient is not None and dim is not None:
@@ -132,6 +137,13 @@ def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | No
 
 def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(tp_group)
+
+
+def _fsdp_hint(x: DTensor) -> str:
+    """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
+    if not torch.compiler.is_compiling() and torch_private.is_fsdp_parameter(x):
+        return f"FSDP2 has sharded it over ranks with other tokens, {IN_FORWARD_OF_FSDP}"
+    return ""
 
 
 class _Waited(torch.autograd.Function):

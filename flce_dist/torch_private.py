@@ -1,0 +1,25 @@
+"""Private names of torch: what each is for, and what happens in a torch that no longer has it.
+
+No other file of the library uses one. They are looked up when they are needed, so that a missing
+one costs only what it is for.
+"""
+
+from torch import Tensor
+
+
+def is_fsdp_parameter(x: Tensor) -> bool:
+    """Whether FSDP2 has sharded this parameter. Without the list of modules: no, as far as known.
+
+    Then an error about its placement does not name FSDP2.
+    """
+    try:
+        from torch.distributed._composable_state import _module_state_mapping as modules
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        return False
+    return any(
+        parameter is x
+        for module in list(modules)
+        if isinstance(module, FSDPModule)
+        for parameter in module.parameters()  # type: ignore[attr-defined]
+    )
