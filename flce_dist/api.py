@@ -1,5 +1,6 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -102,7 +103,8 @@ def linear_cross_entropy(
         accumulate_dweight: backward adds dweight into ``weight.main_grad`` by GEMMs that accumulate
             there, and no dweight exists (with in_forward one waits for the upstream gradient).
             main_grad is [V, H] in fp32 or the operands' dtype. Forward captures it; every backward
-            adds to it, but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it
+            that computes a gradient of weight adds to it (``torch.autograd.grad(loss, hidden)`` does
+            not), but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it
             has the attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
@@ -216,7 +218,9 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     accumulates = needs[1] and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
-    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, main_grad)
+    loss, *metrics = LinearCrossEntropyFunction.apply(
+        *operands, call, main_grad, weakref.ref(weight)
+    )
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)

@@ -4,7 +4,22 @@ No other file of the library uses one. They are looked up when they are needed, 
 one costs only what it is for.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
+
+
+def is_wanted(node: Any) -> bool:
+    """Whether the backward that runs computes the gradient that goes to this node of the graph.
+
+    Without it: yes. With accumulate_dweight a backward for hidden alone then adds dweight, too.
+    """
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return ask is None or ask(node)
+    except RuntimeError:  # it answers so about a leaf that torch.autograd.grad was asked for
+        return True
 
 
 def is_fsdp_parameter(x: Tensor) -> bool:
