@@ -85,3 +85,53 @@ def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools):
     (dweight,) = torch.autograd.grad(loss, weight)
     for found, gradient in pools[4].run(fsdp_rank):
         assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
+
+
+def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> str:
+    """What backward says about a weight that was gathered by hand for forward alone."""
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight) if with_tp else nn.Linear(UNEVEN.H, 507, bias=False)
+    fully_shard(head, mesh=mesh["other"])
+    head.unshard()  # type: ignore[operator]
+    tp_group = mesh.get_group("tp") if with_tp else None
+    options: dict[str, Any] = {"schedule": schedule, "tp_group": tp_group}
+    loss = linear_cross_entropy(hidden, head.weight, labels, **options)
+    head.reshard()  # type: ignore[operator]
+    with pytest.raises(ValueError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "with_tp"), [("in_forward", False), ("in_forward", True), ("cached", False)]
+)
+def test_a_weight_resharded_before_backward(pools, schedule, with_tp):
+    for text in pools[4].run(resharded_rank, schedule, with_tp):
+        assert re.search("weight must not be resharded .* call inside forward of the module", text)
+
+
+def unharmed_rank(group: dist.ProcessGroup, schedule: str) -> tuple[Tensor, Tensor]:
+    """FSDP2's own reshard after forward, and a weight that autocast replaces, are no mistake."""
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight)
+    fully_shard(head, mesh=mesh["other"], reshard_after_forward=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
+        out = head(hidden, labels, tp_group=mesh.get_group("tp"), **options)
+    out.loss.backward()
+    gradient = head.weight.grad
+    assert isinstance(gradient, DTensor)
+    return out.loss.detach(), gradient.full_tensor()
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "recompute"])
+def test_fsdps_own_reshard_is_no_mistake(pools, schedule):
+    expected = UNEVEN.changed(options={"reduction": "sum"})
+    _, weight, _, labels = expected.tensors
+    weight = weight.double().requires_grad_()
+    logits = expected.tensors[0].double() @ weight.T
+    nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    for _, gradient in pools[4].run(unharmed_rank, schedule):
+        assert relative_rms(gradient, weight.grad) < 1e-2  # of bf16
