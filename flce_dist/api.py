@@ -103,9 +103,9 @@ def linear_cross_entropy(
         accumulate_dweight: backward adds dweight into ``weight.main_grad`` by GEMMs that accumulate
             there, and no dweight exists (with in_forward one waits for the upstream gradient).
             main_grad is [V, H] in fp32 or the operands' dtype. Forward captures it; every backward
-            that computes a gradient of weight adds to it (``torch.autograd.grad(loss, hidden)`` does
-            not), but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it
-            has the attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
+            that asks for weight's gradient adds to it (``torch.autograd.grad(loss, hidden)`` does
+            not), but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it has the
+            attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
             torch.compile, not for a DTensor weight.
