@@ -11,7 +11,13 @@ from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
 from flce_dist.op.main_grad import captured
-from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
+from flce_dist.op.prepare import (
+    Arguments,
+    gradients_needed,
+    in_autocast_dtype,
+    prepare,
+    sequence_first,
+)
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 
 
@@ -48,6 +54,7 @@ def linear_cross_entropy(
     vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
@@ -68,7 +75,7 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H] last hidden states in fp32, bf16, fp16 (or fp64 with impl="eager"), the
             same on every rank. Under ``sequence_parallel`` this rank's [T / P, ..., H], split along
-            the first dimension in rank order.
+            ``sequence_dim`` in rank order.
         weight: [V, H] output projection in hidden's dtype; this rank's rows of the vocabulary.
         labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank. Ranks
             compare a hash of them at the first call of a group.
@@ -93,6 +100,9 @@ def linear_cross_entropy(
             Default: rank r holds rows [r * V, (r + 1) * V).
         tp_group: ranks among which the vocabulary is split; None for one process.
         sequence_parallel: hidden is split by token over ``tp_group``.
+        sequence_dim: the dimension that ``sequence_parallel`` splits. 1 for hidden [B, S / P, H]
+            and labels [B, S]; hidden is copied then. Flattened to [B S / P, H] and [B S] instead,
+            tokens would get other tokens' labels.
         reduce_dhidden: sum dhidden over ``tp_group`` in backward. False if the caller does that,
             as Megatron's copy_to_tensor_model_parallel_region around hidden does.
         reduce_in_fp32: sum dhidden over ranks in fp32 and round once. False sends half the bytes:
@@ -134,11 +144,11 @@ def linear_cross_entropy(
 
         Operands may be DTensors: weight and bias with Shard(0) over ``tp_group`` (uneven and empty
         shards too; do not pass ``vocab_range``) or, without a group, Replicate; hidden with
-        Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group``; labels and
-        token_weight with Replicate. Loss and metrics are plain tensors. Gradients have the mesh and
-        placements of their operand; dhidden is Partial with ``reduce_dhidden=False``. Over other
-        mesh dimensions DTensors must be replicated and plain tensors equal on all ranks; gradients
-        are not summed over them.
+        Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group`` or Shard(1), which
+        means ``sequence_dim=1``; labels and token_weight with Replicate. Loss and metrics are plain
+        tensors. Gradients have the mesh and placements of their operand; dhidden is Partial with
+        ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be replicated and plain
+        tensors equal on all ranks; gradients are not summed over them.
 
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
@@ -150,9 +160,9 @@ def linear_cross_entropy(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl,
+        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
@@ -175,6 +185,7 @@ def linear_cross_entropy_with_metrics(
     vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
@@ -195,9 +206,9 @@ def linear_cross_entropy_with_metrics(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
+        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return LossWithMetrics(*_apply(arguments))
@@ -209,7 +220,14 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
         arguments = localized(arguments)
-    arguments = in_autocast_dtype(arguments)
+    if not (arguments.options.sequence_parallel and arguments.options.sequence_dim):
+        return _run(in_autocast_dtype(arguments), weight)
+    results = _run(in_autocast_dtype(sequence_first(arguments)), weight)
+    return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+
+
+def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
+    """Run the call of plain tensors; ``weight`` is what the caller passed."""
     needs = gradients_needed(arguments)
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)

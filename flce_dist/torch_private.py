@@ -36,5 +36,5 @@ def is_fsdp_parameter(x: Tensor) -> bool:
         parameter is x
         for module in list(modules)
         if isinstance(module, FSDPModule)
-        for parameter in module.parameters()  # type: ignore[attr-defined]
+        for parameter in module.parameters()
     )

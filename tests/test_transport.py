@@ -105,11 +105,12 @@ def test_labels_of_other_lengths(options):
 
 def test_only_the_first_call_of_a_group_is_checked():
     def rank(group: dist.ProcessGroup) -> list[int]:
-        gathers = []
-        for tp_group in (group, group, dist.new_group([0, 1])):
-            before = len(tp_group.calls)
-            loss_of(tp_group, torch.arange(T))
-            gathers.append(tp_group.calls[before:].count("allgather int64[2]"))
+        gathers, other = [], dist.new_group([0, 1])
+        one: Any
+        for one in (group, group, other):
+            before = len(one.calls)
+            loss_of(one, torch.arange(T))
+            gathers.append(one.calls[before:].count("allgather int64[2]"))
         return gathers
 
     with CHECKED:
@@ -134,7 +135,8 @@ def test_labels_under_compile(ranks):
 
 
 def test_no_check_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(transport, "_have_called", called := WeakSet())
+    called = WeakSet[Any]()
+    monkeypatch.setattr(transport, "_have_called", called)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     group, labels = mock.Mock(), mock.Mock(is_cuda=True)
     transport.check_same_labels(labels, group)

@@ -43,7 +43,12 @@ def localized(arguments: Arguments) -> Arguments:
     """
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
-    tokens = Shard(0) if options.sequence_parallel else Replicate()
+    if options.sequence_parallel and isinstance(hidden, DTensor):
+        dim = _dimension(hidden.device_mesh, tp_group)
+        if dim is not None and hidden.dim() > 2 and hidden.placements[dim] == Shard(1):
+            options = replace(options, sequence_dim=1)
+            arguments = arguments._replace(options=options)
+    tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
@@ -69,10 +74,11 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
     """
     hidden, weight, _, bias, _, options, tp_group = arguments
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
-    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[0] % P:
+    dim = options.sequence_dim
+    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
         raise ValueError(
-            f"hidden must have a multiple of {P} in its first dimension under "
-            f"sequence_parallel=True, got {tuple(hidden.shape)}"
+            f"hidden must have a multiple of {P} in its {'second' if dim else 'first'} dimension "
+            f"under sequence_parallel=True, got {tuple(hidden.shape)}"
         )
     if not isinstance(weight, DTensor):
         return options
