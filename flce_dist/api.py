@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
@@ -229,6 +230,12 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
 def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
     """Run the call of plain tensors; ``weight`` is what the caller passed."""
     needs = gradients_needed(arguments)
+    if torch_private.transforms():
+        raise NotImplementedError(
+            "linear_cross_entropy does not support the transforms of torch.func (grad, vmap, "
+            "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
+            "hidden [..., H], instead of vmap; flce_dist.reference supports them"
+        )
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)
 

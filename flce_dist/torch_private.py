@@ -22,6 +22,18 @@ def is_wanted(node: Any) -> bool:
         return True
 
 
+def transforms() -> bool:
+    """Whether a transform of torch.func is active. Without it: no, and torch's own error comes."""
+    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return ask is not None and ask()
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether is_grads_batched made this gradient. Without it: no, and torch's own error comes."""
+    ask = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    return ask is not None and ask(x)
+
+
 def is_fsdp_parameter(x: Tensor) -> bool:
     """Whether FSDP2 has sharded this parameter. Without the list of modules: no, as far as known.
 

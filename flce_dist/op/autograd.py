@@ -73,6 +73,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
+        if torch_private.transforms() or any(
+            g is not None and torch_private.is_batched(g) for g in upstream
+        ):
+            raise NotImplementedError(
+                "linear_cross_entropy has no batched backward (is_grads_batched=True, "
+                "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
+            )
         needs, main_grad = ctx.needs_input_grad, ctx.main_grad
         if needs[1]:
             _check_not_resharded(ctx.given())

@@ -229,6 +229,11 @@ def check_impl(impl: str, hidden: Tensor) -> None:
             f"impl='triton' needs a CUDA device, hidden is on {hidden.device}: use impl='eager' "
             "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
         )
+    if torch.version.hip:
+        raise NotImplementedError(
+            "impl='triton' has kernels for NVIDIA GPUs only, this PyTorch is built for ROCm "
+            f"{torch.version.hip}: use impl='eager'"
+        )
     major, minor = _capability(hidden.device)
     if major < 8:
         raise NotImplementedError(
