@@ -1,16 +1,24 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
+import weakref
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
 from flce_dist.op.main_grad import captured
-from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
+from flce_dist.op.prepare import (
+    Arguments,
+    gradients_needed,
+    in_autocast_dtype,
+    prepare,
+    sequence_first,
+)
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
 
 
@@ -47,6 +55,7 @@ def linear_cross_entropy(
     vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
@@ -67,9 +76,10 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H] last hidden states in fp32, bf16, fp16 (or fp64 with impl="eager"), the
             same on every rank. Under ``sequence_parallel`` this rank's [T / P, ..., H], split along
-            the first dimension in rank order.
+            ``sequence_dim`` in rank order.
         weight: [V, H] output projection in hidden's dtype; this rank's rows of the vocabulary.
-        labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank.
+        labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank. Ranks
+            compare a hash of them at the first call of a group.
         bias: [V], this rank's part. A bias of -inf bans a column: its probability and gradient are
             0. A token with a banned label has loss inf and a finite gradient, as in PyTorch.
         reduction: "none" (labels' shape), "sum" or "mean" (divided by the sum of token_weight).
@@ -92,6 +102,9 @@ def linear_cross_entropy(
         tp_group: ranks among which the vocabulary is split; None, or a group of one, for one
             process.
         sequence_parallel: hidden is split by token over ``tp_group``.
+        sequence_dim: the dimension that ``sequence_parallel`` splits. 1 for hidden [B, S / P, H]
+            and labels [B, S]; hidden is copied then. Flattened to [B S / P, H] and [B S] instead,
+            tokens would get other tokens' labels.
         reduce_dhidden: sum dhidden over ``tp_group`` in backward. False if the caller does that,
             as Megatron's copy_to_tensor_model_parallel_region around hidden does.
         reduce_in_fp32: sum dhidden over ranks in fp32 and round once. False sends half the bytes:
@@ -102,8 +115,9 @@ def linear_cross_entropy(
         accumulate_dweight: backward adds dweight into ``weight.main_grad`` by GEMMs that accumulate
             there, and no dweight exists (with in_forward one waits for the upstream gradient).
             main_grad is [V, H] in fp32 or the operands' dtype. Forward captures it; every backward
-            adds to it, but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it
-            has the attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
+            that asks for weight's gradient adds to it (``torch.autograd.grad(loss, hidden)`` does
+            not), but not to rows from ``vocab_size`` on. weight gets no gradient, or, if it has the
+            attribute ``grad_added_to_main_grad``, that becomes True and the gradient is
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
             torch.compile, not for a DTensor weight.
@@ -132,11 +146,11 @@ def linear_cross_entropy(
 
         Operands may be DTensors: weight and bias with Shard(0) over ``tp_group`` (uneven and empty
         shards too; do not pass ``vocab_range``) or, without a group, Replicate; hidden with
-        Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group``; labels and
-        token_weight with Replicate. Loss and metrics are plain tensors. Gradients have the mesh and
-        placements of their operand; dhidden is Partial with ``reduce_dhidden=False``. Over other
-        mesh dimensions DTensors must be replicated and plain tensors equal on all ranks; gradients
-        are not summed over them.
+        Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group`` or Shard(1), which
+        means ``sequence_dim=1``; labels and token_weight with Replicate. Loss and metrics are plain
+        tensors. Gradients have the mesh and placements of their operand; dhidden is Partial with
+        ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be replicated and plain
+        tensors equal on all ranks; gradients are not summed over them.
 
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
@@ -148,9 +162,9 @@ def linear_cross_entropy(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl,
+        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
@@ -173,6 +187,7 @@ def linear_cross_entropy_with_metrics(
     vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    sequence_dim: int = 0,
     reduce_dhidden: bool = True,
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
@@ -193,9 +208,9 @@ def linear_cross_entropy_with_metrics(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32, tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight, filter_eps=filter_eps, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
+        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
+        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return LossWithMetrics(*_apply(arguments))
@@ -207,8 +222,21 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
         arguments = localized(arguments)
-    arguments = in_autocast_dtype(arguments)
+    if not (arguments.options.sequence_parallel and arguments.options.sequence_dim):
+        return _run(in_autocast_dtype(arguments), weight)
+    results = _run(in_autocast_dtype(sequence_first(arguments)), weight)
+    return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+
+
+def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
+    """Run the call of plain tensors; ``weight`` is what the caller passed."""
     needs = gradients_needed(arguments)
+    if torch_private.transforms():
+        raise NotImplementedError(
+            "linear_cross_entropy does not support the transforms of torch.func (grad, vmap, "
+            "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
+            "hidden [..., H], instead of vmap; flce_dist.reference supports them"
+        )
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)
 
@@ -216,7 +244,9 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     accumulates = needs[1] and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
-    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, main_grad)
+    loss, *metrics = LinearCrossEntropyFunction.apply(
+        *operands, call, main_grad, weakref.ref(weight)
+    )
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)

@@ -49,9 +49,10 @@ class LinearCrossEntropy(VocabShard):
             Megatron's do. It is called once per block of rows, so a row must not depend on the
             number of rows. Default: normal with standard deviation 0.02.
         device, dtype: of the parameters.
-        **options: sequence_parallel, reduction, ignore_index, label_smoothing, z_loss_weight,
-            softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight,
-            filter_eps, schedule, max_logits_bytes and impl, as in ``linear_cross_entropy``.
+        **options: sequence_parallel, sequence_dim, reduction, ignore_index, label_smoothing,
+            z_loss_weight, softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant,
+            accumulate_dweight, filter_eps, schedule, max_logits_bytes and impl,
+            as in ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,
     shards are bitwise equal to the rows of the one-process weight. Parameters have Megatron's
@@ -126,7 +127,8 @@ class LinearCrossEntropy(VocabShard):
         """
         group = self.tp_group
         if self.sequence_parallel:
-            hidden = collectives.gather_tokens(hidden, group)
+            dim = self.options.sequence_dim
+            hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)
         scale, softcap = self.options.logit_scale, self.options.softcap
         z = F.linear(hidden, self.weight) * scale
         if self.bias is not None:

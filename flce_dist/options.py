@@ -31,6 +31,7 @@ POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= 
 BELOW_ONE = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
 INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
+FIRST_TWO = Range("that is 0 or 1", lambda x: 0 <= x <= 1)
 COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
 
 
@@ -50,6 +51,7 @@ class LossOptions:
     vocab_size: Annotated[int | None, COUNT] = None
     vocab_range: tuple[int, int] | None = None
     sequence_parallel: bool = False
+    sequence_dim: Annotated[int, FIRST_TWO] = 0
     reduce_dhidden: bool = True
     reduce_in_fp32: bool = False
     tp_invariant: bool = False

@@ -1,14 +1,15 @@
 """Check on request that the ranks of a tensor-parallel group make the same call.
 
-``linear_cross_entropy`` does not check this. If ranks disagree, they wait for each other until a
-timeout or compute a meaningless loss. Here each rank sends a summary of its arguments to all ranks,
-and every rank draws the same conclusion from all summaries. A rank whose own arguments are wrong
-sends its error, so no rank waits for it.
+``linear_cross_entropy`` checks this of the labels of a group's first call alone. If ranks disagree,
+they wait for each other until a timeout or compute a meaningless loss. Here each rank sends a
+summary of its arguments to all ranks, and every rank draws the same conclusion from all summaries.
+A rank whose own arguments are wrong sends its error, so no rank waits for it.
 """
 
 import ctypes
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor
 from flce_dist.op import checks
 from flce_dist.op.dtensor import localized
 from flce_dist.op.main_grad import captured
-from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
+from flce_dist.op.prepare import (
+    Arguments,
+    gradients_needed,
+    in_autocast_dtype,
+    prepare,
+    sequence_first,
+)
 from flce_dist.options import LossOptions, options_of
 
 
@@ -84,6 +91,9 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     given = arguments.weight
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     arguments = in_autocast_dtype(localized(arguments))
+    sequence_dim = arguments.options.sequence_dim
+    if arguments.options.sequence_parallel and sequence_dim:
+        arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
     if needs[1] and call.options.accumulate_dweight:
@@ -93,7 +103,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     checks.check_labels(labels, call.vocab_size, call.options.ignore_index)
     counted = labels[labels != call.options.ignore_index]
     return {
-        "arguments": _facts(arguments, call.options, needs),
+        "arguments": _facts(arguments, replace(call.options, sequence_dim=sequence_dim), needs),
         "rows": (min(start, call.vocab_size), min(end, call.vocab_size)),
         "values": {
             "hash of labels": _hash(labels),

@@ -197,6 +197,37 @@ def test_a_second_derivative_is_refused(schedule):
         torch.autograd.grad(loss, leaves, create_graph=True)
 
 
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, weight: torch.func.grad(f)(weight),
+    "jacrev": lambda f, weight: torch.func.jacrev(f)(weight),
+    "jvp": lambda f, weight: torch.func.jvp(f, (weight,), (weight,)),
+    "vmap": lambda f, weight: torch.vmap(f)(torch.stack([weight, weight])),
+    "compiled": lambda f, weight: torch.compile(torch.func.grad(f), backend="eager")(weight),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_by_name(name):
+    inputs = small("eager")
+
+    def loss(weight: Tensor) -> Tensor:
+        return linear_cross_entropy(inputs.hidden, weight, inputs.labels)
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
+        TRANSFORMS[name](loss, inputs.weight)
+
+
+@each_schedule
+def test_a_batched_backward_is_refused_by_name(schedule):
+    loss, leaves = graph(small("eager"), schedule=schedule)
+    upstream = torch.ones(2, *loss.shape)
+    message = r"is_grads_batched=True.* once for each upstream"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.vmap(lambda g: torch.autograd.grad(loss, leaves, g, retain_graph=True))(upstream)
+
+
 def test_gradients_of_metrics_are_refused_under_in_forward():
     inputs = small("eager")
     hidden = inputs.hidden.clone().requires_grad_()

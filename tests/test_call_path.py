@@ -1,6 +1,7 @@
 """How many modules a reader passes who follows one call: those whose functions it executes.
 
-A warm sequence-parallel call, eager, on 2 gloo ranks; kernels are not counted.
+A warm sequence-parallel call, eager, on 2 gloo ranks; neither kernels are counted nor
+torch_private.py, which asks torch what it does.
 """
 
 import sys
@@ -24,7 +25,8 @@ def modules_of(run: Callable[[], Any]) -> list[str]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith("flce_dist.") and ".kernels." not in name:
+        ours = name.startswith("flce_dist.") and name != "flce_dist.torch_private"
+        if event == "call" and ours and ".kernels." not in name:
             seen[name] = None
 
     sys.setprofile(note)

@@ -64,6 +64,21 @@ def test_triton_on_older_gpus(capability: tuple[int, int], monkeypatch: pytest.M
     checks._capability.cache_clear()
 
 
+def test_triton_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300 is a "cuda" device of capability 9.4, and no Hopper."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    checks._capability.cache_clear()
+    hidden: Any = SimpleNamespace(
+        dtype=torch.bfloat16, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    with pytest.raises(NotImplementedError, match=r"ROCm 6\.4\.43484: use impl='eager'$"):
+        checks.check_impl("triton", hidden)
+    checks.check_impl("eager", hidden)
+    checks._capability.cache_clear()
+
+
 WRONG_LABEL_ON_A_GPU = """
 import sys
 import torch

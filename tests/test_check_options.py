@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
         "None or (start, end)", [11, (0,), (0, 5, 11), (0.0, 11.0), (False, True), "ab"]
     ),
     "sequence_parallel": ("a bool", FLAGS),
+    "sequence_dim": ("an int that is 0 or 1", [*INTS, None, -1, 2]),
     "reduce_dhidden": ("a bool", FLAGS),
     "reduce_in_fp32": ("a bool", FLAGS),
     "tp_invariant": ("a bool", FLAGS),

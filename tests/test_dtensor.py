@@ -8,13 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import api, check_ranks, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import api, check_ranks, linear_cross_entropy
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
@@ -247,38 +246,6 @@ def test_what_is_in_flight_is_waited_for(pools, local):
     expected = UNEVEN.textbook(torch.float64).dhidden
     for dhidden in pools[2].run(in_flight_rank, local):
         assert relative_rms(dhidden, expected) < 1e-5
-
-
-class Head(nn.Module):
-    """Its weight is a DTensor by tensor-parallel rows, as torch's own parallel styles make it."""
-
-    def __init__(self, mesh: DeviceMesh, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [SPLIT]))
-
-    def forward(self, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
-        return linear_cross_entropy_with_metrics(hidden, self.weight, labels, **options)
-
-
-def fsdp_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    mesh = mesh_of(2, 2)
-    hidden, weight, _, labels = UNEVEN.tensors
-    head = Head(mesh["tp"], weight)
-    fully_shard(head, mesh=mesh["other"])
-    out = head(hidden, labels, tp_group=mesh.get_group("tp"), reduction="sum")
-    assert all(type(x) is Tensor for x in out)
-    out.loss.backward()
-    assert isinstance(head.weight.grad, DTensor) and head.weight.grad.device_mesh.ndim == 2
-    return out.loss.detach(), head.weight.grad.full_tensor()
-
-
-def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools):
-    hidden, weight, _, labels = (x.double() if x.is_floating_point() else x for x in UNEVEN.tensors)
-    weight.requires_grad_()
-    loss = nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    (dweight,) = torch.autograd.grad(loss, weight)
-    for found, gradient in pools[4].run(fsdp_rank):
-        assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
 
 
 def autocast_rank(group: dist.ProcessGroup) -> list[Tensor]:

@@ -15,20 +15,24 @@ FILES = sorted(
     if not {"kernels", "launch"} & set(path.relative_to(ROOT).parts[1:-1])  # symlinks
 )
 
-# Each folder with those that it may import; itself always, "leaf" is options.py.
+# Each folder with those that it may import; itself always, "leaf" is options.py, "private"
+# torch_private.py.
 MAY = {
-    "faces": {"leaf", "op", "parallel", "testing"},
-    "op": {"leaf", "parallel", "kernels"},
-    "parallel": set(),
+    "faces": {"leaf", "private", "op", "parallel", "testing"},
+    "op": {"leaf", "private", "parallel", "kernels"},
+    "parallel": {"private"},
+    "private": set[str](),
     "kernels": set(),
     "testing": set(),
     "leaf": set(),
     "launch": {"leaf", "faces", "testing"},
 }
+LEAVES = {"options": "leaf", "torch_private": "private"}
 OTHERS = {
     "faces": {"torch"},
     "op": {"torch"},
     "parallel": {"torch"},
+    "private": {"torch"},
     "kernels": {"torch", "triton"},
     "testing": {"torch"},
     "leaf": set[str](),
@@ -61,7 +65,7 @@ def folder_of(path: Path) -> str:
         return parts[0]
     if len(parts) > 2 and parts[1] in MAY:
         return parts[1]
-    return "leaf" if parts[1] == "options.py" else "faces"
+    return LEAVES.get(parts[1].removesuffix(".py"), "faces")
 
 
 def folder_of_module(name: str) -> str:
@@ -69,7 +73,7 @@ def folder_of_module(name: str) -> str:
     parts = name.split(".")[1:]
     if parts and parts[0] in MAY:
         return parts[0]
-    return "leaf" if parts[:1] == ["options"] else "faces"
+    return LEAVES.get(parts[0], "faces") if parts else "faces"
 
 
 def violations(path: Path, source: str) -> list[str]:

@@ -180,6 +180,45 @@ def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
     assert_added(weight, dweight, times=6)
 
 
+@each_schedule
+def test_a_backward_in_two_executions_adds_once(schedule):
+    """Zero-bubble pipelines ask for the input's gradient first and for the weight's later."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
+    expected = step(inputs, parameter(inputs), schedule=schedule)
+    keywords: dict[str, Any] = {
+        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
+    }  # fmt: skip
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(1.0 * hidden, weight, inputs.labels, **keywords)
+    (dhidden,), groups = stage_backward_input([loss], None, [hidden], iter([weight]))
+    assert dhidden is not None and torch.equal(dhidden, expected)
+    assert torch.equal(weight.main_grad, weight.before) and not weight.grad_added_to_main_grad
+    stage_backward_weight(iter([weight]), groups)
+    assert_added(weight, dweight)
+    assert weight.grad_added_to_main_grad
+
+
+@each_schedule
+def test_only_a_backward_that_asks_for_weight_adds(schedule):
+    inputs = problem()
+    weight, dweight = parameter(inputs, flag=False), unfused(inputs, schedule=schedule)
+    hidden = inputs.hidden.clone().requires_grad_()
+    keywords: dict[str, Any] = {"bias": inputs.bias, "schedule": schedule}
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.labels, vocab_size=REAL, accumulate_dweight=True, **keywords
+    )
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    loss.backward(inputs=[hidden], retain_graph=True)
+    assert torch.equal(weight.main_grad, weight.before)
+    torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)
+    assert_added(weight, dweight)
+    loss.backward(inputs=[weight])
+    assert_added(weight, dweight, times=2)
+
+
 def test_the_gradient_in_its_place():
     inputs = problem(torch.bfloat16)
     weight = parameter(inputs)

@@ -30,6 +30,7 @@ CHANGED: dict[str, Any] = dict(
     vocab_size=9,
     vocab_range=(0, 9),
     sequence_parallel=True,
+    sequence_dim=1,
     reduce_dhidden=False,
     reduce_in_fp32=True,
     tp_invariant=True,
@@ -74,8 +75,8 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
     "check_ranks": (options_of_check_ranks, {"with_metrics"}),
     "use_linear_cross_entropy": (
         options_of_megatron,
-        {"vocab_range", "sequence_parallel", "reduce_dhidden", "reduce_in_fp32", "tp_invariant",
-         "accumulate_dweight", "with_metrics"},
+        {"vocab_range", "sequence_parallel", "sequence_dim", "reduce_dhidden", "reduce_in_fp32",
+         "tp_invariant", "accumulate_dweight", "with_metrics"},
     ),
 }  # fmt: skip
 ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]

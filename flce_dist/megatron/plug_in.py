@@ -26,6 +26,7 @@ from flce_dist.vocab_order import VocabOrder
 
 _FIXED = {
     "sequence_parallel": False,  # the layer passes its own setting
+    "sequence_dim": 0,
     "vocab_range": None,
     "reduce_dhidden": True,
     "reduce_in_fp32": False,

@@ -3,19 +3,24 @@
 T = tokens on the tensor-parallel group, V = vocabulary rows here, H = hidden size, P = ranks.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from flce_dist import torch_private
 from flce_dist.op import filtered
 from flce_dist.op.backward import Results, backward
+from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
 from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands, as_stored
+from flce_dist.parallel import transport
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -48,12 +53,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None
-    ):
+        ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None,
+        given: weakref.ref[Tensor],
+    ):  # fmt: skip
+        """``given`` is the caller's weight, which may be a DTensor or of another dtype."""
         operands = Operands(hidden, weight, bias, labels, token_weight)
         loss, metrics, saved = run_forward(call, operands, ctx.needs_input_grad[:3])
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.main_grad = call, main_grad
+        ctx.call, ctx.main_grad, ctx.given = call, main_grad, given
         ctx.save_for_backward(*saved, *(operands if isinstance(saved, Saved) else ()))
         ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
         return loss, *metrics
@@ -66,16 +73,44 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
+        if torch_private.transforms() or any(
+            g is not None and torch_private.is_batched(g) for g in upstream
+        ):
+            raise NotImplementedError(
+                "linear_cross_entropy has no batched backward (is_grads_batched=True, "
+                "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
+            )
+        needs, main_grad = ctx.needs_input_grad, ctx.main_grad
+        if needs[1]:
+            _check_not_resharded(ctx.given())
+        # needs_input_grad does not know of torch.autograd.grad(loss, hidden).
+        if main_grad is not None and not torch_private.is_wanted(ctx.next_functions[1][0]):
+            needs, main_grad = (needs[0], False, needs[2]), None
         upstream = upstream[:4]  # of the loss, lse, logprob and entropy
         gradients: Results = (None, None, None)
         if any(g is not None for g in upstream):
             # If backward cannot run again, gradients saved by in_forward become the results.
             gradients = run_backward(
-                ctx.call, ctx.saved_tensors, upstream, ctx.needs_input_grad, ctx.main_grad,
+                ctx.call, ctx.saved_tensors, upstream, needs, main_grad,
                 # What retain_graph says, for which PyTorch has no public name.
                 reuses_saved=not torch._C._autograd._get_current_graph_task_keep_graph(),
             )  # fmt: skip
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
+
+
+def _check_not_resharded(weight: Tensor | None) -> None:
+    """Check that the caller's weight, if it still exists, has its memory.
+
+    FSDP2's reshard frees it. What in_forward has saved would become the gradient of a parameter
+    that FSDP2 no longer looks at; other schedules would read freed memory.
+    """
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if local is not None and local.numel() and not local.untyped_storage().size():
+        raise ValueError(
+            "weight must not be resharded between forward and backward, since the sharded "
+            f"parameter would get no gradient, got freed memory; {IN_FORWARD_OF_FSDP}, and again "
+            "for backward"
+        )
 
 
 def run_forward(
@@ -83,6 +118,7 @@ def run_forward(
 ) -> tuple[Tensor, Metrics, Saved | SavedGradients]:
     """Return the loss, the metrics and what backward needs, under the call's schedule."""
     with computing_on(operands.hidden):
+        transport.check_same_labels(operands.labels, call.tp_group)
         if call.plan.schedule == "in_forward":
             return in_forward(call, operands, needs)
         return forward(call, operands)
@@ -110,9 +146,10 @@ def run_backward(
             saved, operands = Saved(*tensors[:n]), Operands(*tensors[n:])
             run = filtered.backward if call.plan.schedule == "filtered" else backward
             return run(call, operands, saved, upstream, needs, main_grad)
+        gradients = SavedGradients(*tensors[:4])
         dhidden, dweight, dbias = scaled(
             call,
-            SavedGradients(*tensors[:4]),
+            gradients if needs[1] else gradients._replace(dweight=None),
             upstream,
             reuses_saved=reuses_saved,
             rounds_dweight=main_grad is None,  # fp16 may overflow, an fp32 main_grad not

@@ -149,24 +149,32 @@ def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> 
         )
 
 
-def check_parallel_shapes(
-    hidden: Tensor, labels: Tensor, V: int, options: LossOptions, *, P: int, rank: int
-) -> None:
-    """Check the shapes against the group: labels of all tokens, weight of this rank's rows."""
-    vocab_size, expected = options.vocab_size, tuple(hidden.shape[:-1])
+def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
+    """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
+    expected, dim, hint = list(hidden.shape[:-1]), options.sequence_dim, ""
     if options.sequence_parallel:
-        if hidden.dim() < 2:
+        if hidden.dim() < 2 + dim:
+            shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
             raise ValueError(
-                "hidden must be [T / P, ..., H] under sequence_parallel=True, "
-                f"got {tuple(hidden.shape)}"
+                f"hidden must be {shape} under sequence_parallel=True, got {tuple(hidden.shape)}"
             )
-        expected = (expected[0] * P, *expected[1:])
-    if tuple(labels.shape) != expected:
-        whole = f" for the tokens of all {P} ranks" if options.sequence_parallel else ""
+        expected[dim] *= P
+        hint = f" for the tokens of all {P} ranks"
+    if list(labels.shape) != expected:
+        hint += f", got {tuple(labels.shape)}"
+        if options.sequence_parallel and dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
+            hint += (
+                "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "
+                "sequence_dim=1, since flattening would give tokens other labels"
+            )
         raise ValueError(
-            f"labels must be {expected} from hidden {tuple(hidden.shape)}{whole}, "
-            f"got {tuple(labels.shape)}"
+            f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{hint}"
         )
+
+
+def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
+    """Check this rank's rows of the vocabulary against the group."""
+    vocab_size = options.vocab_size
     if options.vocab_range is None:
         if V == 0:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
@@ -228,6 +236,11 @@ def check_impl(impl: str, hidden: Tensor) -> None:
         raise NotImplementedError(
             f"impl='triton' needs a CUDA device, hidden is on {hidden.device}: use impl='eager' "
             "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
+        )
+    if torch.version.hip:
+        raise NotImplementedError(
+            "impl='triton' has kernels for NVIDIA GPUs only, this PyTorch is built for ROCm "
+            f"{torch.version.hip}: use impl='eager'"
         )
     major, minor = _capability(hidden.device)
     if major < 8:

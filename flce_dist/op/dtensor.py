@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flce_dist import torch_private
 from flce_dist.op import checks
 from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
@@ -22,8 +23,12 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
 _OF_ROWS = (
-    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group(); "
-    "FSDP2 gathers a parameter only during its module's forward"
+    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
+    "these ranks have the same tokens"
+)
+IN_FORWARD_OF_FSDP = (
+    "call inside forward of the module that fully_shard was applied to, or in another method after "
+    "register_fsdp_forward_method: FSDP2 gathers parameters only there"
 )
 
 DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
@@ -38,7 +43,12 @@ def localized(arguments: Arguments) -> Arguments:
     """
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
-    tokens = Shard(0) if options.sequence_parallel else Replicate()
+    if options.sequence_parallel and isinstance(hidden, DTensor):
+        dim = _dimension(hidden.device_mesh, tp_group)
+        if dim is not None and hidden.dim() > 2 and hidden.placements[dim] == Shard(1):
+            options = replace(options, sequence_dim=1)
+            arguments = arguments._replace(options=options)
+    tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
@@ -64,10 +74,11 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
     """
     hidden, weight, _, bias, _, options, tp_group = arguments
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
-    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[0] % P:
+    dim = options.sequence_dim
+    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
         raise ValueError(
-            f"hidden must have a multiple of {P} in its first dimension under "
-            f"sequence_parallel=True, got {tuple(hidden.shape)}"
+            f"hidden must have a multiple of {P} in its {'second' if dim else 'first'} dimension "
+            f"under sequence_parallel=True, got {tuple(hidden.shape)}"
         )
     if not isinstance(weight, DTensor):
         return options
@@ -109,7 +120,7 @@ def _local(
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"
-                + (f"; {hint}" if hint else "")
+                + (f"; {_fsdp_hint(x) or hint}" if hint else "")
             )
         gradients = [Replicate() if has.is_partial() else has for has in x.placements]
         if gradient is not None and dim is not None:
@@ -132,6 +143,13 @@ def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | No
 
 def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(tp_group)
+
+
+def _fsdp_hint(x: DTensor) -> str:
+    """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
+    if not torch.compiler.is_compiling() and torch_private.is_fsdp_parameter(x):
+        return f"FSDP2 has sharded it over ranks with other tokens, {IN_FORWARD_OF_FSDP}"
+    return ""
 
 
 class _Waited(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """From a caller's arguments to a planned call on flat tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -85,6 +85,23 @@ class Operands(NamedTuple):
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
 
 
+def sequence_first(arguments: Arguments) -> Arguments:
+    """Return the arguments of ``sequence_dim=1`` as those of 0: dimensions 0 and 1 exchanged.
+
+    [B, S / P, H] of each rank then follow one another, as [S / P, B, H], in the order of labels.
+    """
+    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
+    checks.check_group(tp_group, options.sequence_parallel)
+    checks.check_tensors(hidden, weight, labels, bias, token_weight)
+    checks.check_tokens(hidden, labels, options, collectives.group_size(tp_group))
+    return arguments._replace(
+        hidden=hidden.transpose(0, 1),
+        labels=labels.transpose(0, 1),
+        token_weight=None if token_weight is None else token_weight.transpose(0, 1),
+        options=replace(options, sequence_dim=0),
+    )
+
+
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
     """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
     hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
@@ -127,7 +144,8 @@ def prepare(
     hidden, weight, bias, token_weight = map(as_stored, (hidden, weight, bias, token_weight))
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     V, H = weight.shape
-    checks.check_parallel_shapes(hidden, labels, V, options, P=P, rank=rank)
+    checks.check_tokens(hidden, labels, options, P)
+    checks.check_rows(V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 

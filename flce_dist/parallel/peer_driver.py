@@ -158,7 +158,7 @@ def _driver() -> Any:
         raise ImportError(
             "sequence parallelism between GPUs of one host needs the package cuda-bindings, which "
             "PyTorch's CUDA builds depend on: install the release for your CUDA version, or set "
-            "NCCL_P2P_DISABLE=1 to use NCCL's collectives alone"
+            "FLCE_DIST_PEER_COPIES=0 to use NCCL's collectives alone"
         ) from error
     return driver
 

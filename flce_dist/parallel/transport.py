@@ -1,10 +1,12 @@
 """How tokens travel between ranks: by copies between GPUs of one host, else by collectives.
 
 P ranks, T tokens, H hidden size. Only this module decides which; all ranks of a group decide alike.
+At a group's first call it also checks that the ranks have the same tokens.
 """
 
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from flce_dist.parallel.collectives import (
     CollectiveSum,
     TokenGather,
     TokenSum,
+    all_gather,
 )
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
@@ -57,6 +60,38 @@ def token_sum(
     return CollectiveScatter(torch.empty(shape, dtype=dtype, device=device), order, group)
 
 
+_have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def check_same_labels(labels: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Check at a group's first call that the labels [T] int64 are the same on all its ranks.
+
+    One gather of 16 bytes per rank, for which hosts wait. ``FLCE_DIST_CHECK_LABELS=0`` on all ranks
+    does without. While a CUDA graph is captured nothing is checked: the next call does that.
+    """
+    if group is None or group in _have_called:
+        return
+    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _have_called.add(group)
+    P = dist.get_world_size(group)
+    if P == 1 or os.environ.get("FLCE_DIST_CHECK_LABELS", "1") == "0":
+        return
+    place = torch.arange(1, len(labels) + 1, device=labels.device) * 0x1E3779B97F4A7C15  # wraps
+    mixed = (place ^ (place >> 29)) * 0x3F58476D1CE4E5B9
+    mine = torch.stack(((labels * mixed).sum(), torch.full_like(mixed.sum(), len(labels))))
+    gathered = mine.new_empty(P * 2)
+    all_gather(gathered, mine, group=group)
+    of_ranks = gathered.view(P, 2).tolist()
+    others = [str(rank) for rank in range(P) if of_ranks[rank] != of_ranks[0]]
+    if others:
+        raise ValueError(
+            "labels must be the same on all ranks of tp_group, those of all its tokens, and rank"
+            f"{'s' * (len(others) > 1)} {', '.join(others)} got others than rank 0: data-parallel "
+            "ranks, over which FSDP2 shards parameters, are no tp_group"
+        )
+
+
 class PeerMemories(NamedTuple):
     """One for each direction, so that writing one never waits for peers that read the other."""
 
@@ -71,8 +106,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     """Return the memories that a group's ranks share, or None if some cannot read each other's.
 
     They can if they are processes of one host over NCCL, each with its own GPU and peer access to
-    the others, and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once
-    per group by a collective, for which hosts wait.
+    the others, and no rank has ``FLCE_DIST_PEER_COPIES=0`` or ``NCCL_P2P_DISABLE=1`` in its
+    environment. This is determined once per group by a collective, for which hosts wait.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
@@ -135,7 +170,10 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
         host=(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()),
         gpu=gpus[device.index],
         reaches={gpus[i]: torch.cuda.can_device_access_peer(device, i) for i in others},
-        willing=os.environ.get("NCCL_P2P_DISABLE", "0") == "0",
+        willing=(
+            os.environ.get("FLCE_DIST_PEER_COPIES", "1") != "0"
+            and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+        ),
     )
     sites: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(sites, mine, group=group)

@@ -1,0 +1,136 @@
+"""Weights that FSDP2's fully_shard has sharded: what is right, and what is refused by name.
+
+tests/test_module.py has the layer LinearCrossEntropy under FSDP2.
+"""
+
+import os
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.parallel import transport
+from flce_dist.testing import relative_rms
+from tests.parallel_problem import UNEVEN
+from tests.test_dtensor import SPLIT, distributed, mesh_of
+
+
+class Head(nn.Module):
+    """Its weight is a DTensor by tensor-parallel rows, as torch's own parallel styles make it."""
+
+    def __init__(self, mesh: DeviceMesh, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [SPLIT]))
+
+    def forward(self, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
+        return linear_cross_entropy_with_metrics(hidden, self.weight, labels, **options)
+
+
+def fsdp_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight)
+    fully_shard(head, mesh=mesh["other"])
+    out = head(hidden, labels, tp_group=mesh.get_group("tp"), reduction="sum")
+    assert all(type(x) is Tensor for x in out)
+    out.loss.backward()
+    assert isinstance(head.weight.grad, DTensor) and head.weight.grad.device_mesh.ndim == 2
+    return out.loss.detach(), head.weight.grad.full_tensor()
+
+
+def sharded_by_fsdp_rank(group: dist.ProcessGroup) -> list[str]:
+    """What calls outside forward say about a weight that FSDP2, or nothing, has sharded."""
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    plain, both = nn.Linear(UNEVEN.H, 507, bias=False), Head(mesh["tp"], weight)
+    fully_shard(plain, mesh=mesh["other"])
+    fully_shard(both, mesh=mesh["other"])
+    said = []
+    for one, tp_group in (
+        (plain.weight, None),
+        (both.weight, mesh.get_group("tp")),
+        (distributed(weight, mesh["tp"], SPLIT), None),
+    ):
+        with pytest.raises(ValueError) as error:
+            linear_cross_entropy(hidden, one, labels, tp_group=tp_group)
+        said.append(str(error.value))
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
+        transport._have_called.clear()
+        labels = labels.roll(mesh.get_local_rank("other"))
+        with pytest.raises(ValueError, match=r"labels must be the same .* FSDP2"):
+            linear_cross_entropy(hidden, plain.weight, labels, tp_group=mesh.get_group("other"))
+    return said
+
+
+def test_fsdp_is_recognised_and_its_mesh_is_not_advised(pools):
+    for *of_fsdp, of_other in pools[4].run(sharded_by_fsdp_rank):
+        for text in of_fsdp:
+            assert re.search("weight must .*; FSDP2 .* call inside forward of the module", text)
+            assert "get_group" not in text and "as tp_group" not in text
+        assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
+
+
+def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools):
+    hidden, weight, _, labels = (x.double() if x.is_floating_point() else x for x in UNEVEN.tensors)
+    weight.requires_grad_()
+    loss = nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    (dweight,) = torch.autograd.grad(loss, weight)
+    for found, gradient in pools[4].run(fsdp_rank):
+        assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
+
+
+def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> str:
+    """What backward says about a weight that was gathered by hand for forward alone."""
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight) if with_tp else nn.Linear(UNEVEN.H, 507, bias=False)
+    fully_shard(head, mesh=mesh["other"])
+    head.unshard()  # type: ignore[operator]
+    tp_group = mesh.get_group("tp") if with_tp else None
+    options: dict[str, Any] = {"schedule": schedule, "tp_group": tp_group}
+    loss = linear_cross_entropy(hidden, head.weight, labels, **options)
+    head.reshard()  # type: ignore[operator]
+    with pytest.raises(ValueError) as error:
+        loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "with_tp"), [("in_forward", False), ("in_forward", True), ("cached", False)]
+)
+def test_a_weight_resharded_before_backward(pools, schedule, with_tp):
+    for text in pools[4].run(resharded_rank, schedule, with_tp):
+        assert re.search("weight must not be resharded .* call inside forward of the module", text)
+
+
+def unharmed_rank(group: dist.ProcessGroup, schedule: str) -> tuple[Tensor, Tensor]:
+    """FSDP2's own reshard after forward, and a weight that autocast replaces, are no mistake."""
+    mesh = mesh_of(2, 2)
+    hidden, weight, _, labels = UNEVEN.tensors
+    head = Head(mesh["tp"], weight)
+    fully_shard(head, mesh=mesh["other"], reshard_after_forward=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
+        out = head(hidden, labels, tp_group=mesh.get_group("tp"), **options)
+    out.loss.backward()
+    gradient = head.weight.grad
+    assert isinstance(gradient, DTensor)
+    return out.loss.detach(), gradient.full_tensor()
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "recompute"])
+def test_fsdps_own_reshard_is_no_mistake(pools, schedule):
+    hidden, weight, _, labels = UNEVEN.tensors
+    weight = weight.double().requires_grad_()
+    loss = nn.functional.cross_entropy(hidden.double() @ weight.T, labels, reduction="sum")
+    (dweight,) = torch.autograd.grad(loss, weight)
+    for _, gradient in pools[4].run(unharmed_rank, schedule):
+        assert relative_rms(gradient, dweight) < 1e-2  # of bf16

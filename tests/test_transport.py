@@ -1,0 +1,143 @@
+"""Which groups copy between GPUs, and labels at a group's first call.
+
+The copies themselves are in test_peer_copies.py.
+"""
+
+import os
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import linear_cross_entropy
+from flce_dist.parallel import transport
+from flce_dist.testing import run_ranks
+
+
+def reach_rank(group: dist.ProcessGroup, environments: list[dict[str, str]]) -> bool:
+    """Whether the ranks copy, as if each had a GPU of one host and this environment."""
+    rank, gpu = group.rank(), torch.device("cuda", 0)
+    with (
+        mock.patch.dict(os.environ, environments[rank]),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(transport, "_gpu_name", return_value=f"GPU {rank}"),
+    ):
+        return transport._all_reach_all(group, gpu)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "copies"),
+    [
+        ({}, True),
+        ({"FLCE_DIST_PEER_COPIES": "1", "NCCL_P2P_DISABLE": "0"}, True),
+        ({"FLCE_DIST_PEER_COPIES": "0"}, False),
+        ({"NCCL_P2P_DISABLE": "1"}, False),
+    ],
+)
+def test_one_rank_turns_copies_off_for_its_group(ranks, of_rank_0, copies):
+    assert ranks.run(reach_rank, [of_rank_0, {}]) == [copies, copies]
+
+
+# --- labels at a group's first call
+
+CHECKED = mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"})
+T, V = 8, 12
+
+
+def loss_of(group: dist.ProcessGroup, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    hidden, weight = torch.ones(T, 4), torch.ones(V, 4)
+    return linear_cross_entropy(hidden, weight, labels, tp_group=group, **options)
+
+
+def said_by(group: dist.ProcessGroup, labels: torch.Tensor, **options: Any) -> str:
+    try:
+        loss_of(group, labels, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def changed(change: str, labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    if change == "one more":
+        labels[3] += 1
+    elif change == "two swapped":
+        labels[[2, 3]] = labels[[3, 2]]
+    elif change == "the same sums":  # of labels, and of labels times places
+        labels[[0, 1, 2]] += torch.tensor([1, -2, 1])
+    elif change == "ignored":
+        labels[-1] = -100
+    return labels
+
+
+@pytest.mark.parametrize("change", ["one more", "two swapped", "the same sums", "ignored"])
+def test_other_labels_on_some_ranks_raise_on_all(change):
+    def rank(group: dist.ProcessGroup) -> str:
+        labels = torch.arange(2, 2 + T)
+        return said_by(group, changed(change, labels) if group.rank() in (1, 3) else labels)
+
+    with CHECKED:
+        said = run_ranks(rank, 4)
+    assert all(
+        "labels must" in text and "ranks 1, 3 got others than rank 0" in text for text in said
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
+def test_labels_of_other_lengths(options):
+    """Else ranks would wait for each other, or mix what belongs to different tokens."""
+
+    def rank(group: dist.ProcessGroup) -> str:
+        n = T - 2 * group.rank()
+        hidden = torch.ones(n // 2 if options else n, 4)
+        labels = torch.zeros(n, dtype=torch.int32)
+        with pytest.raises(ValueError) as error:
+            linear_cross_entropy(hidden, torch.ones(V, 4), labels, tp_group=group, **options)
+        return str(error.value)
+
+    with CHECKED:
+        assert all("rank 1 got others" in text for text in run_ranks(rank, 2))
+
+
+def test_only_the_first_call_of_a_group_is_checked():
+    def rank(group: dist.ProcessGroup) -> list[int]:
+        gathers, other = [], dist.new_group([0, 1])
+        one: Any
+        for one in (group, group, other):
+            before = len(one.calls)
+            loss_of(one, torch.arange(T))
+            gathers.append(one.calls[before:].count("allgather int64[2]"))
+        return gathers
+
+    with CHECKED:
+        assert run_ranks(rank, 2) == [[1, 0, 1]] * 2
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "0"}):
+        assert run_ranks(rank, 2) == [[0, 0, 0]] * 2
+        assert run_ranks(lambda g: said_by(g, torch.arange(T) + g.rank()), 2) == ["nothing"] * 2
+
+
+def compiled_rank(group: dist.ProcessGroup) -> str:
+    with CHECKED, mock.patch.object(transport, "_have_called", WeakSet()):
+        call = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+        assert torch.isfinite(call(group, torch.arange(T)))
+        transport._have_called.clear()
+        with pytest.raises(ValueError) as error:
+            call(group, torch.arange(T) + group.rank())
+        return str(error.value)
+
+
+def test_labels_under_compile(ranks):
+    assert all("rank 1 got others" in text for text in ranks.run(compiled_rank))
+
+
+def test_no_check_while_a_graph_is_captured(monkeypatch):
+    called = WeakSet[Any]()
+    monkeypatch.setattr(transport, "_have_called", called)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    group, labels = mock.Mock(), mock.Mock(is_cuda=True)
+    transport.check_same_labels(labels, group)
+    assert group not in called
