@@ -65,7 +65,7 @@ def filtered_gradients(
             left out.
         token_order: [T] int64, the tokens in the order in which blocks take them, if it is not the
             caller's: that in which sequence parallelism gathers them.
-        drops: leave out the tiles that are not kept, as Cut Cross-Entropy does, to compare.
+        drops: leave out the tiles that are not kept, to compare.
 
     Raises:
         ValueError: a probability is so near to ``filter_eps`` that rounding may decide.
