@@ -53,7 +53,7 @@ def test_all_parts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for record in records:
         assert record["status"] == "ok", record["message"]
         assert record["H"] == 2 * H and record["V"] == V // record["shards"]
-        if record["impl"] not in ("gemm3", "dropped"):
+        if record["impl"] not in ("gemm3", "dropped", "dropped_dhidden"):
             assert record["ratio"] > 0 and record["workspace_mib"] > 0
             budget = 1e-5 if record["filter_eps"] is None else 0.02
             assert max(record[f"d{x}_error"] for x in ("hidden", "weight")) < budget
@@ -62,6 +62,9 @@ def test_all_parts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert 0.1 < filtering["kept_share"] < 0.9 and filtering["rank_one_mass"] > 0
     assert filtering["kept_share"] == leaving_out["kept_share"]
     assert filtering["dhidden_error"] < leaving_out["dhidden_error"]
+    in_dhidden = by_run["frequency", 1, "dropped_dhidden", EPS]
+    assert in_dhidden["dhidden_error"] == leaving_out["dhidden_error"]
+    assert in_dhidden["dweight_error"] == 0 < leaving_out["dweight_error"]
     assert by_run["tokenizer", 1, "eager", EPS]["kept_share"] > 0.95
     assert len(found["rows"]) == 3 * 5  # buckets, runs
     assert {(r["batches"], r["T"], r["H"]) for r in found["rows"]} == {(1, T, H)}

@@ -9,8 +9,8 @@ first and the last shard of 4 and of 8, which ``trained_head`` simulates, and la
 frequency (``rare_rows``), in all tokens. Several ranks split the vocabulary and, under sequence
 parallelism, the tokens. Shards are timed as replays of CUDA graphs: the host of a rank is ahead of
 its GPU in training, and behind it in calls as short as these. ``ratio`` is against the three GEMMs
-of exact gradients on this rank's rows and all tokens. Records without time, impl ``dropped``, are
-the errors of leaving tiles out.
+of exact gradients on this rank's rows and all tokens. Records without time are the errors of
+leaving tiles out of both gradients (impl ``dropped``) or of dhidden alone (``dropped_dhidden``).
 """
 
 import dataclasses
@@ -231,7 +231,8 @@ def _dropped(
             order=part.order,
             kept_share=kept_share,
         )
-        found.append(record)
+        exact = dataclasses.replace(record, impl="dropped_dhidden", dweight_error=0.0)
+        found += [record, exact]
     return found
 
 
