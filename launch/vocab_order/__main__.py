@@ -8,6 +8,8 @@
 Each file is written whole or not at all.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,6 @@ import torch
 import tyro
 
 from flce_dist import frequency_order
-from flce_dist.launch.program import run_program
 from flce_dist.launch.vocab_order.files import (
     array_bytes,
     by_rank,
