@@ -3,22 +3,45 @@
 A ``RunError`` prints its message alone, in one line. Usually all ranks raise the same one, and
 rank 0 prints it. Any other exception is a bug, or follows from the end of another rank: the rank
 that failed first prints its traceback, the others one line each.
+
+Programs import this module before all packages that an extra of pyproject.toml brings, so that one
+that is not installed is such a message, too.
 """
 
 import json
 import os
+import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 WAIT_S = 30.0
 """How long another rank than 0 waits to be ended before it prints a ``RunError`` of its own."""
+
+
+HERE = "flce_dist.launch."
+_SPEC = sys.modules["__main__"].__spec__
+PROGRAM = _SPEC.name.removesuffix(".__main__") if _SPEC else ""
+"""What stands after ``python -m``."""
+
+MODULES = {
+    "verify": {"rich", "tyro", "yaml"},
+    "vocab-order": {"mistral_common", "numpy", "tyro", "yaml"},
+    "bench": {"matplotlib", "numpy", "rich", "tyro", "yaml"},
+    "train": {
+        "matplotlib", "megatron", "mistral_common", "numpy", "rich", "tensorboard", "tqdm", "tyro",
+        "yaml",
+    },
+}  # fmt: skip
+"""What each extra of pyproject.toml brings."""
+EXTRAS = {"verify": "verify", "vocab_order": "vocab-order", "bench": "bench", "plot": "bench"}
+"""The extra of a program, by the folder it is in; "train" for what that lacks and for others."""
 
 
 class RunError(Exception):
@@ -29,7 +52,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Exit with what ``main`` returns; 2 after a ``RunError``, 1 after another exception."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        status = main()
+        status = _status(main)
         if dist.is_initialized():
             dist.destroy_process_group()
             _leave(status, at_once=True)
@@ -44,10 +67,55 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.__stdout__.fileno()):
+            # As other programs in a shell's pipe end, such as before ``| head``.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+            _leave(128 + signal.SIGPIPE)
         summary = f"rank {rank}: {type(error).__name__}: {_line(error)}"
         _report(summary, traceback.format_exc().rstrip() if _is_first_to_fail() else summary)
         _leave(1)
     sys.exit(status)
+
+
+def _status(main: Callable[[], int]) -> int:
+    """Return what ``main`` does once all it printed is written."""
+    try:
+        status = main()
+    except SystemExit:  # of --help
+        sys.stdout.flush()
+        raise
+    except ModuleNotFoundError as error:
+        if error.name not in MODULES["train"]:
+            raise
+        raise _needs(error.name) from error
+    sys.stdout.flush()
+    return status
+
+
+def _needs(module: str) -> RunError:
+    extra = EXTRAS.get(PROGRAM.removeprefix(HERE).split(".")[0], "train")
+    extra = extra if module in MODULES[extra] else "train"
+    return RunError(f"{PROGRAM} needs {module}: pip install 'flce_dist[{extra}]'")
+
+
+def _end_of_imports(kind: type, error: BaseException, trace: Any) -> None:
+    """What a program raises before it comes to ``run_program`` ends it in the same way."""
+
+    def raises() -> int:
+        raise error
+
+    run_program(raises)
+
+
+if PROGRAM.startswith(HERE):
+    sys.excepthook = _end_of_imports
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether nobody is left to read what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _wait_for_rank_0(rank: int) -> None:

@@ -82,6 +82,7 @@ def as_megatron_has_it(model: Any) -> Any:
     del model.compute_language_model_loss
     model._forward_pre_hooks.clear()
     model._forward_hooks.clear()
+    model._load_state_dict_pre_hooks.clear()
     return model
 
 

@@ -263,6 +263,28 @@ def test_a_first_stage_with_a_tied_embedding(pools: dict[int, RankPool]) -> None
     pools[2].run(rank_first_stage)
 
 
+def rank_left_alone(group: Any) -> None:
+    def traces(model: Any) -> Any:
+        """What a plug-in could leave on a module: attributes, buffers and hooks."""
+        return {
+            name: {
+                key: len(x) if isinstance(x, dict | set) else id(x) for key, x in vars(m).items()
+            }
+            for name, m in model.named_modules()
+        }
+
+    stage = first_stage(2)
+    before = traces(stage)
+    assert use_linear_cross_entropy(stage) is stage
+    assert traces(stage) == before
+    use_linear_cross_entropy(stage, vocab_order=order_of())  # which such traces show
+    assert traces(stage) != before
+
+
+def test_a_first_stage_without_an_order_is_left_alone(pools: dict[int, RankPool]) -> None:
+    pools[2].run(rank_left_alone)
+
+
 def rank_refusals(group: Any) -> None:
     wrong: list[tuple[Any, str]] = [
         (torch.arange(VOCAB - 1), rf"each of vocab_size = {VOCAB} rows, got \({VOCAB - 1},\)"),

@@ -1,9 +1,12 @@
 """How programs of launch/ end: what reaches the screen, torchrun's error file and the exit code."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from flce_dist.launch import program
-from flce_dist.launch.program import RunError, run_program
+from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
 
 
@@ -104,3 +107,123 @@ def test_the_rank_that_failed_first_shows_its_traceback():
     assert first[0].startswith("Traceback") and first[1] == 1
     for rank, (text, status) in zip((1, 0), others, strict=True):
         assert (text, status) == (f"rank {rank}: RuntimeError: a bug in lines\n", 1)
+
+
+# --- packages that are not installed
+
+LAUNCH = Path(__file__).parent.parent / "launch"
+PROGRAMS = sorted(
+    path.relative_to(LAUNCH).with_suffix("").as_posix().replace("/", ".").removesuffix(".__main__")
+    for path in LAUNCH.rglob("*.py")
+    if "\n    run_program(main)" in path.read_text()
+)
+
+BLOCKED = """
+import os, runpy, sys
+import torch.distributed.tensor  # once for all programs
+class Blocked:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for run in sys.argv[1:]:
+    blocked, name, *arguments = run.split()
+    if os.fork() == 0:
+        blocked = blocked.split(",")
+        for module in blocked:
+            sys.modules.pop(module, None)
+        sys.meta_path.insert(0, Blocked)
+        sys.argv[1:] = arguments
+        try:
+            try:
+                runpy.run_module(f"flce_dist.launch.{name}", run_name="__main__", alter_sys=True)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+        except SystemExit as end:
+            os._exit(end.code)  # what the libraries do at the end takes as long as all this
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    print(name, status, end="\\0", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
+    """In one line, also for a package that it imports later; and it needs no other extra."""
+    extras = {name: EXTRAS.get(name.split(".")[0], "train") for name in PROGRAMS}
+    runs = [f"{','.join(MODULES['train'])} {name} --help" for name in PROGRAMS]
+    has_all = all(map(importlib.util.find_spec, MODULES["train"] - {"megatron"}))
+    if has_all:
+        (tmp_path / "text").write_text("text")
+        runs += [f"mistral_common vocab_order count {tmp_path}/text --out {tmp_path}/counts.npy"]
+        others = {name: MODULES["train"] - MODULES[extra] for name, extra in EXTRAS.items()}
+        runs += [f"{','.join(modules)} {name} --help" for name, modules in others.items()]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BLOCKED, *runs],
+        cwd=LAUNCH.parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = iter([part.splitlines() for part in done.stderr.split("\0")[:-1]])
+    for name, extra in [*extras.items(), *([("vocab_order", "vocab-order")] if has_all else [])]:
+        line, *end = next(found)
+        needs = rf"flce_dist\.launch\.{name} needs \w+: pip install 'flce_dist\[{extra}\]'"
+        assert re.fullmatch(f"error: {needs}", line) and end == [f"{name} 2"], [line, *end]
+    assert list(found) == [[f"{name} 0"] for name in EXTRAS if has_all]
+    assert set(PROGRAMS) > {"verify", "bench", "plot", "vocab_order", "train", "train.results"}
+
+
+@pytest.mark.parametrize("module, extra", [("tyro", "bench"), ("megatron", "train"), ("x", None)])
+def test_what_another_extra_brings(module, extra, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "PROGRAM", "flce_dist.launch.bench.branches")
+    main = raising(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    status, line = ended(main, 0, tmp_path / "error.json", monkeypatch)
+    if extra is None:  # none of ours: a bug
+        assert status == 1 and capsys.readouterr().err.startswith("Traceback")
+    else:
+        needs = f"needs {module}: pip install 'flce_dist[{extra}]'"
+        assert (status, line) == (2, f"error: flce_dist.launch.bench.branches {needs}")
+
+
+def test_extras_are_those_of_pyproject() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
+    listed = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())
+    extras = listed["project"]["optional-dependencies"]
+    names = {"megatron-core": "megatron", "mistral-common": "mistral_common", "pyyaml": "yaml"}
+
+    def brought(extra: str) -> set[str]:
+        found = set()
+        for line in extras[extra]:
+            own = re.fullmatch(r"flce_dist\[([\w,-]+)\]", line)
+            package = re.split("[<>=]", line)[0]
+            inner = own[1].split(",") if own else []
+            found |= set().union(*map(brought, inner)) if own else {names.get(package, package)}
+        return found
+
+    assert {extra: brought(extra) for extra in MODULES} == MODULES
+    assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
+
+
+# --- a reader that is gone
+
+UNREAD = """
+import os, sys
+from flce_dist.launch.program import run_program
+def main():
+    if kind == "bug":
+        os.write(writer, b"x")
+    print("line\\n" * (10**6 if kind == "much" else 1))
+    return sys.exit(0) if kind == "help" else 0
+for kind in ("much", "little", "help", "bug"):
+    reader, writer = os.pipe()
+    os.close(reader)
+    if os.fork() == 0:
+        if kind != "bug":
+            os.dup2(writer, 1)
+        run_program(main)
+    print(kind, os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr, flush=True)
+"""
+
+
+def test_a_reader_that_is_gone_ends_a_program_without_a_word() -> None:
+    """As before ``| head``; another pipe that is broken is a bug."""
+    command = [sys.executable, "-W", "ignore", "-c", UNREAD]
+    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[:3] == ["much 141", "little 141", "help 141"], done.stderr
+    assert "BrokenPipeError: [Errno 32] Broken pipe" in lines and lines[-1] == "bug 1"

@@ -1,50 +1,92 @@
-"""The README's examples run, at a size that a CPU takes in a moment."""
+"""The README's Python runs as it is printed, on a CPU; its signature is that of the function."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import flce_dist
 from flce_dist.testing import RankPool
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-GPU_TO_CPU = {
-    "8192, 4096, 128256": "64, 32, 1000",
-    '"cuda"': '"cpu"',
-    'torch.device("cpu", rank)': '"cpu"',
-    "torch.cuda.set_device(rank)\n": "",
-    "dist.init_process_group()": "None",  # simulated ranks have one already
-}
+BLOCKS = dict(
+    match.groups()
+    for match in re.finditer(
+        r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S
+    )
+)
+"""The Python under each heading."""
 
 
-def example(heading: str) -> dict[str, Any]:
-    """Run the first Python block under ``## heading`` on a CPU; return its variables."""
-    match = re.search(rf"^## {heading}\n.*?```python\n(.*?)```", README, re.M | re.S)
-    assert match, f"README.md has no Python under '## {heading}'"
-    source = match[1]
-    for gpu, cpu in GPU_TO_CPU.items():
-        source = source.replace(gpu, cpu)
-    names: dict[str, Any] = {}
-    exec(compile(source, f"README.md, {heading}", "exec"), names)
-    return names
+def example(heading: str, **given: Any) -> dict[str, Any]:
+    """Run the Python under a heading where there is no GPU; return its variables."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        exec(compile(BLOCKS[heading], f"README.md, {heading}", "exec"), given)
+    return given
+
+
+def test_every_block_is_tested() -> None:
+    assert README.count("```python") == len(BLOCKS)
+    assert set(BLOCKS) == {
+        "On one GPU",
+        "Under tensor and sequence parallelism",
+        "The function",
+        "In a model of megatron-core",
+        "Simulated ranks for your own tests",
+    }
 
 
 def test_one_gpu() -> None:
     names = example("On one GPU")
     assert names["loss"].dtype == torch.float32 and names["loss"].shape == ()
-    assert names["hidden"].grad.shape == (64, 32) and names["hidden"].grad.abs().sum() > 0
-    assert names["weight"].grad.shape == (1000, 32) and names["weight"].grad.abs().sum() > 0
+    for name in ("hidden", "weight"):
+        assert names[name].grad.shape == names[name].shape and names[name].grad.abs().sum() > 0
 
 
-def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, tuple[int, ...]]:
-    torch.manual_seed(tp_group.rank())
-    names = example("Under tensor and sequence parallelism")
-    return names["loss"].item(), tuple(names["hidden"].grad.shape)
+def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, bool]:
+    with mock.patch.object(dist, "init_process_group"):  # there is one already
+        names = example("Under tensor and sequence parallelism")
+    hidden, T = names["hidden"], names["T"]
+    assert hidden.grad.shape == hidden.shape == (T // tp_group.size(), names["H"])
+    return names["loss"].item(), bool(hidden.grad.abs().sum() > 0)
 
 
 def test_tensor_parallel(pools: dict[int, RankPool]) -> None:
     first, second = pools[2].run(tensor_parallel)
-    assert first == second
-    assert first[1] == (32, 32)
+    assert first == second and first[1]
+
+
+def test_the_signature() -> None:
+    names: dict[str, Any] = {}
+    exec("def " + BLOCKS["The function"].rstrip() + ": ...", names)
+    printed = inspect.signature(names["linear_cross_entropy"]).parameters
+    for function in (flce_dist.linear_cross_entropy, flce_dist.linear_cross_entropy_with_metrics):
+        expected = inspect.signature(function).parameters
+        assert {name: (x.kind, x.default) for name, x in printed.items()} == {
+            name: (x.kind, x.default) for name, x in expected.items()
+        }
+
+
+def megatron(tp_group: dist.ProcessGroup) -> float:
+    from tests.megatron_models import as_megatron_has_it, batch, build, token_losses
+
+    model = as_megatron_has_it(build(tp_group.size(), sp=False, tied=False)[0])
+    names = example("In a model of megatron-core", GPTModel=lambda *_: model)
+    assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
+    return token_losses(model, *batch()).mean().item()
+
+
+def test_a_model_of_megatron(pools: dict[int, RankPool]) -> None:
+    pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before the rank is forked
+    (loss,) = pools[1].run(megatron)
+    assert 0 < loss < 10
+
+
+def test_simulated_ranks() -> None:
+    losses = example("Simulated ranks for your own tests")["losses"]
+    assert len(losses) == 4 and all(torch.equal(loss, losses[0]) for loss in losses)

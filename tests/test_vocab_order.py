@@ -130,5 +130,11 @@ def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
 def test_wrong_counts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"counts must be \[V_all\], got \(2, 3\)"):
         frequency_order(torch.zeros(2, 3))
+    listed: Any = [1, 2, 3]
+    with pytest.raises(ValueError, match=r"counts must be a tensor \[V_all\], got list"):
+        frequency_order(listed)
+    for least in (-3, -0.5, -float("inf")):
+        with pytest.raises(ValueError, match=f"counts must be at least 0, got {least}"):
+            frequency_order(torch.tensor([4, least, 0]))
     with pytest.raises(ValueError, match="padded_vocab_size must be at least V_all = 5, got 4"):
         frequency_order(torch.zeros(5), padded_vocab_size=4)

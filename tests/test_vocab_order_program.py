@@ -103,6 +103,68 @@ def test_files_of_ranks(tmp_path: Path, order: str, P: int) -> None:
         assert back.keys() == {name, "other"} and torch.equal(back[name], shard)
 
 
+@pytest.mark.parametrize("name", ["rank{}.pt", "tp{:02}_of_12.pt", "{}"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_names_say_the_ranks(tmp_path: Path, order: str, name: str, first: int) -> None:
+    """Also where a shell lists rank10.pt before rank2.pt, or a user swaps two."""
+    weight, P = torch.randn(V + 8, 4), 12
+    shards = weight.split((V + 8) // P)
+    files = [
+        saved(tmp_path / "old" / name.format(rank), {"weight": shard.clone()})
+        for rank, shard in enumerate(shards, start=first)
+    ]
+    new, to = [tmp_path / "new" / Path(path).name for path in files], ("--to", "ordered")
+    wanted = torch.cat([weight[torch.load(order)], weight[V:]])
+    for given in (sorted(files), files[::-1], files[3:] + files[:3]):
+        run("convert", *given, *to, "--order", order, "--out", tmp_path / "new")
+        assert torch.equal(torch.cat([torch.load(path)["weight"] for path in new]), wanted)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a", "b"),
+        ("rank0", "rank2"),
+        ("rank2", "rank3"),
+        ("rank0", "rank0"),
+        ("rank1", "rank01"),
+        ("rank0", "other1"),
+        ("tp0_pp0", "tp1_pp1"),
+        ("rank", "rank1"),
+    ],
+)
+def test_names_that_do_not_say_the_ranks_are_refused(
+    tmp_path: Path, order: str, names: tuple[str, ...]
+) -> None:
+    files = [
+        saved(tmp_path / f"{i}" / name, {"weight": torch.ones(V // 2, 2)})
+        for i, name in enumerate(names)
+    ]
+    with pytest.raises(ConfigError, match=rf"but for one number, the rank, .* got .*{names[1]}"):
+        run("convert", *files, "--to", "ordered", "--order", order, "--out", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path, order: str) -> None:
+    text, numbers = tmp_path / "s.txt", tmp_path / "counts.npy"
+    text.write_text("a text")
+    head = saved(tmp_path / "old" / "order.pt", {"weight": torch.ones(V, 2)})
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    before = {path: path.read_bytes() for path in (text, numbers, Path(order), Path(head))}
+    to = ("--to", "ordered", "--order", order, "--out")
+    for arguments in (
+        ("count", text, "--out", text),
+        ("count", text, "--out", tmp_path / "link" / "s.txt"),
+        ("order", numbers, "--out", numbers),
+        ("convert", head, *to, tmp_path / "old"),
+        ("convert", head, *to, tmp_path),  # the file of the order
+        ("convert", head, *to, tmp_path / "link" / "old"),
+    ):
+        with pytest.raises(ConfigError, match=r"--out must not replace .*, which is read; got"):
+            run(*arguments)
+    assert before == {path: path.read_bytes() for path in before}
+
+
 WRONG: dict[str, tuple[Any, list[str], str]] = {
     "too few rows": ({"weight": torch.ones(V - 1, 2)}, [], "must have the 700 rows .* got 699"),
     "ordered": (
@@ -130,19 +192,19 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, order: str, case: s
 
 def test_wrong_arguments_are_refused(tmp_path: Path, order: str) -> None:
     path = saved(tmp_path / "head.pt", {"weight": torch.ones(V, 2)})
-    other = saved(tmp_path / "other" / "head.pt", {})
+    negative = saved(tmp_path / "negative.pt", torch.tensor([3, -1]))
     (tmp_path / "text.pt").write_text("text")
     to = ("--to", "ordered", "--out", tmp_path / "new")
     cases: list[tuple[tuple[Any, ...], str]] = [
         (("convert", path, *to), "--to ordered needs --order"),
         (("convert", path, *to, "--order", tmp_path / "no.pt"), "no.pt cannot be read: No such"),
         (("convert", path, *to, "--order", tmp_path / "text.pt"), "must be a file of torch.save"),
-        (("convert", path, other, *to, "--order", order), "files must have names of their own"),
-        (("convert", path, "--to", "ordered", "--out", tmp_path, "--order", order), "--out must"),
+        (("convert", *to), "files must name at least one file"),
         (("convert", path, "--to", "plain", "--out", tmp_path / "new", "--order", order), "plain"),
         (("order", tmp_path / "text.pt"), "must be a file of torch.save"),
         (("order", tmp_path / "no.npy"), "no.npy cannot be read: No such file"),
         (("order", path), "must hold a tensor, got dict"),
+        (("order", negative), "negative.pt: counts must be at least 0, got -1"),
         (("order", order, "--padded-vocab-size", 1), "padded_vocab_size must be at least V_all"),
         (("count",), "texts must name at least one file"),
         (("count", tmp_path / "no.txt"), "texts must name a file that can be read"),
@@ -154,13 +216,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path, order: str) -> None:
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, order: str) -> None:
     files = [
-        saved(tmp_path / "old" / name, {"weight": torch.ones(V // 2, 2)}) for name in ("a", "b")
+        saved(tmp_path / "old" / name, {"weight": torch.ones(V // 2, 2)}) for name in ("0", "1")
     ]
-    (tmp_path / "new" / "b").mkdir(parents=True)  # which no file can replace
+    (tmp_path / "new" / "1").mkdir(parents=True)  # which no file can replace
     (tmp_path / "file").touch()
     to = ("--to", "ordered", "--order", order, "--out")
-    with pytest.raises(RunError, match=r"cannot write .*file/a"):
+    with pytest.raises(RunError, match=r"cannot write .*file/0"):
         run("convert", *files, *to, tmp_path / "file")
-    with pytest.raises(RunError, match=r"cannot write .*new/b"):
+    with pytest.raises(RunError, match=r"cannot write .*new/1"):
         run("convert", *files, *to, tmp_path / "new")
     assert not list((tmp_path / "new").glob("*.tmp"))

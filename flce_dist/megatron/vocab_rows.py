@@ -22,8 +22,9 @@ _GATHERED = 1 << 26
 def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | None) -> None:
     """Move the rows of this pipeline stage's output layer and tied embedding into ``order``.
 
-    The model computes what it did before. Collective over the tensor-parallel group, with
-    ``order=None``, too: ranks may differ in that.
+    The model computes what it did before; without an order a stage that has no output layer is left
+    alone. Collective over the tensor-parallel group, with ``order=None``, too: ranks may differ in
+    that.
     """
     layer = model.output_layer if getattr(model, "post_process", True) else None
     tied = getattr(model, "share_embeddings_and_output_weights", False)
@@ -32,10 +33,11 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     if layer is None and words is None:
         return
     found = _agreed(model, layer, words, order, vocab_size)
-    for module in (layer, words):
-        if module is not None:
-            module.vocab_order = found
-            module.register_buffer(MAP, None)
+    if layer is not None:
+        layer.vocab_order = found
+        layer.register_buffer(MAP, None)
+    elif found is None:
+        return
     guard_checkpoints(model, has_order=found is not None)
     if found is None:
         return
@@ -45,6 +47,7 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
             if parameter is not None:
                 _move_rows(parameter, found, layer.tp_group)
     if words is not None:
+        words.vocab_order = found
         _set_map(words, found, model, persistent=layer is None)
         words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
         _move_rows(words.weight, found, words.tp_group)

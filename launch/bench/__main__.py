@@ -9,6 +9,8 @@ each round, since a run that draws little power leaves a cool GPU to the next. R
 replaced after each shape; a benchmark that was interrupted continues after the last complete shape.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import os
 import random
 import shlex
@@ -44,7 +46,6 @@ from flce_dist.launch.bench.problem import Truth, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import start
-from flce_dist.launch.program import run_program
 from flce_dist.launch.write import check_writable
 from flce_dist.launch.yaml_config import ConfigError
 

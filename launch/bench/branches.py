@@ -12,6 +12,8 @@ compared within a stretch, and several stretches give a standard error. "exact, 
 The result file is replaced after each branch, so an interrupted benchmark keeps what it has.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,6 @@ from flce_dist.launch.bench.checkpointed_run import (
     with_run,
 )
 from flce_dist.launch.bench.files import with_suffix
-from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.train.ranks import say

@@ -13,6 +13,8 @@ of exact gradients on this rank's rows and all tokens. Records without time are 
 leaving tiles out of both gradients (impl ``dropped``) or of dhidden alone (``dropped_dhidden``).
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import dataclasses
 import os
 import random
@@ -45,7 +47,6 @@ from flce_dist.launch.bench.trained_head import (
     make_part,
 )
 from flce_dist.launch.process_group import start
-from flce_dist.launch.program import run_program
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
 from flce_dist.options import POSITIVE

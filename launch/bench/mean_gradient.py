@@ -15,6 +15,8 @@ sampling noise subtracted from both squares. "noise" is what independent, unbias
 same spread leave in a mean over as many batches.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,6 @@ from flce_dist.launch.bench.checkpointed_run import (
 )
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.bench.head_errors import HEADS, MeanRecord, measure
-from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.train.trainer import Trainer

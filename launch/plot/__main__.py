@@ -13,6 +13,8 @@ grid, one commit and one kind of GPU on different numbers of ranks together give
 ``<name of the runs>-overview.png``.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,6 @@ from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.plot.training import is_training, training_figure
-from flce_dist.launch.program import run_program
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import ConfigError
 

@@ -10,6 +10,8 @@ median step and the peak memory. Of more than 1000 steps a curve has means of 5 
 25, and so on: ``steps_per_point``.
 """
 
+from flce_dist.launch.program import RunError, run_program  # isort: skip  # before other packages
+
 import json
 import re
 import statistics
@@ -24,7 +26,6 @@ import tyro
 
 from flce_dist.launch.about import about
 from flce_dist.launch.dropped_tiles import SHARES
-from flce_dist.launch.program import RunError, run_program
 from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import RunConfig, flatten
 from flce_dist.launch.write import write_json, write_text

@@ -9,6 +9,8 @@ their definition in fp64. Errors are printed beside their budgets, and the exit 
 is missed on any rank. NCCL on GPUs, gloo elsewhere.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 import functools
 import os
 import sys
@@ -26,7 +28,6 @@ from rich.progress import Progress
 
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import start
-from flce_dist.launch.program import run_program
 from flce_dist.launch.verify.cases import (
     Case,
     Shape,

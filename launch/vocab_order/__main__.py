@@ -8,6 +8,8 @@
 Each file is written whole or not at all.
 """
 
+from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,9 +19,10 @@ import torch
 import tyro
 
 from flce_dist import frequency_order
-from flce_dist.launch.program import run_program
 from flce_dist.launch.vocab_order.files import (
     array_bytes,
+    by_rank,
+    check_outputs,
     read_counts,
     read_order,
     read_state,
@@ -59,7 +62,7 @@ class Convert:
 
     files: tyro.conf.Positional[tuple[Path, ...]]
     """Files of torch.save, each a dict of tensors by name: one, or those of all tensor-parallel
-    ranks in the order of ranks, each with its rows."""
+    ranks, each with its rows. Their names say the ranks: alike but for one number."""
     to: Literal["ordered", "plain"]
     """The order of --order, or the tokenizer's."""
     out: Path
@@ -95,6 +98,7 @@ def count(command: Count) -> list[Path]:
     """Write the counts; return their path, as ``order`` and ``convert`` do."""
     if not command.texts:
         raise ConfigError("texts must name at least one file, got none")
+    check_outputs([command.out], command.texts)
     texts = [read_utf8(path, "texts") for path in command.texts]
     # Seconds, for which no error waits.
     from flce_dist.launch.train.data import encode, load_tokenizer
@@ -108,6 +112,7 @@ def count(command: Count) -> list[Path]:
 
 
 def order(command: Order) -> list[Path]:
+    check_outputs([command.out], [command.counts])
     counts = read_counts(command.counts)
     try:
         found = frequency_order(counts, padded_vocab_size=command.padded_vocab_size)
@@ -117,17 +122,12 @@ def order(command: Order) -> list[Path]:
 
 
 def convert(command: Convert) -> list[Path]:
-    names, files = command.names, command.files
+    names = command.names
+    if not command.files:
+        raise ConfigError("files must name at least one file, got none")
+    files = by_rank(command.files)
     outputs = [command.out / path.name for path in files]
-    if not files or len(set(outputs)) < len(files):
-        raise ConfigError(
-            f"files must have names of their own, got {[path.name for path in files]}"
-        )
-    for path in files:
-        if path.absolute().parent.resolve() == command.out.absolute().resolve():
-            raise ConfigError(
-                f"--out must be another folder than that of {path}, got {command.out}"
-            )
+    check_outputs(outputs, [*files, *([command.order] if command.order else [])])
     if not names:
         raise ConfigError("--names must name at least one tensor, got none")
     chosen = _order_of(command)

@@ -1,6 +1,8 @@
 """Files of counts, orders and state dicts. What is read is checked, and nothing in it is run."""
 
 import io
+import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,39 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dict of tensors by name, got {type(state).__name__}")
     return dict(state)
+
+
+def by_rank(paths: Sequence[Path]) -> list[Path]:
+    """Return the files of tensor-parallel ranks in the order of ranks, which their names say.
+
+    A shell lists rank10.pt before rank2.pt, and nothing in the files tells ranks apart.
+
+    Raises:
+        ConfigError: the names do not differ in one number that counts from 0 to P - 1, or from 1.
+    """
+    if len(paths) == 1:
+        return list(paths)
+    names = [path.name for path in paths]
+    parts = [re.split(r"([0-9]+)", name) for name in names]
+    differing = [i for i, found in enumerate(zip(*parts, strict=False)) if len(set(found)) > 1]
+    if len(set(map(len, parts))) == 1 and len(differing) == 1 and differing[0] % 2:
+        by_number = {
+            int(found[differing[0]]): path for found, path in zip(parts, paths, strict=True)
+        }
+        if sorted(by_number) in (list(range(len(paths))), list(range(1, len(paths) + 1))):
+            return [by_number[number] for number in sorted(by_number)]
+    raise ConfigError(
+        "files must be named alike but for one number, the rank, counted from 0 or 1, such as "
+        f"rank0.pt and rank1.pt; got {names}"
+    )
+
+
+def check_outputs(outputs: Sequence[Path], read: Sequence[Path]) -> None:
+    """Raise ``ConfigError`` if writing ``outputs`` would replace a file that is ``read``."""
+    for out in outputs:
+        for path in read:
+            if out.exists() and path.exists() and out.samefile(path):
+                raise ConfigError(f"--out must not replace {path}, which is read; got {out}")
 
 
 def array_bytes(x: NDArray[Any]) -> bytes:
