@@ -61,8 +61,7 @@ def one_way_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
-    too_few = torch.cuda.device_count() < count
-    return [pytest.mark.gpu, pytest.mark.skipif(too_few, reason=f"needs {count} CUDA devices")]
+    return [pytest.mark.gpu(count), pytest.mark.alone]
 
 
 def torchrun(
