@@ -94,7 +94,7 @@ def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str
 def main(arguments: list[str], gpus: int) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not find_spec("xdist"):
-        print(f"tests run in one process: to run in several {missing('xdist')}", flush=True)
+        print(f"tests run in one process; a second one {missing('xdist')}", flush=True)
     stages = parts(gpus, len(os.sched_getaffinity(0)))
     if not gpus:
         return subprocess.run(stages[0][0].command(arguments), cwd=ROOT).returncode

@@ -207,7 +207,7 @@ MISTAKES: list[tuple[str, Plant, str]] = [
     ("filtered", dhidden_not_summed, "rounds, SP: dhidden: error"),
     ("filtered", sums_over_no_ranks, "one round: kept_share differs between ranks"),
     ("filtered", never_the_same, "rounds, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
-    ("empty", another_loss_on_rank_1, "no rows: auto, SP: loss differs between ranks"),
+    ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
     ("empty", dhidden_not_summed, "no rows: filtered, SP: dhidden: error"),
     ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
     ("heads", every_other_weight_detached, "recompute: dweight: error"),
