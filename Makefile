@@ -39,11 +39,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED)
 	$(RUN) flce_dist.launch.train --config configs/quickstart.yaml
 
-# Workers share the cores: one thread each, and test files stay whole because their simulated
-# ranks are set up once per file. xdist would end with files of few tests, some of which take long.
 test: lint
-	OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist loadfile \
-		--no-loadscope-reorder $(ARGS)
+	$(RUN) tests $(ARGS)
 
 # ARGS=0.19 runs one release and keeps the results of the others.
 contract: $(INSTALLED)

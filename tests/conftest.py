@@ -3,20 +3,17 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from torch import Tensor
 
 from flce_dist.testing import RankPool, run_ranks
+from tests import machine
 from tests.processes import LAST_RESORT_S
-
-if not torch.cuda.is_available():
-    # Kernels run on CPU tensors; read when triton is first imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests count collectives, and plant wrong labels; tests/test_transport.py has the check's own.
 os.environ.setdefault("FLCE_DIST_CHECK_LABELS", "0")
@@ -27,15 +24,54 @@ torch.set_num_threads(1)
 # Tests wait for events; only a hang, on however busy a machine, should meet a limit.
 for waits in (run_ranks, RankPool.__init__):
     waits.__kwdefaults__ = {**(waits.__kwdefaults__ or {}), "timeout_s": LAST_RESORT_S}
-hypothesis.settings.register_profile("tests", deadline=None)
-hypothesis.settings.load_profile("tests")
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 LONG_FILES = ("test_compile.py", "test_train.py")
+NO_TIMEOUT = f"a test that hangs is not ended: that {machine.missing('pytest_timeout')}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if not find_spec("pytest_timeout"):
+        parser.addini("timeout", NO_TIMEOUT)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from a run that also takes tests of the CPU; share them among workers of others."""
+    if not find_spec("pytest_timeout"):
+        config.addinivalue_line("markers", f"timeout(seconds): {NO_TIMEOUT}")
+    if not machine.is_for_gpus(config.option.markexpr):
+        machine.hide_gpus()
+    elif hasattr(config, "workerinput") and torch.cuda.device_count() > 1:
+        worker = int(config.workerinput["workerid"].removeprefix("gw"))
+        machine.begin_with_gpu(worker, torch.cuda.device_count())
+
+
+def pytest_report_header() -> str | None:
+    return None if find_spec("pytest_timeout") else NO_TIMEOUT
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files of few tests that take long: workers get whole files, in this order."""
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    machine.skip_without_gpus(items, torch.cuda.device_count())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    report = yield
+    machine.name_what_is_missing(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    report = yield
+    machine.name_what_is_missing(report)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -143,24 +143,30 @@ class Whole:
         )
         return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
 
-    def rank(self, group: dist.ProcessGroup | None, impl: str) -> dict[str, Tensor]:
+    def rank(
+        self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu"
+    ) -> dict[str, Tensor]:
+        """Call the op on this rank's share, which is moved to ``device``."""
         drawn = self.drawn
         P, rank = (1, 0) if group is None else (group.size(), group.rank())
         start, end = vocab_range(len(self.weight), rank, P)
-        hidden = self.hidden.clone()
+        hidden = self.hidden.to(device, copy=True)
         hidden[~self.counted] = torch.nan
         if drawn.sequence_parallel:
             hidden = hidden.tensor_split(P)[rank]
         hidden = laid_out(hidden, drawn.layouts[0]).detach().requires_grad_()
-        weight = laid_out(self.weight[start:end], drawn.layouts[1]).detach().requires_grad_()
-        bias = None if self.bias is None else self.bias[start:end].clone().requires_grad_()
-        labels = self.labels.int() if drawn.int32_labels else self.labels
+        weight = laid_out(self.weight[start:end].to(device), drawn.layouts[1])
+        weight = weight.detach().requires_grad_()
+        bias = None
+        if self.bias is not None:
+            bias = self.bias[start:end].to(device, copy=True).requires_grad_()
+        labels = self.labels.to(device, torch.int32 if drawn.int32_labels else torch.int64)
         out = linear_cross_entropy_with_metrics(
             hidden,
             weight,
             labels.t().contiguous().t(),
             bias=bias,
-            token_weight=self.token_weight,
+            token_weight=None if self.token_weight is None else self.token_weight.to(device),
             vocab_size=drawn.V_all,
             vocab_range=(start, end),
             tp_group=group,
@@ -178,13 +184,11 @@ class Whole:
         if self.drawn.metric_gradients:
             roots += out[1:4]
             upstream += self.dmetrics.unbind()
-        torch.autograd.backward(
-            roots, [g.to(x.dtype) for g, x in zip(upstream, roots, strict=True)]
-        )
+        torch.autograd.backward(roots, [g.to(x) for g, x in zip(upstream, roots, strict=True)])
         for name, leaf in zip(GRADIENTS, leaves, strict=False):
             assert leaf.grad is not None
             results[name] = leaf.grad
-        return {name: x.detach() for name, x in results.items()}
+        return {name: x.detach().cpu() for name, x in results.items()}
 
     def scales(self) -> dict[str, float]:
         """RMS of the gradients if nothing cancelled, to which rounding errors are relative."""
@@ -246,12 +250,18 @@ def rms(x: Tensor) -> float:
     return float(x.norm()) / math.sqrt(max(1, x.numel()))
 
 
-def check_on_ranks(drawn: Drawn) -> None:
+def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> None:
     whole = Whole(drawn)
     if drawn.P == 1:
-        whole.check(whole.rank(None, "eager"))
+        whole.check(whole.rank(None, impl, device))
         return
-    ranks = run_ranks(lambda group: whole.rank(group, "eager"), drawn.P)
+
+    def rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
+        # Else the ranks' backwards would wait for each other in the one thread of their GPU.
+        with torch.autograd.set_multithreading_enabled(False):
+            return whole.rank(group, impl, device)
+
+    ranks = run_ranks(rank, drawn.P)
     for name in ("loss", "lse", "logprob", "entropy", "correct"):
         assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks), name
     joined = dict(ranks[0])

@@ -238,7 +238,6 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_copies_aside_from_those_of_its_stream():
     a = torch.randn(1 << 26, device="cuda")
     here, aside = torch.empty_like(a), torch.empty_like(a)
@@ -263,7 +262,6 @@ def test_a_gpu_tells_copies_aside_from_those_of_its_stream():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_products_from_the_rest():
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
 

@@ -105,7 +105,6 @@ def test_dweight_is_added_to_main_grad(inputs: Inputs) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     """GEMMs of half precision have fp32 results there."""

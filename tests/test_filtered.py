@@ -40,8 +40,9 @@ from tests.problems import (
     with_logits,
 )
 
-IMPLS = ["eager", *(["triton"] if torch.cuda.is_available() else [])]
-each_impl = pytest.mark.parametrize("impl", IMPLS)
+each_impl = pytest.mark.parametrize(
+    "impl", ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
+)
 EPS = 2.0**-9
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -172,8 +172,7 @@ def test_an_op_on_another_stream_than_its_inputs_is_noticed(device):
 # --- another current device
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.gpu(2)
 @every_schedule
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensors_on_another_device_than_the_current_one(compiled, schedule):

@@ -18,13 +18,7 @@ from flce_dist.options import Schedule
 from flce_dist.testing import error_budget, relative_rms
 from tests.problems import IGNORE, Inputs, Outcome, Upstream, make_inputs, run, run_reference
 
-CUDA = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_cuda = pytest.mark.parametrize("device", [CUDA])
 each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 

@@ -61,8 +61,7 @@ def one_way_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
-    too_few = torch.cuda.device_count() < count
-    return [pytest.mark.gpu, pytest.mark.skipif(too_few, reason=f"needs {count} CUDA devices")]
+    return [pytest.mark.gpu(count), pytest.mark.alone]
 
 
 def torchrun(
@@ -208,6 +207,8 @@ MISTAKES: list[tuple[str, Plant, str]] = [
     ("filtered", dhidden_not_summed, "rounds, SP: dhidden: error"),
     ("filtered", sums_over_no_ranks, "one round: kept_share differs between ranks"),
     ("filtered", never_the_same, "rounds, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
+    ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
+    ("empty", dhidden_not_summed, "no rows: filtered, SP: dhidden: error"),
     ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
     ("heads", every_other_weight_detached, "recompute: dweight: error"),
     ("heads", never_the_same, "head 0, backward in either order, SP: loss, dhidden, dweight"),

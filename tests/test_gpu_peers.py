@@ -1,16 +1,11 @@
 """Peer memory over CUDA itself, by two processes on one GPU: gpu_peers_one_device.py."""
 
 import pytest
-import torch
 
 from tests.gpu_peers_cases import CASES
 from tests.gpu_peers_one_device import CASE_S, run_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(CASE_S + 30),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(CASE_S + 30)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -214,7 +214,6 @@ def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_dtype
 @each_option
 def test_on_a_gpu(

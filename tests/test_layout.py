@@ -182,6 +182,7 @@ def make_install(kind: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each kind of install, with the output of PROGRAM in a file beside it."""
+    pytest.importorskip("tyro")
     made = {kind: make_install(kind, tmp_path_factory.mktemp("install")) for kind in KINDS}
     packages = [path for path in sys.path if path.endswith("-packages")]
     subprocess.run(

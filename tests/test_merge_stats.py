@@ -96,7 +96,6 @@ def test_segments_change_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_dtype
 @each_schedule
 def test_segments_on_a_gpu(

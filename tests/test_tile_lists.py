@@ -7,15 +7,15 @@ from torch import Tensor
 from flce_dist.kernels import tile_lists
 from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, round_count
 from tests.problems import poisoned_memory
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.test_gpu_oracle import each_device
 
 
 def random_mask(blocks: int, J: int, density: float) -> Tensor:
     g = torch.Generator().manual_seed(blocks * J)
-    return (torch.rand(blocks, J, generator=g) < density).to(DEVICE)
+    return torch.rand(blocks, J, generator=g) < density
 
 
+@each_device
 @pytest.mark.parametrize(
     ("kept", "capacity"),
     [
@@ -32,7 +32,8 @@ def random_mask(blocks: int, J: int, density: float) -> Tensor:
     ],
 )
 @poisoned_memory()
-def test_every_kept_tile_is_in_its_lists_once(kept, capacity):
+def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
+    kept = kept.to(device)
     blocks, J = kept.shape
     lists = tile_lists.tile_lists(kept, capacity)
     assert lists.rounds == round_count(blocks * TILE_T, J * TILE_V, capacity)

@@ -149,7 +149,7 @@ def _forget_destroyed() -> None:
         try:
             dist.get_process_group_ranks(group)
         except (KeyError, ValueError):
-            del _memories[key]
+            _memories.pop(key, None)  # ranks may be threads
 
 
 class _Site(NamedTuple):

@@ -1,0 +1,112 @@
+"""Run every test that this machine can run:
+
+    python -m tests                     # what `make test` does after lint
+    python -m tests -k smoothing -x     # arguments of pytest, but not -m
+
+Without a GPU this is one run of pytest. With GPUs two run side by side, one for the CPU's tests and
+one for the GPUs' (tests/machine.py says why); tests of ranks with a GPU each come last, because
+they are slow beside others. The exit status is 0 if all that ran succeeded.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.machine import missing
+
+ROOT = Path(__file__).parent.parent
+MOST_WORKERS = 8  # of the CPU's tests: one thread each; more do not help
+WORKERS_OF_A_GPU = 14  # each has a CUDA context; Triton's compiler keeps a core of each busy
+# Files stay whole because their simulated ranks are set up once for each. xdist would end with
+# files of few tests, some of which take long.
+WHOLE_FILES = ("--dist", "loadfile", "--no-loadscope-reorder")
+PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest, with the marker expression that it is for, if any."""
+
+    name: str
+    markers: str
+    workers: int
+    how: tuple[str, ...] = WHOLE_FILES
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        command = [sys.executable, "-u", "-m", "pytest"]
+        if self.workers and find_spec("xdist"):
+            command += ["-n", str(self.workers), *self.how]
+        if self.markers:
+            command += ["-m", self.markers, "-o", f"cache_dir=.pytest_cache/{self.name}"]
+        return [*command, *arguments]
+
+
+def parts(gpus: int, cores: int) -> list[list[Part]]:
+    """Return the runs of pytest; those of an inner list go side by side."""
+    of_cpu = min(cores, MOST_WORKERS)
+    if not gpus:
+        return [[Part("CPU", "", of_cpu)]]
+    workers = min(cores, WORKERS_OF_A_GPU * gpus)
+    beside = [
+        Part("CPU", "not gpu", of_cpu),
+        # With one GPU there are no such ranks: then these tests say what they miss.
+        Part("GPU", "gpu and not alone" if gpus > 1 else "gpu", workers, ("--dist", "worksteal")),
+    ]
+    return [beside, [Part("GPUs", "gpu and alone", 0)]] if gpus > 1 else [beside]
+
+
+def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
+    """Return each command's exit status and last line; all lines are shown, behind its name."""
+    last = dict.fromkeys(commands, "")
+    processes = {
+        name: subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for name, command in commands.items()
+    }
+
+    def show(name: str) -> None:
+        for line in processes[name].stdout or ():
+            print(f"{name:4} | {line}", end="", flush=True)
+            last[name] = line.strip() or last[name]
+
+    threads = [threading.Thread(target=show, args=(name,)) for name in commands]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {name: (process.wait(), last[name]) for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.terminate()
+
+
+def main(arguments: list[str], gpus: int) -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if not find_spec("xdist"):
+        print(f"tests run in one process; a second one {missing('xdist')}", flush=True)
+    stages = parts(gpus, len(os.sched_getaffinity(0)))
+    if not gpus:
+        return subprocess.run(stages[0][0].command(arguments), cwd=ROOT).returncode
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the parts, too
+    ended: dict[str, tuple[int, str]] = {}
+    for stage in stages:
+        ended |= run_side_by_side({part.name: part.command(arguments) for part in stage})
+    for name, (_, line) in ended.items():
+        print(f"{name:4} | {line.strip('= ')}")
+    statuses = {status for status, _ in ended.values()}
+    return max(statuses - PASSED) if statuses - PASSED else min(statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], torch.cuda.device_count()))

@@ -1,0 +1,83 @@
+"""What this machine lets the tests use: its GPUs, and the packages of the extras.
+
+A process that has used CUDA cannot fork simulated ranks, and Triton is either interpreted or not in
+a process. So one run of pytest is either for the tests with the marker ``gpu`` (``-m gpu``) or for
+all others, which see no GPU.
+"""
+
+import os
+import re
+from importlib.util import find_spec
+
+import pytest
+
+# A module of an extra, the package that it comes with, and that extra.
+PACKAGES = {
+    "hypothesis": ("hypothesis", "test"),
+    "matplotlib": ("matplotlib", "bench"),
+    "megatron": ("megatron-core", "train"),
+    "mistral_common": ("mistral-common", "train"),
+    "numpy": ("numpy", "train"),
+    "pytest_timeout": ("pytest-timeout", "test"),
+    "rich": ("rich", "bench"),
+    "setuptools": ("setuptools", "test"),
+    "tensorboard": ("tensorboard", "train"),
+    "tqdm": ("tqdm", "bench"),
+    "tyro": ("tyro", "bench"),
+    "xdist": ("pytest-xdist", "test"),
+    "yaml": ("pyyaml", "bench"),
+}
+_MISSING = re.compile(
+    r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import) '(\w+)", re.MULTILINE
+)
+
+
+def missing(module: str) -> str:
+    """Say which package has ``module``, and how to get it."""
+    package, extra = PACKAGES[module]
+    return f"needs {package}, which pip install '.[{extra}]' installs"
+
+
+def is_for_gpus(markers: str) -> bool:
+    """Whether a run with ``-m markers`` takes tests of GPUs alone."""
+    return markers.split(maxsplit=1)[:1] == ["gpu"]
+
+
+def hide_gpus() -> None:
+    """Let this process and all that it starts see no GPU, and interpret kernels.
+
+    Before anything has asked CUDA for its devices, and before triton is imported.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def begin_with_gpu(number: int, count: int) -> None:
+    """Make one of ``count`` GPUs the first that this process sees, another for the next number."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    devices = visible.split(",")
+    first = number % len(devices)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
+
+
+def skip_without_gpus(items: list[pytest.Item], count: int) -> None:
+    """Skip tests with the marker ``gpu(n)`` that need more than the ``count`` visible GPUs."""
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            needed = mark.args[0] if mark.args else 1
+            if needed > count:
+                gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
+                reason = f"needs {gpus}; only -m gpu sees GPUs"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def name_what_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """Turn a report of a module that an absent package has into a skip; all files share a line.
+
+    Also where a test skips itself by ``pytest.importorskip``.
+    """
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    found = None if report.passed else _MISSING.search(text)
+    if found and found[1] in PACKAGES and find_spec(found[1]) is None:
+        report.outcome = "skipped"
+        report.longrepr = ("pyproject.toml", None, f"Skipped: {missing(found[1])}")  # type: ignore[assignment]

@@ -1,0 +1,162 @@
+"""How `python -m tests` divides the tests, what a run may see, and what missing packages become."""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests import __main__ as program
+from tests import machine
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("marks", [set(), {"gpu"}, {"gpu", "alone"}], ids=str)
+def test_each_test_belongs_to_one_part(marks: set[str], gpus: int) -> None:
+    """And that part sees GPUs if and only if the test is for them."""
+    has = defaultdict(bool, dict.fromkeys(marks, True))
+    chosen = [
+        part
+        for stage in program.parts(gpus, 16)
+        for part in stage
+        if eval(part.markers or "True", {"__builtins__": {}}, has)
+    ]
+    (part,) = chosen
+    assert machine.is_for_gpus(part.markers) == (bool(marks) and gpus > 0)
+
+
+def test_workers_are_as_many_as_cores_at_most() -> None:
+    assert [part.workers for part in program.parts(0, 2)[0]] == [2]
+    assert [part.workers for part in program.parts(1, 4)[0]] == [4, 4]
+    assert [part.workers for part in program.parts(2, 32)[0]] == [8, 28]
+    (alone,) = program.parts(2, 32)[1]
+    assert "-n" not in alone.command([])
+    assert program.parts(0, 2)[0][0].command(["-x", "-n", "0"])[-3:] == ["-x", "-n", "0"]
+
+
+@pytest.mark.parametrize(
+    ("markers", "seen"),
+    [("", False), ("not gpu", False), ("gpu", True), ("gpu and not alone", True), ("gpus", False)],
+)
+def test_only_a_run_for_gpus_sees_them(markers: str, seen: bool) -> None:
+    assert machine.is_for_gpus(markers) == seen
+
+
+@pytest.mark.parametrize("visible", [None, "", "0,1,2", "GPU-a,GPU-b,GPU-c"])
+def test_workers_begin_with_different_gpus(
+    visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = visible.split(",") if visible else ["0", "1", "2"]
+    for worker in range(5):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        machine.begin_with_gpu(worker, 3)
+        seen = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        assert seen[0] == names[worker % 3] and sorted(seen) == names
+
+
+WAITS = """
+import pathlib, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:3])
+mine.touch()
+while not other.exists():
+    time.sleep(0.01)
+print("one line")
+print(sys.argv[3])
+sys.exit(int(sys.argv[4]))
+"""
+
+
+def test_parts_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each waits until the other is there."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    python = [sys.executable, "-S", "-c", WAITS]
+    ended = program.run_side_by_side(
+        {"CPU": [*python, a, b, "3 passed", "0"], "GPU": [*python, b, a, "1 failed", "1"]}
+    )
+    assert ended == {"CPU": (0, "3 passed"), "GPU": (1, "1 failed")}
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == [
+        "CPU  | 3 passed", "CPU  | one line", "GPU  | 1 failed", "GPU  | one line"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [((0, 0, 0), 0), ((0, 1, 0), 1), ((5, 0, 5), 0), ((5, 5, 5), 5), ((0, 0, -9), -9)],
+)
+def test_one_part_that_fails_fails_all(
+    statuses: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(statuses)
+    monkeypatch.setattr(
+        program, "run_side_by_side", lambda parts: {name: (left.pop(0), "") for name in parts}
+    )
+    monkeypatch.setattr(program.signal, "signal", lambda *args: None)
+    assert program.main([], 2) == expected
+    assert left == []
+
+
+PACKAGE = "no_such_module"
+FILES = {
+    "conftest.py": f"""
+from tests import machine
+machine.PACKAGES["{PACKAGE}"] = ("no-such-package", "bench")
+""",
+    "test_needs_it.py": f"import {PACKAGE}",
+    "test_skips_itself.py": f"""
+import pytest
+pytest.importorskip("{PACKAGE}")
+""",
+    "test_others.py": f"""
+import os, pytest, torch
+
+def test_imports_it():
+    try:
+        raise KeyError
+    except KeyError:
+        import {PACKAGE}
+
+def test_sees_no_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["TRITON_INTERPRET"] == "1"
+    assert not torch.cuda.is_available()
+
+def test_imports_what_no_extra_has():
+    import another_module
+
+@pytest.mark.gpu(2)
+def test_of_two_gpus():
+    raise AssertionError
+""",
+}
+
+
+def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.conftest",
+         "-p", "no:cacheprovider", "-ra", str(tmp_path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    *summary, counts = done.stdout.partition("short test summary info")[2].splitlines()[1:]
+    package, gpu, failed = summary
+    assert package.startswith("SKIPPED [3] pyproject.toml: needs no-such-package, which pip inst")
+    assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")
+    assert failed.startswith("FAILED ") and "::test_imports_what_no_extra_has" in failed
+    assert "1 failed, 1 passed, 4 skipped" in counts
+
+
+def test_extras_have_these_packages() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="is part of Python 3.11 and newer")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in machine.PACKAGES.values():
+        listed = project["optional-dependencies"][extra]
+        assert any(one.startswith((f"{package}>", f"{package}=")) for one in listed), package
