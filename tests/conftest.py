@@ -76,8 +76,9 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
-    from tests.interpreter import make_fast  # imports triton
+    from tests.interpreter import make_fast, read_scalars  # imports triton
 
+    read_scalars()
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             make_fast(patch)

@@ -14,7 +14,7 @@ import triton
 from triton import language as tl
 from triton.runtime import interpreter
 
-RELEASE = "3.7."
+RELEASES = "3.6.", "3.7."
 """Of Triton, whose private functions are replaced; others interpret as they are, slowly."""
 
 OPERATIONS = (
@@ -23,9 +23,20 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+def read_scalars() -> None:
+    """Read a tile [1] as a number: Triton before 3.7 leaves that to NumPy, which stopped in 2.4."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 def make_fast(patch: pytest.MonkeyPatch) -> None:
-    """Replace functions of the interpreter until ``patch`` is undone, in the release known here."""
-    if not triton.__version__.startswith(RELEASE):
+    """Replace functions of the interpreter until ``patch`` is undone, in the releases known here."""
+    if not triton.__version__.startswith(RELEASES):
         return
     patch_language_for_good(patch)
     remember_types(patch)
