@@ -29,24 +29,8 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 )
 def test_shipped_configurations_are_valid(path: Path) -> None:
     config = load_config(["--config", str(path)], world_size=2)
-    assert config.parallel.tensor == (1 if path.stem == "filtered" else 2)
+    assert config.parallel.tensor == 2
     assert config.parallel.sequence_parallel
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        ["--head.schedule", "cached"],
-        ["--head.filter-eps", "0.000244140625"],
-        ["--head.kind", "dropped_tiles", "--head.filter-eps", "0.000244140625"],
-    ],
-    ids=" ".join,
-)
-def test_heads_of_the_filtered_comparison_are_valid(head: list[str]) -> None:
-    path = str(QUICKSTART.parent / "filtered.yaml")
-    config = load_config(["--config", path, *head, "--model.no-tie-embeddings"])
-    assert config.head.vocab_order and not config.model.tie_embeddings
-    assert config.head.filter_eps in (None, 2.0**-12)
 
 
 @pytest.mark.parametrize(
@@ -82,36 +66,12 @@ def test_heads_of_the_filtered_comparison_are_valid(head: list[str]) -> None:
             2,
             r"^head\.schedule='cached' .* use schedule='recompute'",
         ),
-        (["--export-head", "8", "--parallel.context", "2"], 4, r"export_head needs .* got 2"),
         (["--head.filter-eps", "1"], 2, r"^head\.filter_eps must be .* got 1"),
         (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, r"^head\..*filter_eps"),
         (
             ["--head.kind", "megatron_fused", "--head.vocab-order"],
             2,
             r"head\.vocab_order is an option of head\.kind=linear_cross_entropy, got True",
-        ),
-        (
-            ["--head.kind", "dropped_tiles", "--head.filter-eps", "0.01", "--head.softcap", "9"],
-            2,
-            r"^head\..*(filter_eps|softcap)",
-        ),
-        (["--head.kind", "dropped_tiles"], 2, r"dropped_tiles needs head\.filter_eps, got None"),
-        (
-            ["--head.kind", "dropped_tiles", "--head.filter-eps", "0.01"],
-            2,
-            r"head\.kind=dropped_tiles needs parallel\.tensor = 1, got 2",
-        ),
-        (
-            [
-                "--head.kind",
-                "dropped_tiles",
-                "--head.filter-eps",
-                "0.1",
-                "--head.z-loss-weight",
-                "1",
-            ],
-            2,
-            r"head\.z_loss_weight is an option of head\.kind=linear_cross_entropy, got 1",
         ),
         (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
         (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),

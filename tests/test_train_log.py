@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +18,7 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
     log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)
     for step in range(1, 5):
         log.train(step, loss=10.0 - step, gradient_norm=1.0, tokens_per_s=1.0)
-    bands: list[dict[str, Any]] = [
-        {"from": 0, "tokens": 3, "loss": 6.5},
-        {"from": 256, "tokens": 0, "loss": None},
-        {"from": 1024, "tokens": 1, "loss": math.nan},
-    ]
-    log.validation(4, 6.5, bands)
+    log.validation(4, 6.5)
     log.close()
     path, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
     with path.open("a") as file:

@@ -39,10 +39,7 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
         trainer.head_peak_mib()  # leaves no trace
         numbers = [number for _ in range(2) for number in trainer.train_step()]
         validation = trainer.validate()
-    # Labels are evenly spread over 64 tokens, all of them among the 256 most frequent ones.
-    assert [band["tokens"] for band in validation.by_frequency] == [32, 0, 0, 0, 0]
-    assert validation.by_frequency[0]["loss"] == pytest.approx(validation.loss)
-    numbers.append(validation.loss)
+    numbers.append(validation)
     assert (trainer.step, trainer.samples) == (2, 8)
     weights = {}
     for name, weight in trainer.model.named_parameters():

@@ -111,7 +111,7 @@ NAN, INF = float("nan"), float("inf")
 
 OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     (SIZES, "an int within [1, 2**31)", [0, -1, 2**31]),
-    ("optimizer.warmup_steps export_head", "an int within [0, 2**31)", [-1, 2**31]),
+    ("optimizer.warmup_steps", "an int within [0, 2**31)", [-1, 2**31]),
     ("seed", "an int within [0, 2**32)", [-1, 2**32]),
     (
         "optimizer.lr optimizer.clip_norm model.init_std",

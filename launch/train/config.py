@@ -60,11 +60,10 @@ class DataConfig:
 class HeadConfig:
     """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
 
-    kind: Literal["linear_cross_entropy", "dropped_tiles", "megatron_fused", "megatron_unfused"] = (
+    kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
         "linear_cross_entropy"
     )
-    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without.
-    dropped_tiles: no gradients where filter_eps approximates them; slow, to compare with."""
+    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without."""
     schedule: Literal["auto", "cached", "recompute", "in_forward"] = "auto"
     max_logits_bytes: int | None = None
     impl: Literal["triton", "eager"] | None = None
@@ -74,8 +73,8 @@ class HeadConfig:
     softcap: float | None = None
     logit_scale: float = 1.0
     filter_eps: float | None = None
-    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass (or
-    dropped_mass) are recorded. Saves time only with vocab_order."""
+    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
+    recorded. Saves time only with vocab_order."""
     vocab_order: bool = False
     """Order the vocabulary by how often tokens occur in the training text."""
 
@@ -130,9 +129,6 @@ class RunConfig:
     """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
     """At the end of a run with our head, compare it against Megatron's own on one batch."""
-    export_head: Annotated[int, SIZE_OR_0] = 0
-    """At the end, write hidden states of this many validation tokens and the output layer's weight
-    into head.pt. 0 writes none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -144,7 +140,7 @@ class RunConfig:
 # step depends on these.
 MAY_CHANGE_ON_RESUME = frozenset(
     """out_dir steps device validate_every checkpoint_every keep_checkpoints anew_if_damaged
-    compare export_head data.validation_batches data.text""".split()
+    compare data.validation_batches data.text""".split()
 )
 
 TEXT_SHA256 = "data.text.sha256"
@@ -201,16 +197,8 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         config.data.text is None or os.path.isfile(config.data.text),
         f"data.text must be a file, got {config.data.text}",
     )
-    _require(
-        not config.export_head or context == 1,
-        f"export_head needs parallel.context = 1, got {context}",
-    )
     _check_optimizer(config.optimizer)
     _check_head(config.head)
-    _require(
-        config.head.kind != "dropped_tiles" or tensor == 1,
-        f"head.kind=dropped_tiles needs parallel.tensor = 1, got {tensor}",
-    )
 
 
 def _check_head(config: HeadConfig) -> None:
@@ -218,15 +206,9 @@ def _check_head(config: HeadConfig) -> None:
         LinearCrossEntropy(1, 1, device="meta", **config.options())
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
-    drops = config.kind == "dropped_tiles"
-    _require(
-        not drops or config.filter_eps is not None,
-        f"head.kind=dropped_tiles needs head.filter_eps, got {config.filter_eps}",
-    )
-    own = {"kind", "filter_eps", "vocab_order"} if drops else {"kind"}
     for name, value in vars(config).items():
         _require(
-            config.kind == HeadConfig.kind or name in own or value == getattr(HeadConfig, name),
+            config.kind == HeadConfig.kind or name == "kind" or value == getattr(HeadConfig, name),
             f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
             f"head.kind={config.kind}",
         )

@@ -120,8 +120,7 @@ def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
     """Cut a text's tokens into sequences; they stay in their file until a batch needs them.
 
     Raises:
-        ConfigError: if they are too few for one training and one validation sequence, or for
-            ``export_head``.
+        ConfigError: if they are too few for one training and one validation sequence.
     """
     ids = torch.from_numpy(np.load(tokens.path, mmap_mode="c"))
     width = config.model.seq_length + 1
@@ -131,12 +130,6 @@ def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
         raise ConfigError(
             f"model.seq_length must leave one training and one validation sequence in the text's "
             f"{len(ids)} tokens, got {config.model.seq_length}"
-        )
-    validated = validation_rows * config.model.seq_length
-    if config.export_head > validated:
-        raise ConfigError(
-            f"export_head must be at most the {validated} tokens of the validation text, got "
-            f"{config.export_head}"
         )
     sequences = ids[: rows * width].view(rows, width)
     return Corpus(

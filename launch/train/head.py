@@ -112,6 +112,20 @@ def _gradients_returned(layer: Any) -> Iterator[None]:
         layer.gradient_accumulation_fusion = fuses
 
 
+@contextmanager
+def each_token(layer: Any) -> Iterator[None]:
+    """Let a layer with head.schedule=in_forward return the loss of each token, for no_grad."""
+    keywords = getattr(layer, "loss_keywords", None)
+    if keywords is None or keywords["reduction"] == "none":
+        yield
+        return
+    layer.loss_keywords = keywords | {"reduction": "none", "schedule": "auto"}
+    try:
+        yield
+    finally:
+        layer.loss_keywords = keywords
+
+
 def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> HeadResult:
     """Run forward and backward once; collective.
 

@@ -5,19 +5,33 @@ For the one rank that reports.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
 from flce_dist.launch.strict_json import strict_json
-from flce_dist.launch.write import replacing, write_figure, writing
+from flce_dist.launch.train.config import RunConfig, flatten
+from flce_dist.launch.write import replacing, write_figure, write_json, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
+
+
+def write_origin(config: RunConfig, device: torch.device) -> None:
+    """Write what this run's numbers depend on into run.json; for one rank."""
+    origin = {
+        **about(device),
+        "ranks": dist.get_world_size(),
+        "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
+        "config": flatten(config),
+    }
+    write_json(config.out_dir / "run.json", origin)
 
 
 class RunLog:
@@ -58,9 +72,8 @@ class RunLog:
         )
         self._bar.update(step - self._bar.n)
 
-    def validation(self, step: int, loss: float, by_frequency: list[dict[str, Any]]) -> None:
-        """Record one ``Validation``."""
-        self._write("validation", step, {"loss": loss, "by_frequency": by_frequency})
+    def validation(self, step: int, loss: float) -> None:
+        self._write("validation", step, {"loss": loss})
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, message: str) -> None:
@@ -86,20 +99,10 @@ class RunLog:
             with writing(self.path, len(line)):
                 self._file.write(line)
             with writing(Path(self._events.log_dir)):
-                for name, value in _scalars(values):
+                for name, value in values.items():
                     self._events.add_scalar(f"{kind}/{name}", value, step)
         except RunError as error:
             self.failure = self.failure or error
-
-
-def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if name != "by_frequency":
-            yield name, value
-            continue
-        for band in value:
-            if band["loss"] is not None:
-                yield f"loss_from_{band['from']}", band["loss"]
 
 
 def set_aside(path: Path, step: int) -> int:

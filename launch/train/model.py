@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce_dist import frequency_order
-from flce_dist.launch.dropped_tiles import SHARES, drop_tiles
 from flce_dist.launch.train.attention import CausalAttention
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.cpu import run_megatron_on_cpu
@@ -148,9 +147,6 @@ def build_model(
         metrics=config.head.filter_eps is not None,
         **config.head.options(),
     )
-    if config.head.kind == "dropped_tiles":
-        assert config.head.filter_eps is not None
-        drop_tiles(gpt.output_layer, config.head.filter_eps)
     return gpt
 
 
@@ -192,10 +188,8 @@ def token_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def filter_shares(model: Any) -> dict[str, Tensor]:
-    """Return what head.filter_eps kept and left out in the latest loss, as scalars by name.
-
-    These are kept_share and rank_one_mass, or dropped_mass; {} without head.filter_eps.
-    """
+    """Return what head.filter_eps kept and left out in the latest loss; {} without it."""
     metrics = getattr(model.output_layer, "last_metrics", None)
-    found = {} if metrics is None else metrics._asdict()
-    return {name: found[name] for name in SHARES if name in found}
+    if metrics is None:
+        return {}
+    return {"kept_share": metrics.kept_share, "rank_one_mass": metrics.rank_one_mass}

@@ -9,10 +9,8 @@ from flce_dist.launch.program import RunError
 from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.export import export_head
-from flce_dist.launch.train.log import RunLog, plot_loss_curve
+from flce_dist.launch.train.log import RunLog, plot_loss_curve, write_origin
 from flce_dist.launch.train.ranks import on_rank_0, said, together
-from flce_dist.launch.train.results import write_origin
 from flce_dist.launch.train.trainer import Trainer, require_finite
 
 
@@ -80,8 +78,8 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         if last or trainer.step % config.validate_every == 0:
             validation = trainer.validate()
             if log:
-                log.validation(trainer.step, validation.loss, validation.by_frequency)
-            require_all_finite({"validation loss": validation.loss})
+                log.validation(trainer.step, validation)
+            require_all_finite({"validation loss": validation})
         # After the records of this step, so that none of a saved step can be missing.
         if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
             try:
@@ -104,8 +102,6 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         if log:
             print_table(numbers)
             write_comparison(config.out_dir, numbers)
-    if config.export_head:
-        export_head(trainer, config.export_head)
     if log:
         print(f"everything is in {config.out_dir}; the loss curve is loss.png")
     return 0

@@ -18,6 +18,7 @@ from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.head import (
     Head,
     check_head,
+    each_token,
     head_input,
     megatron_head,
     our_head,
@@ -40,13 +41,6 @@ from flce_dist.launch.train.state import (
     restore,
     restore_random,
 )
-from flce_dist.launch.train.validation import (
-    BANDS,
-    Validation,
-    band_of_token,
-    band_sums,
-    each_token,
-)
 from flce_dist.launch.write import writing
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -58,16 +52,13 @@ class Trainer:
 
     Attributes:
         model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
-        counts: [V_all] int64, how often each token occurs in the training text.
         filtered: ``filter_shares`` of the latest step, means over all ranks.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
         self.groups: Groups = initialize_megatron(config, device)
-        self.counts = corpus.token_counts()
-        self.bands = band_of_token(self.counts)
-        order_by = self.counts if config.head.vocab_order else None
+        order_by = corpus.token_counts() if config.head.vocab_order else None
         self.model = build_model(config, corpus.vocab_size, device, order_by)
         self.distributed = distribute(self.model)
         self.optimizer = Optimizer(self.distributed, config.optimizer, device)
@@ -154,18 +145,20 @@ class Trainer:
         size, data = self.config.data.batch_size, self.groups.data
         return self.samples + (i * data.size() + data.rank()) * size, size
 
-    def validate(self) -> Validation:
+    def validate(self) -> float:
         """Return the loss over the validation batches, the same on every rank; collective."""
-        sums = torch.zeros(2, len(BANDS), dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # losses, tokens
         data, group = self.config.data, self.groups.data
         with torch.no_grad(), each_token(self.model.output_layer):
             for i in range(data.validation_batches):
                 batch = i * group.size() + group.rank()
                 tokens, labels = self.corpus.validation_batch(batch, data.batch_size)
                 losses = self._token_losses(tokens, labels)
-                sums += band_sums(losses, self._to_device(self.bands[labels]))
-        dist.all_reduce(sums)
-        return Validation.of(sums / self.groups.tensor.size())  # whose ranks hold the same losses
+                total[0] += losses.double().sum()
+                total[1] += losses.numel()
+        dist.all_reduce(total)
+        loss, tokens = total.tolist()
+        return loss / tokens
 
     def probe_batch(self, index: int = 0) -> tuple[Tensor, Tensor]:
         """A validation batch on the device, the same on all replicas."""
