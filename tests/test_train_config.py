@@ -1,6 +1,5 @@
 """The configuration of a training run: shipped files, combinations, what a resume may change."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from flce_dist.launch.train.config import (
     load_config,
     resume_conflicts,
 )
-from flce_dist.launch.train.data import load_corpus
 from flce_dist.launch.yaml_config import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -43,13 +41,6 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
         ),
         ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
         (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
-        (["--parallel.context", "3"], 4, r"tensor \* parallel\.context = 6, got 4"),
-        (["--parallel.context", "2", "--model.seq-length", "62"], 4, r"2 \* parallel\.context = 4"),
-        (
-            ["--parallel.tensor", "4", "--parallel.context", "2", "--model.seq-length", "36"],
-            8,
-            r"seq_length / parallel\.context must be divisible by parallel\.tensor = 4, got 18",
-        ),
         (
             ["--head.kind", "megatron_fused", "--head.z-loss-weight", "1e-4"],
             2,
@@ -89,15 +80,6 @@ def test_impossible_combinations(overrides: list[str], world_size: int, message:
 def test_without_sequence_parallelism_the_sequence_needs_no_division() -> None:
     overrides = ["--parallel.no-sequence-parallel", "--model.seq-length", "33"]
     assert load_config(overrides, world_size=2).model.seq_length == 33
-
-
-def test_a_text_that_is_too_short_names_the_sequence_length(tmp_path: Path) -> None:
-    pytest.importorskip("mistral_common")
-    text = tmp_path / "short.txt"
-    text.write_text("a few words only")
-    config = RunConfig(model=ModelConfig(seq_length=8))
-    with pytest.raises(ConfigError, match=r"seq_length must leave .* got 8"):
-        load_corpus(replace(config, data=replace(config.data, text=text)))
 
 
 def test_what_a_resume_may_change() -> None:

@@ -1,13 +1,15 @@
 """The records of a run that is continued."""
 
+import json
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.log import RunLog, plot_loss_curve, read_metrics
+from flce_dist.launch.train.log import RunLog, plot_loss_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -38,7 +40,16 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
     log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
     log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
     log.close()
-    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0), (3, None)]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in found] == [(1, 9.0), (2, 1.0), (3, None)]
     assert cut.read_text().splitlines() == before[2:] + before[1:2]
     plot_loss_curve(tmp_path)
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_a_curve_without_a_number_is_drawn_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": null}\n')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_loss_curve(tmp_path)
     assert (tmp_path / "loss.png").stat().st_size > 1000

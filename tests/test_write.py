@@ -70,6 +70,14 @@ def test_an_error_without_a_number_says_what_it_says(tmp_path: Path) -> None:
             raise OSError("8 requested and 3 written")
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_is_read_only_is_named_without_sizes(tmp_path: Path, code: int) -> None:
+    with pytest.raises(RunError) as error, writing(tmp_path / "run" / "a", 134):
+        raise OSError(code, os.strerror(code))
+    said = f"cannot write {tmp_path}/run/a: {tmp_path} cannot be written: {os.strerror(code)}"
+    assert str(error.value) == said
+
+
 def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.json"
     check_writable(path)
@@ -129,9 +137,10 @@ def train_origin(stem: Path, patch: pytest.MonkeyPatch) -> None:
 
 def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from flce_dist.launch.train.compare import write_comparison
+    from flce_dist.launch.train import compare
 
-    write_comparison(stem.parent, {})
+    patch.setattr(compare, "_print_table", lambda numbers: None)
+    compare.report_comparison(stem.parent, {})
 
 
 def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:

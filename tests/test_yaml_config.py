@@ -103,7 +103,7 @@ def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
 
 SIZES = """steps validate_every checkpoint_every keep_checkpoints model.hidden_size model.num_layers
 model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.microbatches
-data.validation_batches optimizer.decay_steps parallel.tensor parallel.context"""
+data.validation_batches optimizer.decay_steps parallel.tensor"""
 
 
 NAN, INF = float("nan"), float("inf")
