@@ -106,8 +106,8 @@ def linear_cross_entropy(
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
             torch.compile, not for a DTensor weight.
-        filter_eps: approximate the gradients, not the loss. Of each tile of 128 tokens by 256 rows
-            of the vocabulary that holds no label and no probability of ``filter_eps`` or more, the
+        filter_eps: experimental. Approximate the gradients, not the loss. Of tiles of 128 tokens by
+            256 vocabulary rows without a label or a probability of ``filter_eps`` or more, the
             gradients use the tile's mean row, so that two GEMMs skip it. Saves time only if rows of
             like frequency lie together; docs/filtered_gradients.md says how to choose the number
             and when not to. 0.0 keeps every tile; None, the default, is exact. Needs schedule

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import dlogits, windows
-from flce_dist.kernels.filter_tiles import SAMPLE, TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
@@ -65,22 +65,21 @@ def kept_tiles(
     return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
 
 
-def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor) -> Tensor:
+def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
     """Return q [V] in the dtype of statistics: how mass spreads inside each tile.
 
-    It is the sum of the probabilities of up to ``SAMPLE`` tokens, evenly spaced, where their tile
-    is not kept, divided by its sum over the tile. Where no such token has any, rows that no bias of
-    -inf bans share the mass equally.
+    It is the sum of the probabilities of the tokens ``sample`` [N] int64, none of them ignored,
+    where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
+    such token has any, rows that no bias of -inf bans share the mass equally.
     """
-    step = -(-logits.T // SAMPLE)
-    of_tiles = _of_tokens(kept, logits.T)[::step]
-    labels, lse = logits.labels[::step], lse[::step]
-    some = replace(logits, hidden=logits.hidden[::step], labels=labels)
+    tokens = sample.clamp_min(0)
+    of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
+    some = replace(logits, hidden=logits.hidden[tokens], labels=logits.labels[tokens])
     q = lse.new_empty(logits.V)
-    for start, z, other in windows(some):
+    for start, z, _ in windows(some):
         columns = torch.arange(start, start + z.shape[1], device=z.device)
-        takes_part = other & ~of_tiles[:, columns // TILE_V]
-        q[columns] = (z - lse[:, None]).exp().where(takes_part, 0.0).sum(0)
+        left_out = ~of_tiles[:, columns // TILE_V]
+        q[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)
     even = torch.ones_like(q)
     if logits.bias is not None:
         even = even.masked_fill(logits.bias == -torch.inf, 0.0)

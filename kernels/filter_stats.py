@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.filter_tiles import SAMPLE, TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import cast, exp, first_reference, label_columns, logits_tile
 from flce_dist.kernels.shard_logits import ShardLogits
@@ -65,11 +65,11 @@ def _kept_tiles_kernel(
 @triton.jit
 def _profile_kernel(
     hidden, weight, bias_ptr,  # in:  [N, H] (the sample), [V, H], [V]
-    labels_ptr, lse_ptr, kept_ptr,  # in:  [T] int64, [T] fp32, [blocks, J] uint8
+    sample_ptr, lse_ptr, kept_ptr,  # in:  [N] int64, [T] fp32, [blocks, J] uint8
     total_ptr,  # out: [V] fp32
-    N, V, H, J, step,
+    N, V, H, J,
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    ignore_index, logit_scale,
+    logit_scale,
     TILE_T: tl.constexpr, TILE_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -78,11 +78,10 @@ def _profile_kernel(
     total = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, N, BLOCK_T):
         offs = start + tl.arange(0, BLOCK_T)
-        offs_t = offs * step
-        counted = tl.load(labels_ptr + offs_t, mask=offs < N, other=ignore_index) != ignore_index
-        lse = tl.load(lse_ptr + offs_t, mask=offs < N, other=0.0)
+        offs_t = tl.load(sample_ptr + offs, mask=offs < N, other=-1)
+        lse = tl.load(lse_ptr + offs_t, mask=offs_t >= 0, other=0.0)
         tiles = kept_ptr + offs_t // TILE_T * J + start_v // TILE_V
-        left_out = counted & (tl.load(tiles, mask=offs < N, other=1) == 0)
+        left_out = tl.load(tiles, mask=offs_t >= 0, other=1) == 0
         z = logits_tile(
             hidden, weight, bias_ptr, start, start_v, N, V, H,
             stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
@@ -178,23 +177,22 @@ def kept_tiles(
     return kept, mass
 
 
-def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor) -> Tensor:
+def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
     """Return q [V] fp32: how mass spreads inside each tile.
 
-    It is the sum of the probabilities of up to ``SAMPLE`` tokens, evenly spaced, where their tile
-    is not kept, divided by its sum over the tile. Where no such token has any, rows that no bias of
-    -inf bans share the mass equally. Reads weight once.
+    It is the sum of the probabilities of the tokens ``sample`` [N] int64, none of them ignored,
+    where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
+    such token has any, rows that no bias of -inf bans share the mass equally. Reads weight once.
     """
-    step = max(1, -(-logits.T // SAMPLE))
-    launch = tile_launch(replace(logits, hidden=logits.hidden[::step]))
+    launch = tile_launch(replace(logits, hidden=logits.hidden[sample.clamp_min(0)]))
     q = lse.new_empty(logits.V)
     _profile_kernel[(launch.num_v,)](
         *launch.operands(),
-        logits.labels, lse, kept.view(torch.uint8),
+        sample, lse, kept.view(torch.uint8),
         q,
-        launch.logits.T, logits.V, logits.H, kept.shape[1], step,
+        len(sample), logits.V, logits.H, kept.shape[1],
         *launch.strides(),
-        logits.ignore_index, logits.logit_scale,
+        logits.logit_scale,
         TILE_T=TILE_T, TILE_V=TILE_V,
         **launch.listed_constexprs(),
     )  # fmt: skip

@@ -4,7 +4,7 @@ T = tokens, V = vocabulary rows here. A tile is ``TILE_T`` tokens by ``TILE_V`` 
 """
 
 TILE_T, TILE_V = 128, 256
-SAMPLE = 128  # tokens, at most, from which the profile of the tiles is taken
+SAMPLE = 128  # tokens from which the profile of the tiles is taken, or all that count
 
 
 def tile_grid(T: int, V: int) -> tuple[int, int]:

@@ -7,7 +7,14 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from flce_dist.kernels import filter_dlogits, filter_gemms, filter_stats, tile_lists, tuning
+from flce_dist.kernels import (
+    filter_dlogits,
+    filter_gemms,
+    filter_stats,
+    filter_tiles,
+    tile_lists,
+    tuning,
+)
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -45,7 +52,7 @@ def _call_launchers(dtype: torch.dtype, *, main_grad: bool) -> None:
     logits = ShardLogits(hidden, weight, bias, labels, 0, -100, 1.0, None)
     stats = TokenStats(token, token, token)
     kept, _ = filter_stats.kept_tiles(logits, filter_stats.new_tile_stats(logits), stats, 0.1)
-    q = filter_stats.tile_profile(logits, token, kept)
+    q = filter_stats.tile_profile(logits, token, kept, labels[: filter_tiles.SAMPLE])
     filter_stats.tile_means(q, weight)
     lists = tile_lists.tile_lists(kept, 2 * len(kept))
     affine = () if main_grad else (token,)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from flce_dist import testing
-from flce_dist.testing import FilteredGradients
-from tests.problems import IGNORE, Inputs, Outcome, Upstream, run_reference
+from flce_dist.testing import FilteredGradients, relative_rms
+from tests.problems import IGNORE, Inputs, Outcome, Upstream, run_op, run_reference
 
+GRADIENTS = ("dhidden", "dweight", "dbias")
 NOT_OF_THE_REFERENCE = ("filter_eps", "schedule", "max_logits_bytes", "impl")
 
 
@@ -67,3 +68,34 @@ def exact(
     kept = {name: x for name, x in options.items() if name not in NOT_OF_THE_REFERENCE}
     hidden = inputs.hidden.where((inputs.labels != IGNORE)[:, None], 0.0)
     return run_reference(replace(inputs, hidden=hidden).to(dtype), upstream or Upstream(), **kept)
+
+
+def check_filtered(
+    problem: Inputs,
+    eps: float,
+    upstream: Upstream | None = None,
+    largest: float = 8.0,
+    **options: Any,
+) -> Outcome:
+    """Run the op and compare its gradients with the definition, its loss with the reference.
+
+    ``largest`` is about the size of the largest logit, which fp32 rounds.
+    """
+    upstream = upstream or Upstream()
+    impl = options.pop("impl", "eager")
+    spoilt = problem.hidden.clone()
+    spoilt[problem.labels == IGNORE] = torch.nan
+    given = replace(problem, hidden=spoilt)
+    actual = run_op(given, upstream, impl=impl, filter_eps=eps, **options)
+    wanted = filtered_gradients(problem, eps, upstream, **options)
+    truth = exact(problem, torch.float64, upstream, **options)
+    rounded = exact(problem, problem.dtype, upstream, **options)
+    assert relative_rms(actual["loss"], truth["loss"]) <= 1e-5
+    wide = torch.promote_types(problem.dtype, torch.float32)
+    rounding = torch.finfo(problem.dtype).eps + largest * torch.finfo(wide).eps
+    for name in GRADIENTS:
+        if name in actual:
+            budget = 2 * (rounding + relative_rms(rounded[name], truth[name]))
+            error = relative_rms(actual[name], wanted[name])
+            assert error <= budget, f"{name}: error {error:.3g} exceeds {budget:.3g}"
+    return actual

@@ -62,20 +62,18 @@ def filtered_gradients(ranks: Ranks) -> Iterator[str]:
 def filtered_truth(
     exact: Truth, one: Problem, P: int, eps: float, *, sequence_parallel: bool
 ) -> Truth:
-    """Gradients as defined on the gathered tensors, which have the budgets of exact ones."""
+    """Gradients as defined on all ranks' tensors, which have the budgets of exact ones."""
     hidden, weight, bias, labels = one.tensors
     P_gathered = P if sequence_parallel else 1
     order = TokenOrder(P_gathered, plan_of(one, P, {"schedule": "recompute"}).pieces(P_gathered))
-    place = order.permuted(torch.arange(one.T, device=labels.device))
     gradients = filtered_formula.filtered_gradients(
-        Inputs(hidden[place], weight, labels[place], bias),
+        Inputs(hidden, weight, labels, bias),
         eps,
         Upstream(one.upstream),
         shard_starts=[vocab_range(one.n_rows, rank, P)[0] for rank in range(P)],
+        token_order=order.permuted(torch.arange(one.T, device=labels.device)),
     )
-    dhidden = torch.empty_like(gradients["dhidden"])
-    dhidden[place] = gradients["dhidden"]
-    defined = (dhidden, gradients["dweight"], gradients["dbias"])
+    defined = tuple(gradients[name] for name in GRADIENTS)
     rounded = [
         x + (getattr(exact.eager, name) - getattr(exact.oracle, name))
         for name, x in zip(GRADIENTS, defined, strict=True)

@@ -13,10 +13,11 @@ pytest.importorskip("rich")
 from flce_dist import frequency_order
 from flce_dist.launch.bench import filtered
 from flce_dist.launch.bench.problem import make_truth
-from flce_dist.launch.bench.trained_head import Order, TrainedHead, make_problem
+from flce_dist.launch.bench.trained_head import Order, TrainedHead, dropped, make_problem
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import RankPool, relative_rms
-from tests.filtered_formula import zipf_inputs
+from tests.filtered_formula import filtered_gradients, zipf_inputs
+from tests.problems import Inputs
 
 T, V, H, EPS = 256, 2048, 16, 2.0**-10
 
@@ -45,15 +46,21 @@ def test_both_orders_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     for record in records:
         assert record["status"] == "ok", record["message"]
         assert (record["T"], record["H"], record["V"]) == (T, 2 * H, V)
-        if record["impl"] != "gemm3":
+        if record["impl"] not in ("gemm3", "dropped", "dropped_dhidden"):
             assert record["ratio"] > 0 and record["workspace_mib"] > 0
             budget = 1e-5 if record["filter_eps"] is None else 0.02
             assert max(record[f"d{x}_error"] for x in ("hidden", "weight")) < budget
-    by_order = {r["order"]: r for r in records if r["filter_eps"] == EPS}
+    at_eps = [r for r in records if r["filter_eps"] == EPS]
+    by_order = {r["order"]: r for r in at_eps if r["impl"] == "eager"}
     assert 0.1 < by_order["frequency"]["kept_share"] < 0.9
     assert by_order["frequency"]["rank_one_mass"] > 0
     assert by_order["frequency"]["dhidden_error"] > 1e-5  # an approximation
     assert by_order["tokenizer"]["kept_share"] > 0.95
+    _, both, in_dhidden = (r for r in at_eps if r["order"] == "frequency")
+    assert both["kept_share"] == by_order["frequency"]["kept_share"]
+    assert both["dhidden_error"] == in_dhidden["dhidden_error"]
+    assert both["dhidden_error"] > by_order["frequency"]["dhidden_error"]
+    assert in_dhidden["dweight_error"] == 0 < both["dweight_error"]
     assert "tokenizer order: T=256 H=32 V=2048 fp32" in capsys.readouterr().out
 
 
@@ -99,3 +106,15 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
             TrainedHead.load(tmp_path / name, torch.device("cpu"), T)
     with pytest.raises(ConfigError, match="dictionary of hidden, weight, labels and counts"):
         TrainedHead.load(tmp_path / "head.pt", torch.device("cpu"), T)
+
+
+def test_dropped_tiles_are_those_of_the_definition() -> None:
+    given = zipf_inputs(T - 50, V + 70, H, ignored=0.0)  # neither fills its tiles
+    counts = torch.arange(V + 70, 0, -1)
+    found = TrainedHead(given.hidden, given.weight, given.labels, counts)
+    problem = make_problem(found, "frequency", 1, None)
+    dhidden, dweight, _ = dropped(problem, EPS)
+    inputs = Inputs(problem.hidden, problem.weight, problem.labels)
+    wanted = filtered_gradients(inputs, EPS, drops=True)
+    assert relative_rms(dhidden, wanted["dhidden"]) < 1e-12
+    assert relative_rms(dweight, wanted["dweight"]) < 1e-12

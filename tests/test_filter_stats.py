@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import filter_stats, gpu
@@ -97,11 +98,11 @@ def test_the_profile_is_the_mean_of_a_sample(T, dtype, bias):
     lse = z.logsumexp(1).float()
     kept = masks()["some"][: tile_grid(T, V)[0]].clone()
     kept[:, 2] = True  # of which no token is left
-    q = filter_stats.tile_profile(problem, lse, kept)
+    sample = torch.arange(1, T, 5, device=DEVICE)
+    sample = sample[problem.counted[sample]]
+    q = filter_stats.tile_profile(problem, lse, kept, F.pad(sample, (0, 20), value=-1))
 
-    step = -(-T // 128)
-    left_out = problem.counted[:, None] & ~spread(kept, T)
-    p = (z - lse.double()[:, None]).exp().where(left_out, 0.0)[::step].sum(0)
+    p = (z - lse.double()[:, None]).exp().masked_fill(spread(kept, T), 0.0)[sample].sum(0)
     even = torch.ones_like(p)
     if bias:
         even[::9] = 0.0

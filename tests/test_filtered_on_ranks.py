@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
@@ -107,6 +108,22 @@ def test_whole_tiles_on_each_rank_change_only_rounding(dtype: torch.dtype) -> No
         for name in GRADIENTS:
             error = relative_rms(other[name], one[name])
             assert error <= 2 * torch.finfo(dtype).eps + 1e-6, (name, error)
+
+
+def test_the_sample_does_not_depend_on_the_ranks_that_tokens_are_gathered_from() -> None:
+    """2048 tokens are gathered in two pieces of whole blocks; the first token of each 8 is ignored.
+
+    The definition has blocks in the order in which tokens are gathered, and one sample.
+    """
+    problem = zipf_inputs(2048, 1024, 8, torch.float64, bias=True)
+    problem.labels[::8] = IGNORE
+    order = TokenOrder(2, ((0, 256), (256, 2048))).permuted(torch.arange(2048))
+    wanted = filtered_gradients(problem, EPS, shard_starts=[0, 512], token_order=order)
+    one = joined(problem, [(0, 1024)])
+    two = joined(problem, [(0, 512), (512, 1024)], sequence_parallel=True)
+    for name in GRADIENTS:
+        assert relative_rms(two[name], wanted[name]) <= 1e-11, name
+        assert relative_rms(two[name], one[name]) <= 1e-11, name
 
 
 def test_padding_of_the_last_shard() -> None:

@@ -18,19 +18,21 @@ def test_its_tiles_are_those_of_the_kernels_and_of_orders() -> None:
 
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
-    """130 tokens in two blocks, of which the profile takes every other; row 0 keeps tile 0."""
-    hidden = torch.ones(130, 1, dtype=torch.float64)
-    hidden[1::2] = 3.0
+    """256 tokens in two blocks; row 0 keeps tile 0. The sample is one token of each pair."""
+    golden = (1 + 5**0.5) / 2
+    chosen = [2 * i + int(2 * ((i + 1) * golden % 1)) for i in range(128)]
+    hidden = torch.full((256, 1), 3.0, dtype=torch.float64)
+    hidden[chosen] = 1.0
     weight = torch.zeros(512, 1, dtype=torch.float64)
     weight[0] = 6.0
     weight[256:] = torch.linspace(-1.0, 0.0, 256)[:, None]
     found = filtered_gradients(
-        hidden, weight, torch.zeros(130, dtype=torch.int64), filter_eps=0.1, reduction="sum"
+        hidden, weight, torch.zeros(256, dtype=torch.int64), filter_eps=0.1, reduction="sum"
     )
     assert found.kept.tolist() == [[True, False], [True, False]]
     p = (hidden @ weight.T).softmax(1)
     mass = p[:, 256:].sum(1, keepdim=True)
-    profile = p[0, 256:] / mass[0]
+    profile = p[chosen[0], 256:] / mass[chosen[0]]
     p[:, 256:] = mass * profile
     p[:, 0] -= 1
     assert relative_rms(found.dweight, p.T @ hidden) < 1e-14

@@ -16,11 +16,12 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.filter_tiles import TILE_V, tile_grid
+from flce_dist.kernels.filter_tiles import SAMPLE, TILE_V, tile_grid
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.op.backward import (
     Chunk,
@@ -34,6 +35,7 @@ from flce_dist.op.forward import Saved, shard_logits
 from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Call, Operands
 from flce_dist.parallel import transport
+from flce_dist.parallel.token_order import TokenOrder
 
 
 def backward(
@@ -72,9 +74,9 @@ def backward(
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients: those of kept tiles a round at a time, added to those of the others.
 
-    Only the lists of tiles and the scaled mass are made while hidden is still being gathered: the
-    profile needs tokens of every piece, and both rank-one GEMMs need the profile or hidden. The sum
-    of dhidden over ranks starts before the last dweight GEMM and overlaps it.
+    Only the lists of tiles, the scaled mass and the sample are made while hidden is still being
+    gathered: the profile needs tokens of every piece, and both rank-one GEMMs need the profile or
+    hidden. The sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
     """
     call, logits, gather = gradients.call, chunk.logits, chunk.gather
     assert logits is not None and gather is not None
@@ -84,13 +86,15 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     lists = kernels.tile_lists(kept, capacity)
     dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
     rows = chunk.rows
+    assert rows.scale is not None
+    counted = (chunk.labels != call.options.ignore_index) & (rows.scale != 0)
+    sample = profile_sample(counted, call.order)
     if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
-        assert rows.scale is not None
         mass = torch.mul(mass, rows.scale, out=torch.empty_like(mass))
         rows = rows.folded()
 
     gather.wait_all()
-    profile = kernels.tile_profile(logits, rows.reference, kept)
+    profile = kernels.tile_profile(logits, rows.reference, kept, sample)
     scratch = gradients.new_accumulator(chunk)
     if gradients.acc is not None:
         means = kernels.tile_means(profile, weight)
@@ -120,6 +124,23 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if rows.uniform is not None:
             dbias += rows.uniform.sum()
         gradients.dbias[: logits.V] = dbias / call.options.logit_scale
+
+
+def profile_sample(counted: Tensor, order: TokenOrder) -> Tensor:
+    """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
+
+    ``counted`` [T] bool says which may be taken. In the caller's order, which does not depend on
+    the number of ranks, these are cut into SAMPLE runs of equal length, or one for each token, and
+    each run gives one token. Its place in the run moves by the golden ratio from run to run, so it
+    shares no period with sequences or masks. Integers, so all ranks find the same tokens.
+    """
+    ordinal = order.restored(counted).cumsum(0)
+    n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=counted.device)
+    first = i * n // n.clamp(1, SAMPLE)
+    place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
+    token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
+    gathered = order.restored(torch.arange(len(counted), device=counted.device))
+    return F.pad(gathered, (0, 1), value=-1)[token]
 
 
 def _tile_sums(rows: RowGradient, mass: Tensor) -> Tensor:

@@ -5,6 +5,11 @@ distance from exact gradients apart. docs/filtered_gradients.md explains it.
 
 T = tokens, V = vocabulary rows below ``vocab_size``, H = hidden size. A tile is 128 tokens by 256
 rows, counted from the first row of each rank's shard. Everything is fp64, on the inputs' device.
+
+The profiles are taken from a sample of the tokens whose loss has a gradient: not ignored, and
+neither token_weight nor the upstream gradient 0. In the caller's order these n tokens are cut into
+S = min(n, 128) runs, run i (0, 1, ...) beginning at the floor(i n / S)-th of them. Each run of L
+tokens gives its floor(L f)-th, with ``f = (i + 1) * GOLDEN / 2**32 % 1``.
 """
 
 from collections.abc import Sequence
@@ -15,6 +20,7 @@ from torch import Tensor
 
 TILE_T, TILE_V = 128, 256
 SAMPLE = 128  # tokens, at most, from which a tile's profile is taken
+GOLDEN = 0x9E3779B9  # of 2**32, the golden ratio
 _MARGIN = 1e-5  # relative; fp32 may round a probability nearer to eps to its other side
 
 
@@ -44,6 +50,7 @@ def filtered_gradients(
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
     shard_starts: Sequence[int] = (0,),
+    token_order: Tensor | None = None,
     drops: bool = False,
 ) -> FilteredGradients:
     """Return the gradients that ``linear_cross_entropy(..., filter_eps=...)`` approximates.
@@ -51,29 +58,35 @@ def filtered_gradients(
     The op's results differ from them by rounding alone. Materialises several [T, V] in fp64.
 
     Args:
-        hidden, weight, labels, bias, token_weight: whole tensors, of all ranks; hidden is [T, H],
-            under sequence parallelism in the order in which it is gathered.
+        hidden, weight, labels, bias, token_weight: whole tensors, of all ranks; hidden is [T, H].
         filter_eps: no tile's largest probability may be nearer to it than 1e-5, relative.
         dloss: the upstream gradient, a scalar, or [T] with reduction="none".
         shard_starts: the first row of each rank's shard, in rising order; shards without rows are
             left out.
-        drops: leave out the tiles that are not kept, as Cut Cross-Entropy does, to compare.
+        token_order: [T] int64, the tokens in the order in which blocks take them, if it is not the
+            caller's: that in which sequence parallelism gathers them.
+        drops: leave out the tiles that are not kept, to compare.
 
     Raises:
         ValueError: a probability is so near to ``filter_eps`` that rounding may decide.
     """
     V = len(weight) if vocab_size is None else vocab_size
+    if token_order is None:
+        token_order = torch.arange(len(labels), device=labels.device)
     counted = (labels != ignore_index)[:, None]
     hidden = hidden.double().where(counted, 0.0)
     z = logit_scale * hidden @ weight[:V].double().T
     if bias is not None:
         z = z + bias[:V].double()
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
-    p, kept, rank_one_mass = _probabilities(z, is_label, counted, filter_eps, shard_starts, drops)
-    dz = _dlogits(
-        p, z, is_label, counted, dloss=dloss, reduction=reduction,
-        label_smoothing=label_smoothing, z_loss_weight=z_loss_weight, token_weight=token_weight,
-    )  # fmt: skip
+    g = _token_gradients(counted, dloss, reduction, token_weight)
+    sample = None if drops else sampled_tokens(g[:, 0] != 0)
+    p, kept, rank_one_mass = _probabilities(
+        z, is_label, counted, filter_eps, shard_starts, token_order, sample
+    )
+    at_label = (1 - label_smoothing) * is_label.double()
+    lse = z.logsumexp(1, keepdim=True)
+    dz = g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / V)
     rest = len(weight) - V
     dweight = logit_scale * dz.T @ hidden
     return FilteredGradients(
@@ -87,22 +100,30 @@ def filtered_gradients(
 
 def _probabilities(
     z: Tensor, is_label: Tensor, counted: Tensor, filter_eps: float, shard_starts: Sequence[int],
-    drops: bool,
+    token_order: Tensor, sample: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Replace the softmax of ``z`` by mass times profile, or 0, in tiles that are not kept.
+    """Replace the softmax of ``z`` in tiles that are not kept: by mass times profile, or by 0.
 
+    Without a ``sample`` it is 0.
     ``z`` and ``is_label`` are [T, V], ``counted`` [T, 1]. Returns p [T, V], whose rows of ignored
     tokens mean nothing, the kept tiles, and the mean mass of counted tokens in the others.
     """
-    T, V = z.shape
     p = z.softmax(1)
-    tiles = _tile_sizes(V, shard_starts)
-    kept = _kept_tiles(p.where(counted, 0.0), is_label, tiles, filter_eps)
-    exact = _spread(kept.repeat_interleave(TILE_T, 0)[:T], tiles)
+    tiles = _tile_sizes(z.shape[1], shard_starts)
+    kept = _kept_tiles(p.where(counted, 0.0)[token_order], is_label[token_order], tiles, filter_eps)
+    exact = _spread(kept[token_order.argsort() // TILE_T], tiles)
     rest = p.where(counted & ~exact, 0.0)
     mass = torch.stack([x.sum(1) for x in rest.split(tiles, 1)], 1)
-    p = p.where(exact, 0.0 if drops else _spread(mass, tiles) * _profile(z, rest, tiles))
-    return p, kept, mass.sum() / counted.sum().clamp_min(1)
+    others = 0.0 if sample is None else _spread(mass, tiles) * _profile(z, rest[sample], tiles)
+    return p.where(exact, others), kept, mass.sum() / counted.sum().clamp_min(1)
+
+
+def sampled_tokens(has_gradient: Tensor) -> list[int]:
+    """Return the tokens from which profiles are taken; ``has_gradient`` is [T] bool."""
+    tokens = has_gradient.nonzero()[:, 0].tolist()
+    n, S = len(tokens), min(len(tokens), SAMPLE)
+    runs = [tokens[i * n // S : (i + 1) * n // S] for i in range(S)]
+    return [run[len(run) * ((i + 1) * GOLDEN % 2**32) // 2**32] for i, run in enumerate(runs)]
 
 
 def _profile(z: Tensor, rest: Tensor, tiles: list[int]) -> Tensor:
@@ -110,7 +131,7 @@ def _profile(z: Tensor, rest: Tensor, tiles: list[int]) -> Tensor:
 
     A tile in which they have none is shared equally by the rows that no bias of -inf bans.
     """
-    q = rest[:: -(-len(z) // SAMPLE)].sum(0)
+    q = rest.sum(0)
     q = q.where(_spread(_tile_sums(q, tiles) > 0, tiles), z.isfinite().any(0).to(q))
     return q / _spread(_tile_sums(q, tiles).clamp_min(1e-300), tiles)
 
@@ -130,21 +151,17 @@ def _kept_tiles(p: Tensor, is_label: Tensor, tiles: list[int], filter_eps: float
     return (largest >= filter_eps) | holds_label
 
 
-def _dlogits(
-    p: Tensor, z: Tensor, is_label: Tensor, counted: Tensor, *, dloss: Tensor | float = 1.0,
-    reduction: str = "mean", label_smoothing: float = 0.0, z_loss_weight: float = 0.0,
-    token_weight: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of the logits ``z`` [T, V] if their probabilities were ``p``."""
+def _token_gradients(
+    counted: Tensor, dloss: Tensor | float, reduction: str, token_weight: Tensor | None
+) -> Tensor:
+    """Return [T, 1]: the gradient that reaches each token's loss."""
     weights = counted.double()
     if token_weight is not None:
         weights = weights * token_weight[:, None].double()
-    g = torch.as_tensor(dloss, device=z.device).double().reshape(-1, 1) * weights
+    g = torch.as_tensor(dloss, device=counted.device).double().reshape(-1, 1) * weights
     if reduction == "mean":
         g = g / weights.sum().where((weights != 0).any(), 1.0)
-    at_label = (1 - label_smoothing) * is_label.double()
-    lse = z.logsumexp(1, keepdim=True)
-    return g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / z.shape[1])
+    return g
 
 
 def _tile_sizes(V: int, shard_starts: Sequence[int]) -> list[int]:

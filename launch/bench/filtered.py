@@ -7,7 +7,9 @@
 [V_all, H] and ``counts`` [V_all] int64, how often each token occurs in the training text; its first
 8192 tokens are timed. One process measures the vocabulary in the order of frequency and in the
 tokenizer's. Several ranks split the vocabulary and, under sequence parallelism, the tokens.
-``ratio`` is against the three GEMMs of exact gradients on this rank's rows and all tokens.
+``ratio`` is against the three GEMMs of exact gradients on this rank's rows and all tokens. Records
+of one process without time are the errors of leaving tiles out of both gradients (impl ``dropped``)
+or of dhidden alone (``dropped_dhidden``).
 """
 
 import dataclasses
@@ -29,14 +31,21 @@ from flce_dist.launch.about import about
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import with_suffix
 from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
-from flce_dist.launch.bench.problem import DTYPES, Problem, errors_of, make_truth
+from flce_dist.launch.bench.problem import DTYPES, Problem, Truth, errors_of, make_truth
 from flce_dist.launch.bench.report import Record, make_records
-from flce_dist.launch.bench.trained_head import Order, TrainedHead, differentiated, make_problem
+from flce_dist.launch.bench.trained_head import (
+    Order,
+    TrainedHead,
+    differentiated,
+    dropped,
+    make_problem,
+)
 from flce_dist.launch.process_group import start
 from flce_dist.launch.program import run_program
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
 from flce_dist.options import POSITIVE
+from flce_dist.testing import relative_rms
 
 EPS = (2.0**-12, 2.0**-10)
 TIMED_T = 8192
@@ -141,6 +150,7 @@ def _measure(problem: Problem, order: Order, settings: Settings) -> list[Filtere
             measured.errors = errors_of(run, loss, gradients, problem, truth)
             del gradients
         over_ranks(measured)
+    without = _dropped(problem, order, shape, truth)
     del truth
     free_memory(device)
     turns = random.Random(config.seed)  # the same on all ranks
@@ -164,7 +174,38 @@ def _measure(problem: Problem, order: Order, settings: Settings) -> list[Filtere
     ]
     for measured in found:
         measured.release()
-    return results
+    return results + without
+
+
+def _dropped(
+    problem: Problem, order: Order, shape: ShapeSpec, truth: Truth
+) -> list[FilteredRecord]:
+    """Return the errors of leaving tiles out, in one process."""
+    found = []
+    for eps in EPS if problem.P == 1 else ():
+        dhidden, dweight, kept_share = dropped(problem, eps)
+        assert truth.dhidden is not None and truth.dweight is not None
+        record = FilteredRecord(
+            op="linear_cross_entropy",
+            impl="dropped",
+            schedule=None,
+            dtype="fp64",
+            T=shape.T,
+            V=shape.V,
+            H=shape.H,
+            P=1,
+            mode="forward_backward",
+            max_logits_bytes=None,
+            sequence_parallel=False,
+            dhidden_error=relative_rms(dhidden, truth.dhidden),
+            dweight_error=relative_rms(dweight, truth.dweight),
+            filter_eps=eps,
+            order=order,
+            kept_share=kept_share,
+        )
+        exact = dataclasses.replace(record, impl="dropped_dhidden", dweight_error=0.0)
+        found += [record, exact]
+    return found
 
 
 def _kernels_ms(measured: Measured) -> tuple[float, ...]:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from flce_dist import frequency_order, linear_cross_entropy_with_metrics
 from flce_dist.launch.bench.config import RunSpec
-from flce_dist.launch.bench.problem import Problem
+from flce_dist.launch.bench.problem import CHUNK_BYTES, Problem
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import Impl
+from flce_dist.testing.filtered_gradients import TILE_T
+from flce_dist.vocab_order import TILE
 
 Order = Literal["frequency", "tokenizer"]
 
@@ -95,3 +97,29 @@ def differentiated(
         loss = F.cross_entropy(hidden @ weight.T, problem.labels)
     dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
     return loss.detach(), (dhidden, dweight), shares
+
+
+def dropped(problem: Problem, eps: float) -> tuple[Tensor, Tensor, float]:
+    """Return dhidden and dweight in fp64 without tiles that are not kept, and the share kept.
+
+    For one process.
+    """
+    hidden, weight, labels = problem.hidden.double(), problem.weight.double(), problem.labels
+    dhidden, dweight, kept_blocks = torch.empty_like(hidden), torch.zeros_like(weight), []
+    step = max(1, CHUNK_BYTES // (8 * TILE_T * len(weight))) * TILE_T
+    for start in range(0, len(hidden), step):
+        here = slice(start, start + step)
+        dz = (hidden[here] @ weight.T).softmax(1)
+        padding = (0, -dz.shape[1] % TILE, 0, -dz.shape[0] % TILE_T)
+        tiles = F.pad(dz, padding).unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE_T))
+        kept = tiles.amax((1, 3)) >= eps
+        token = torch.arange(len(dz), device=dz.device)
+        kept[token // TILE_T, labels[here] // TILE] = True
+        dz[token, labels[here]] -= 1.0
+        columns = kept.repeat_interleave(TILE, 1)[:, : len(weight)]
+        dz *= columns.repeat_interleave(TILE_T, 0)[: len(dz)]
+        dz /= len(hidden)
+        dhidden[here] = dz @ weight
+        dweight.addmm_(dz.T, hidden[here])
+        kept_blocks.append(kept)
+    return dhidden, dweight, torch.cat(kept_blocks).double().mean().item()

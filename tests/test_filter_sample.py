@@ -1,0 +1,122 @@
+"""From which tokens the profiles of filtered gradients are taken.
+
+T tokens, V vocabulary rows, H hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist.kernels.filter_tiles import SAMPLE
+from flce_dist.op import filtered
+from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.testing import relative_rms
+from flce_dist.testing.filtered_gradients import sampled_tokens
+from tests.filtered_formula import check_filtered, exact, filtered_gradients, zipf_inputs
+from tests.problems import IGNORE, Inputs, Patch, Upstream, run_op
+from tests.test_filtered import EPS, each_impl
+
+T = 1024
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first of each sequence": lambda t: t % 8 == 0,
+    "all but the last 3 %": lambda t: t < T - 30,
+    "all tokens of a rank": lambda t: t < T // 2,
+    "all but one of each block": lambda t: t % 128 != 5,
+    "all": lambda t: t >= 0,
+}
+
+
+def every_step(counted: Tensor, order: TokenOrder) -> Tensor:
+    """A sample blind to masks: every token at a fixed distance."""
+    t = torch.arange(0, len(counted), -(-len(counted) // SAMPLE))
+    return t.where(counted[t], -1)
+
+
+def masked(problem: Inputs, mask: Tensor, way: str) -> tuple[Inputs, Upstream, dict[str, Any]]:
+    """The problem without the gradients of some tokens; returns it with its other arguments."""
+    if way == "labels":
+        return replace(problem, labels=problem.labels.masked_fill(mask, IGNORE)), Upstream(), {}
+    if way == "token_weight":
+        return replace(problem, token_weight=(~mask).float()), Upstream(), {}
+    return problem, Upstream((~mask).float()), {"reduction": "none"}
+
+
+@each_impl
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_with_structure(impl: str, name: str) -> None:
+    problem = zipf_inputs(T, 1300, 16, bias=True, ignored=0.0)
+    problem.labels[MASKS[name](torch.arange(T))] = IGNORE
+    check_filtered(problem, 2.0**-7, impl=impl)
+
+
+@pytest.mark.parametrize("way", ["token_weight", "upstream gradient"])
+def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
+    problem = zipf_inputs(T, 1300, 16, torch.float64, bias=True)
+    mask = MASKS["first of each sequence"](torch.arange(T))
+    problem, upstream, options = masked(problem, mask, way)
+    actual = run_op(problem, upstream, impl="eager", filter_eps=EPS, **options)
+    wanted = filtered_gradients(problem, EPS, upstream, **options)
+    for name, gradient in wanted.items():
+        assert relative_rms(actual[name], gradient) <= 1e-11, name
+
+
+@pytest.mark.parametrize("way", ["labels", "token_weight"])
+def test_a_mask_costs_no_accuracy(mutate: Patch, way: str) -> None:
+    """128 sequences whose first token is masked, of 4 tokens; a blind sample is of these alone."""
+    whole = zipf_inputs(512, 3000, 32, ignored=0.0)
+    # Rows of a tile differ alike for all tokens.
+    whole.weight[:, 0] += torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(512) % 4 == 0
+
+    def error(problem: Inputs, upstream: Upstream, options: dict[str, Any]) -> float:
+        actual = run_op(problem, upstream, impl="eager", filter_eps=EPS, **options)
+        wanted = exact(problem, torch.float64, upstream, **options)
+        return relative_rms(actual["dhidden"], wanted["dhidden"])
+
+    unmasked = error(whole, Upstream(), {})
+    assert error(*masked(whole, mask, way)) <= 1.3 * unmasked
+    mutate(filtered, "profile_sample", lambda original, *args: every_step(*args))
+    assert error(*masked(whole, mask, way)) > 3 * unmasked
+
+
+def test_a_blind_sample_is_found(mutate: Patch) -> None:
+    mutate(filtered, "profile_sample", lambda original, *args: every_step(*args))
+    with pytest.raises(AssertionError, match=r"error .* exceeds"):
+        test_masks_with_structure("eager", "first of each sequence")
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 100_003])
+def test_each_run_of_counted_tokens_gives_one(n: int) -> None:
+    """All tokens while they are few; never one twice."""
+    counted = torch.zeros(2 * n + 3, dtype=torch.bool)
+    counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(n))[:n]] = True
+    found = filtered.profile_sample(counted, TokenOrder(1, ((0, len(counted)),)))
+    used = min(n, SAMPLE)
+    assert found[:used].tolist() == sampled_tokens(counted)
+    assert counted[found[:used]].all() and (found[used:] == -1).all()
+    assert len(found) == SAMPLE and found[:used].unique().numel() == used
+    ordinal = (counted.cumsum(0) - 1)[found[:used]]
+    assert torch.equal(((ordinal + 1) * used - 1) // max(n, 1), torch.arange(used))
+
+
+@pytest.mark.parametrize("length", [2, 8, 100, 1024, 4096])
+@pytest.mark.parametrize("per_run", [1, 2, 3])
+def test_the_sample_has_no_period(length: int, per_run: int) -> None:
+    """Of ``per_run`` sequences to a run, it takes tokens from all quarters alike."""
+    places = torch.tensor(sampled_tokens(torch.ones(SAMPLE * per_run * length).bool())) % length
+    quarters = (places * min(length, 4) // length).bincount(minlength=min(length, 4))
+    wanted = SAMPLE / len(quarters)
+    assert (quarters >= 0.8 * wanted).all() and (quarters <= 1.2 * wanted).all()
+
+
+def test_the_sample_is_that_of_the_callers_order() -> None:
+    """Two pieces of two ranks: 0 1 2 3 | 4 5 6 7 is gathered as 0 4 | 1 2 3 5 6 7."""
+    order = TokenOrder(2, ((0, 2), (2, 8)))
+    counted = torch.tensor([True, True, False, True, True, False, True, True])
+    found = filtered.profile_sample(order.permuted(counted), order)
+    gathered = order.permuted(torch.arange(8))
+    assert gathered[found[:6]].tolist() == [0, 1, 3, 4, 6, 7] and (found[6:] == -1).all()
