@@ -67,9 +67,9 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.__stdout__.fileno()):
+        if isinstance(error, BrokenPipeError) and _is_unread(1):
             # As other programs in a shell's pipe end, such as before ``| head``.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             _leave(128 + signal.SIGPIPE)
         summary = f"rank {rank}: {type(error).__name__}: {_line(error)}"
         _report(summary, traceback.format_exc().rstrip() if _is_first_to_fail() else summary)

@@ -23,12 +23,15 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
-        free = shutil.disk_usage(there).free
         reason: Any = error.strerror or error
         if there != path and not there.is_dir():
             reason = f"{there} is not a directory"
-        sizes = "" if needed is None else f"; it needs {needed} bytes, {free} are free"
-        raise RunError(f"cannot write {path}: {reason}{sizes}") from error
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = f"{there} cannot be written: {reason}"
+        elif needed is not None:
+            free = shutil.disk_usage(there).free
+            reason = f"{reason}; it needs {needed} bytes, {free} are free"
+        raise RunError(f"cannot write {path}: {reason}") from error
 
 
 def check_writable(path: Path) -> None:

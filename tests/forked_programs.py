@@ -61,12 +61,16 @@ def _become(command: list[str], env: Mapping[str, str], output: IO[Any] | None) 
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         _be_new(env)
-        *options, module = command[1 : command.index("-m") + 2]
-        assert options in (["-m"], ["-u", "-m"]), command
-        sys.argv[1:] = command[command.index("-m") + 2 :]
-        for name in (module, f"{module}.__main__"):  # runpy warns of a module that is there
+        *options, last = command[1 : 3 + (command[1] == "-u")]
+        sys.argv[1:] = command[len(options) + 2 :]
+        for name in [last, *sys.argv[1:3]]:  # runpy warns of a module that is there
             sys.modules.pop(name, None)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+            sys.modules.pop(f"{name}.__main__", None)
+        if options[-1] == "-c":
+            exec(last, {"__name__": "__main__"})
+        else:
+            assert options[-1] == "-m", command
+            runpy.run_module(last, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -35,7 +35,7 @@ def read_scalars() -> None:
 
 
 def make_fast(patch: pytest.MonkeyPatch) -> None:
-    """Replace functions of the interpreter until ``patch`` is undone, in the releases known here."""
+    """Replace functions of the interpreter until ``patch`` is undone, in known releases."""
     if not triton.__version__.startswith(RELEASES):
         return
     patch_language_for_good(patch)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.launch.bench import tile_max
 from flce_dist.testing import relative_rms
 from tests.problems import Inputs, Outcome, Upstream, each_dtype, run
 from tests.test_gpu_oracle import (
@@ -61,10 +60,6 @@ def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tupl
     return (F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"),)
 
 
-def tile_max_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor]:
-    return (tile_max.loss_of(hidden, weight, labels) * len(labels),)
-
-
 def predictions(kind: str, device: str, V: int, H: int) -> Inputs:
     """512 tokens in bf16, 128 on a CPU, by how their labels are predicted.
 
@@ -100,7 +95,6 @@ def test_error_beside_that_of_logits_in_bf16(kind, device, V, H, record_property
     truth = textbook_in_chunks(inputs, torch.float64)
     results = {
         "ours, cached": run(our_call, inputs, Upstream(), schedule="cached", reduction="sum"),
-        "tile maxima": run(tile_max_call, inputs, Upstream()),
         "bf16 logits": textbook_in_chunks(inputs, torch.bfloat16),
         "torch eager": run(eager_call, inputs, Upstream()),
     }

@@ -51,8 +51,6 @@ LAZILY = {  # inside functions and for type checkers
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find
 }
 EXCEPTIONS = {
-    # The rival kernel of the benchmark is built of ours, so that nothing else differs.
-    "launch/bench/tile_max.py": {"kernels", "triton"},
     # Subclasses of megatron-core's layers; imported when a model is plugged in.
     "flce_dist/megatron/column_parallel.py": {"megatron"},
     "flce_dist/megatron/linear_cross_entropy_module.py": {"megatron"},

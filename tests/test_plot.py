@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +9,10 @@ import pytest
 pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
-from matplotlib.figure import Figure
-
 from flce_dist.launch.bench.files import write_results
 from flce_dist.launch.plot import __main__ as plot
 from flce_dist.launch.plot.bars import latency, memory
 from flce_dist.launch.plot.dial import dial
-from flce_dist.launch.plot.forward_grid import forward_grid
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts
 
@@ -29,20 +25,12 @@ DIAL = [
 ]
 
 
-FORWARD = [
-    record(impl, ms, mode="forward", T=T, ratio=1.25)
-    for T in (8, 16)
-    for impl, ms in (("gemm1", 4.0), ("triton", 5.0), ("canonical", 10.0))
-]
-
-
 def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path: Path, capsys) -> None:
-    for name, found in (("peers", GRADIENTS), ("dial", DIAL), ("grid", FORWARD), ("none", [])):
+    for name, found in (("peers", GRADIENTS), ("dial", DIAL), ("none", [])):
         write_results(tmp_path / name, ABOUT, found)
-    files = [str(tmp_path / f"{name}.json") for name in ("peers", "dial", "grid", "none")]
+    files = [str(tmp_path / f"{name}.json") for name in ("peers", "dial", "none")]
     assert plot.main([*files, "--out", str(tmp_path / "figures")]) == 0
     expected = {"peers-latency", "peers-memory", "dial-latency", "dial-memory", "dial-dial"}
-    expected |= {"grid-forward"}
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == expected
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "figures").iterdir())
     assert str(tmp_path / "figures" / "dial-dial.png") in capsys.readouterr().out
@@ -95,22 +83,6 @@ def test_the_dial_runs_from_recompute_to_cached() -> None:
     assert_readable(figure)
     assert dial(GRADIENTS) is None
     assert len(drawn(dial([*DIAL, *(replace(r, T=16) for r in DIAL)])).axes) == 2
-
-
-def test_the_forward_grid_shows_the_floor_and_canonical() -> None:
-    figure = drawn(forward_grid(FORWARD))
-    assert texts(figure, 0) == ["1.25", "1.25"]
-    assert texts(figure, 1) == ["2.00", "2.00"]
-    assert len(drawn(forward_grid([r for r in FORWARD if r.impl != "canonical"])).axes) == 1
-    wrong = [replace(r, status="wrong") if r.impl == "triton" else r for r in FORWARD]
-    assert texts(forward_grid(wrong), 0) == ["1.25 wrong"] * 2
-    assert forward_grid(FORWARD[:3]) is None
-
-
-def bars(figure: Figure | None, panel: int) -> list[tuple[float, float]]:
-    """Left end and width of each bar."""
-    patches: Any = drawn(figure).axes[panel].patches
-    return [(round(p.get_x(), 6), round(p.get_width(), 6)) for p in patches]
 
 
 def test_what_is_no_result_file_is_named(tmp_path: Path) -> None:

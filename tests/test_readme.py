@@ -14,8 +14,8 @@ import flce_dist
 from flce_dist.testing import RankPool
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = dict(
-    match.groups()
+BLOCKS: dict[str, str] = dict(
+    (match[1], match[2])
     for match in re.finditer(
         r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S
     )

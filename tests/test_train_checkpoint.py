@@ -25,7 +25,6 @@ from flce_dist.launch.train.checkpoint import (
     Checkpoint,
     Position,
     clean,
-    load,
     newest_whole,
     save,
 )
@@ -64,7 +63,7 @@ def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
     assert newest == Checkpoint(directory / "step-00000015", Position(15, 30, CONFIG))
     assert messages == []
     for rank in range(2):
-        state = load(newest, rank)
+        state = newest.load(rank)
         assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
         assert state["step"] == 15
 
@@ -98,8 +97,8 @@ def be_a_folder(path: Path) -> None:
         (MANIFEST, Path.unlink, "manifest.json cannot be read: No such file"),
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
         (MANIFEST, truncate, "manifest.json cannot be read"),
-        (MANIFEST, write("[]"), "manifest.json cannot be read"),
-        (MANIFEST, write('"text"'), "manifest.json cannot be read"),
+        (MANIFEST, write("[]"), "manifest.json must hold a JSON object, got []"),
+        (MANIFEST, write('"text"'), "manifest.json must hold a JSON object, got 'text'"),
         (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
     ],
 )
@@ -152,17 +151,15 @@ def test_a_manifest_must_name_its_folder_and_the_file_of_every_rank(directory: P
         newest_whole(directory, messages.append)
 
 
-def test_all_damaged_is_refused_unless_told_to_start_anew(directory: Path) -> None:
+def test_all_damaged_is_refused(directory: Path) -> None:
     for path in directory.iterdir():
         flip_a_bit(path / "rank-00001.pt")
     messages: list[str] = []
-    with pytest.raises(RunError, match=r"step 15 is damaged: .*step 10 is.*--anew-if-damaged"):
+    with pytest.raises(RunError, match=r"step 15 is damaged: .*step 10 is.*move them elsewhere"):
         newest_whole(directory, messages.append)
-    assert messages == []
-    assert newest_whole(directory, messages.append, anew_if_damaged=True) is None
-    assert len(messages) == 2
-    clean(directory, None, messages.append)
-    assert names(directory) == ["step-00000010.bad", "step-00000015.bad"]
+    assert messages == [] and names(directory) == ["step-00000010", "step-00000015"]
+    for path in directory.iterdir():
+        path.rename(path.with_suffix(".bad"))
     assert newest_whole(directory, messages.append) is None  # set aside is out of the way
     assert newest_whole(directory / "nowhere", messages.append) is None
 
@@ -190,7 +187,7 @@ def test_loading_runs_no_code(directory: Path) -> None:
     assert newest is not None
     torch.save({"weight": Malice()}, newest.path / "rank-00000.pt")
     with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
-        load(newest, 0)
+        newest.load(0)
 
 
 def test_half_written_ones_are_not_candidates_and_are_removed(directory: Path) -> None:
@@ -302,7 +299,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(ranks: RankPool, tmp_path:
     (tmp_path / "file").write_text("in the way")
     for message in ranks.run(rank_error, tmp_path / "file" / "checkpoints"):
         assert "checkpoints/step-00000020.tmp: " in message
-        assert f"{tmp_path}/file is not a directory; it needs 19216 bytes" in message
+        assert message.endswith(f"{tmp_path}/file is not a directory")
 
 
 def rank_save_apart(group: Any, directory: Path) -> str:

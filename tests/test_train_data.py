@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.launch.train import data as data_module
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.data import load_corpus, load_tokenizer
+from flce_dist.launch.train.data import Corpus, load_tokenizer, open_corpus, tokenise
 from flce_dist.launch.yaml_config import ConfigError
 from tests.tiny_training import CONFIG, corpus
 
@@ -20,6 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 load_once = functools.cache(load_tokenizer)
+
+
+def load_corpus(config: RunConfig) -> Corpus:
+    return open_corpus(config, tokenise(config))
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +78,24 @@ def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"/c:1: must be UTF-8, got byte 0xff"):
         identity("c", b"abc\xff")
+
+
+def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    text = tmp_path / "text"
+    config = replace(
+        CONFIG, out_dir=tmp_path / "runs" / "one", data=replace(CONFIG.data, text=text)
+    )
+    text.write_text("a few words only")
+    with pytest.raises(ConfigError, match=r"seq_length must leave one .* got 8"):
+        tokenise(config)
+    text.write_bytes(b"\x7fELF\xff\xfe")
+    with pytest.raises(ConfigError, match=r"text:1: must be UTF-8, got byte 0xff"):
+        tokenise(config)
+    assert list(tmp_path.iterdir()) == [text]
+    text.write_text("words, words, words " * 20)
+    path, *_ = tokenise(config)
+    longer = replace(config, model=replace(config.model, seq_length=1000))
+    with pytest.raises(ConfigError, match=r"got 1000"):  # of a text whose tokens are there
+        open_corpus(longer, tokenise(longer))
+    assert path.exists()

@@ -1,14 +1,15 @@
 """The records of a run that is continued."""
 
+import json
 import math
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.log import RunLog, plot_loss_curve, read_metrics
+from flce_dist.launch.train.log import RunLog, plot_loss_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -19,12 +20,7 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
     log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)
     for step in range(1, 5):
         log.train(step, loss=10.0 - step, gradient_norm=1.0, tokens_per_s=1.0)
-    bands: list[dict[str, Any]] = [
-        {"from": 0, "tokens": 3, "loss": 6.5},
-        {"from": 256, "tokens": 0, "loss": None},
-        {"from": 1024, "tokens": 1, "loss": math.nan},
-    ]
-    log.validation(4, 6.5, bands)
+    log.validation(4, 6.5)
     log.close()
     path, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
     with path.open("a") as file:
@@ -45,7 +41,16 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
     log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
     log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
     log.close()
-    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 9.0), (2, 1.0), (3, None)]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in found] == [(1, 9.0), (2, 1.0), (3, None)]
     assert cut.read_text().splitlines() == before[2:] + before[1:2]
     plot_loss_curve(tmp_path)
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_a_curve_without_a_number_is_drawn_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": null}\n')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_loss_curve(tmp_path)
     assert (tmp_path / "loss.png").stat().st_size > 1000

@@ -1,5 +1,6 @@
 """Ranks that the training program starts itself."""
 
+import os
 import signal
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train import __main__ as train
-from flce_dist.launch.train import start
+from flce_dist.launch.train import ranks
 
 TRAIN = "flce_dist.launch.train"
 
@@ -58,7 +59,11 @@ def test_ranks_started_here_end_as_the_first_one_that_failed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def torchrun(arguments: list[str]) -> None:
-        assert arguments == [*"--standalone --nproc-per-node 4 -m".split(), TRAIN, *overrides]
+        *options, code, launcher, module, first, second = arguments
+        command = [sys.executable, "-u", "-c"]
+        assert options == [*"--standalone --nproc-per-node 4 --no-python".split(), *command]
+        assert (code, launcher) == (ranks.RANK, str(os.getpid()))
+        assert (module, [first, second]) == (TRAIN, overrides)
         if isinstance(ended, int):
             failures = {1: ProcessFailure(1, 77, ended, "none")}
             raise ChildFailedError(TRAIN, failures)
@@ -68,8 +73,8 @@ def test_ranks_started_here_end_as_the_first_one_that_failed(
     overrides = ["--parallel.tensor", "4"]
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
-    monkeypatch.setattr(start, "torchrun", torchrun)
-    monkeypatch.setattr(start.logging, "disable", lambda level: None)
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert train.main() == status
     assert capsys.readouterr() == ("", said)

@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_the_last_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.json"
-    write_json(path, {"branches": [1]})
+    write_json(path, {"records": [1]})
     before = path.read_text()
 
     def half(self: Path, text: str, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_full_disk_leaves_the_last_whole_file(
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(RunError, match=r"cannot write .*out\.json: No space left on device$"):
-        write_json(path, {"branches": [1, 2]})
+        write_json(path, {"records": [1, 2]})
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -68,6 +68,14 @@ def test_an_error_without_a_number_says_what_it_says(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"a: 8 requested and 3 written; it needs 8 bytes, \d+ are"):
         with writing(tmp_path / "a", 8):
             raise OSError("8 requested and 3 written")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_is_read_only_is_named_without_sizes(tmp_path: Path, code: int) -> None:
+    with pytest.raises(RunError) as error, writing(tmp_path / "run" / "a", 134):
+        raise OSError(code, os.strerror(code))
+    said = f"cannot write {tmp_path}/run/a: {tmp_path} cannot be written: {os.strerror(code)}"
+    assert str(error.value) == said
 
 
 def test_what_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
@@ -105,38 +113,7 @@ def bench_profiles(stem: Path, patch: pytest.MonkeyPatch) -> None:
 def bench_filtered(stem: Path, patch: pytest.MonkeyPatch) -> None:
     from flce_dist.launch.bench import filtered
 
-    filtered._write(stem.with_suffix(".json"), {}, records=[])
-
-
-def bench_branches(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from flce_dist.launch.bench import branches
-    from flce_dist.launch.bench.branch_records import Branch
-
-    branch = Branch(0, branches.EXACT, [1], [1.0], [1.0], [], {}, seconds=1.0)
-    of_run = {"facts_of": {}, "unseen": 1, "run_branches": [branch], "learning_rate": 1.0}
-    for name, value in of_run.items():
-        patch.setattr(branches, name, lambda *args, value=value, **kwargs: value)
-    trainer: Any = SimpleNamespace(step=0, samples_per_step=1)
-    model = SimpleNamespace(seq_length=1)
-    settings: Any = SimpleNamespace(
-        branch_steps=1, branch_validate_every=1, stretches=1, heads=(), out=stem, model=model,
-        optimizer=None,
-    )  # fmt: skip
-    branches.bench(settings, trainer)
-
-
-def bench_mean_gradient(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from flce_dist.launch.bench import mean_gradient
-
-    known = {"facts_of": {"step": 0}, "unseen": 1, "measure": [(2, [])]}
-    for name, value in known.items():
-        patch.setattr(mean_gradient, name, lambda *args, value=value: value)
-    data, model = SimpleNamespace(batch_size=1), SimpleNamespace(seq_length=1)
-    settings: Any = SimpleNamespace(batches=1, out=stem, data=data, model=model)
-    trainer: Any = None
-    mean_gradient.bench(settings, trainer)
+    filtered._write(stem.with_suffix(".json"), {}, [])
 
 
 def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
@@ -147,28 +124,23 @@ def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
     program.main(["--device", "cpu", "--output", f"{stem}.json"])
 
 
-def train_results(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.train import results
-
-    patch.setattr(results, "collect", lambda runs: {})
-    results.main([f"{stem}.json", "exact=runs/exact"])
-
-
 def train_origin(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.train import results
+    pytest.importorskip("megatron.core")
+    from flce_dist.launch.train import log
 
-    patch.setattr(results, "about", lambda device: {})
+    patch.setattr(log, "about", lambda device: {})
     patch.setattr("torch.distributed.get_world_size", lambda: 1)
-    patch.setattr(results, "flatten", lambda config: {})
+    patch.setattr(log, "flatten", lambda config: {})
     config: Any = SimpleNamespace(out_dir=stem.parent)
-    results.write_origin(config, config)
+    log.write_origin(config, config)
 
 
 def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from flce_dist.launch.train.compare import write_comparison
+    from flce_dist.launch.train import compare
 
-    write_comparison(stem.parent, {})
+    patch.setattr(compare, "_print_table", lambda numbers: None)
+    compare.report_comparison(stem.parent, {})
 
 
 def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
@@ -184,10 +156,7 @@ def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
         (bench, "out.csv"),
         (bench_profiles, "out.profile.json"),
         (bench_filtered, "out.json"),
-        (bench_branches, "out.json"),
-        (bench_mean_gradient, "out.json"),
         (verify, "out.json"),
-        (train_results, "out.json"),
         (train_origin, "run.json"),
         (train_comparison, "compare.json"),
         (figures, "bench-peers-h200-latency.png"),
@@ -217,7 +186,6 @@ def test_a_result_that_cannot_be_written_is_one_line(
 
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-QUICKSTART = str(CONFIGS / "quickstart.yaml")
 
 
 @pytest.mark.parametrize(
@@ -225,8 +193,6 @@ QUICKSTART = str(CONFIGS / "quickstart.yaml")
     [
         ("bench.__main__", "start", ["--config", f"{CONFIGS}/bench/smoke.yaml", "--out", "{stem}"]),
         ("bench.filtered", "start", ["--head", "head.pt", "--out", "{stem}"]),
-        ("bench.branches", "with_run", ["--config", QUICKSTART, "--out", "{stem}"]),
-        ("bench.mean_gradient", "with_run", ["--config", QUICKSTART, "--out", "{stem}"]),
         ("verify.__main__", "start", ["--output", "{stem}.json"]),
     ],
 )
@@ -242,8 +208,6 @@ def test_work_that_would_be_lost_does_not_begin(
     program = importlib.import_module(f"flce_dist.launch.{module}")
     begun: list[Any] = []
     monkeypatch.setattr(program, work, lambda *args: begun.append(args))
-    if work == "with_run":
-        monkeypatch.setattr(program, "check", lambda *args: None)  # there is no run
     (tmp_path / "file").write_text("in the way")
     stem = tmp_path / "file" / "out"
     with pytest.raises(RunError, match=rf"cannot write {stem}\.json: .*/file is not a directory"):

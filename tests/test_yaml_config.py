@@ -103,7 +103,7 @@ def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
 
 SIZES = """steps validate_every checkpoint_every keep_checkpoints model.hidden_size model.num_layers
 model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.microbatches
-data.validation_batches optimizer.decay_steps parallel.tensor parallel.context"""
+data.validation_batches optimizer.decay_steps parallel.tensor"""
 
 
 NAN, INF = float("nan"), float("inf")
@@ -111,7 +111,7 @@ NAN, INF = float("nan"), float("inf")
 
 OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     (SIZES, "an int within [1, 2**31)", [0, -1, 2**31]),
-    ("optimizer.warmup_steps export_head", "an int within [0, 2**31)", [-1, 2**31]),
+    ("optimizer.warmup_steps", "an int within [0, 2**31)", [-1, 2**31]),
     ("seed", "an int within [0, 2**32)", [-1, 2**32]),
     (
         "optimizer.lr optimizer.clip_norm model.init_std",

@@ -3,14 +3,13 @@
     python -m flce_dist.launch.bench.filtered --head head.pt --out runs/bench/filtered
     torchrun --nproc-per-node 2 -m flce_dist.launch.bench.filtered --head head.pt --out ...
 
-``head.pt`` is what a training run writes with ``export_head``; its first 8192 tokens are timed. One
-process measures the whole vocabulary in the order of frequency and in the tokenizer's, then the
-first and the last shard of 4 and of 8, which ``trained_head`` simulates, and last the rows by
-frequency (``rare_rows``), in all tokens. Several ranks split the vocabulary and, under sequence
-parallelism, the tokens. Shards are timed as replays of CUDA graphs: the host of a rank is ahead of
-its GPU in training, and behind it in calls as short as these. ``ratio`` is against the three GEMMs
-of exact gradients on this rank's rows and all tokens. Records without time are the errors of
-leaving tiles out of both gradients (impl ``dropped``) or of dhidden alone (``dropped_dhidden``).
+``head.pt`` is a file of torch.save with ``hidden`` [T, H], ``labels`` [T] int64, ``weight``
+[V_all, H] and ``counts`` [V_all] int64, how often each token occurs in the training text; its first
+8192 tokens are timed. One process measures the vocabulary in the order of frequency and in the
+tokenizer's. Several ranks split the vocabulary and, under sequence parallelism, the tokens.
+``ratio`` is against the three GEMMs of exact gradients on this rank's rows and all tokens. Records
+of one process without time are the errors of leaving tiles out of both gradients (impl ``dropped``)
+or of dhidden alone (``dropped_dhidden``).
 """
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
@@ -28,46 +27,53 @@ import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from torch import Tensor
+from rich.table import Table
 
 from flce_dist.launch.about import about
-from flce_dist.launch.bench import rare_rows
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import with_suffix
-from flce_dist.launch.bench.filtered_report import FilteredRecord, table
 from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
-from flce_dist.launch.bench.problem import DTYPES, Errors, Truth, make_truth
-from flce_dist.launch.bench.report import make_records
+from flce_dist.launch.bench.problem import DTYPES, Problem, Truth, errors_of, make_truth
+from flce_dist.launch.bench.report import Record, make_records
 from flce_dist.launch.bench.trained_head import (
-    Part,
-    PartProblem,
+    Order,
     TrainedHead,
     differentiated,
     dropped,
-    make_part,
+    make_problem,
 )
 from flce_dist.launch.process_group import start
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SIZE, ConfigError, check_ranges
 from flce_dist.options import POSITIVE
 from flce_dist.testing import relative_rms
-from flce_dist.vocab_order import TILE
 
 EPS = (2.0**-12, 2.0**-10)
+TIMED_T = 8192
 
 
 @dataclass(frozen=True)
 class Settings:
     head: Path
-    """A file that a training run wrote with export_head."""
+    """A file of torch.save with hidden, labels, weight and counts."""
     out: Path = Path("runs/bench/filtered")
     """Stem of the result file, out.json."""
     widen: Annotated[int, SIZE] = 4
-    """How many times features are repeated; at least 2 for shards."""
+    """How many times features are repeated."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rounds: Annotated[int, SIZE] = 5
     sample_ms: Annotated[float, POSITIVE] = 60.0
     settle_ms: Annotated[float, POSITIVE] = 60.0
+
+
+@dataclass(frozen=True)
+class FilteredRecord(Record):
+    """A run in one order; ``floor_ms`` is that of the three GEMMs."""
+
+    order: str = "frequency"
+    kept_share: float | None = None
+    rank_one_mass: float | None = None
+    rank_ms: tuple[float, ...] = ()  # kernels of each rank, without communication; of several
 
 
 def main(args: list[str] | None = None) -> int:
@@ -80,9 +86,11 @@ def main(args: list[str] | None = None) -> int:
         check_writable(path)
     is_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     device, tp_group = start("cpu" if is_cpu else "cuda")
-    batches = TrainedHead.load(settings.head, device).batches()
-    head, P = batches[0], 1 if tp_group is None else tp_group.size()
-    parts = _parts(head, settings, P)
+    head, P = TrainedHead.load(settings.head, device, TIMED_T), 1
+    if tp_group is not None:
+        P, V_all, T = tp_group.size(), len(head.weight), len(head.labels)
+        if V_all % P or T % P:
+            raise ConfigError(f"{P} ranks must divide {V_all} rows and {T} tokens")
     console = Console(quiet=tp_group is not None and tp_group.rank() > 0, width=140)
     records: list[FilteredRecord] = []
     facts = {
@@ -91,43 +99,26 @@ def main(args: list[str] | None = None) -> int:
         **about(device),
         "config": {**dataclasses.asdict(settings), "head": settings.head.name, "out": None},
     }
-    for part in parts:
-        found = _measure(make_part(head, part, settings.widen, tp_group), part, settings)
+    orders: tuple[Order, ...] = ("frequency", "tokenizer") if P == 1 else ("frequency",)
+    for order in orders:
+        problem = make_problem(head, order, settings.widen, tp_group)
+        found = _measure(problem, order, settings)
         free_memory(device)
         records += found
-        console.print(table(found, part))
+        console.print(_table(found))
         if not console.quiet:  # rank 0
-            _write(path, facts, records=records)
-    if P == 1:
-        rows = rare_rows.measure(batches, EPS)
-        console.print(rare_rows.table(rows))
-        _write(path, facts, records=records, rows=rows)
+            _write(path, facts, records)
     return 0
 
 
-def _write(path: Path, facts: dict[str, Any], **records: list[Any]) -> None:
-    lists = {name: [dataclasses.asdict(x) for x in found] for name, found in records.items()}
-    write_json(path, {"about": facts, **lists})
+def _write(path: Path, facts: dict[str, Any], records: list[FilteredRecord]) -> None:
+    write_json(path, {"about": facts, "records": [dataclasses.asdict(x) for x in records]})
 
 
-def _parts(head: TrainedHead, settings: Settings, P: int) -> list[Part]:
-    V_all, T = len(head.weight), len(head.labels)
-    if P > 1:
-        if V_all % P or T % P:
-            raise ConfigError(f"{P} ranks must divide {V_all} rows and {T} tokens")
-        return [Part()]
-    whole = [Part(), Part("tokenizer")]
-    if settings.widen == 1:
-        return whole
-    sizes = [shards for shards in (4, 8) if V_all % (shards * TILE) == 0]
-    return whole + [Part("frequency", n, shard) for n in sizes for shard in (0, n - 1)]
-
-
-def _runs(part: Part, problem: PartProblem) -> list[RunSpec]:
-    """Return the runs on a part, the floor first."""
-    inner = problem.problem
-    impl = "triton" if inner.hidden.device.type == "cuda" else "eager"
-    is_parallel = inner.tp_group is not None
+def _runs(problem: Problem) -> list[RunSpec]:
+    """Return the runs on a problem, the floor first."""
+    impl = "triton" if problem.hidden.device.type == "cuda" else "eager"
+    is_parallel = problem.tp_group is not None
     ours = [
         RunSpec(impl, "recompute", sequence_parallel=is_parallel),
         RunSpec(impl, "cached", sequence_parallel=is_parallel),
@@ -137,36 +128,35 @@ def _runs(part: Part, problem: PartProblem) -> list[RunSpec]:
     return [RunSpec("gemm3"), *peers, *ours]
 
 
-def _measure(given: PartProblem, part: Part, settings: Settings) -> list[FilteredRecord]:
-    """Measure all runs on one part; collective."""
-    problem, device = given.problem, given.problem.hidden.device
+def _measure(problem: Problem, order: Order, settings: Settings) -> list[FilteredRecord]:
+    """Measure all runs in one order; collective."""
+    device = problem.hidden.device
     config = BenchConfig(
         check="none",
         warmup=1,
         rounds=settings.rounds,
         sample_ms=settings.sample_ms,
         settle_ms=settings.settle_ms,
-        cuda_graph=part.shards > 1 and device.type == "cuda",
     )
     (V, H), names = problem.weight.shape, {dtype: name for name, dtype in DTYPES.items()}
     shape = ShapeSpec(len(problem.labels), H, V * problem.P, names[problem.hidden.dtype])  # type: ignore[arg-type]
     truth = make_truth(problem, gradients=True)
-    found = [Measured(run, problem, config) for run in _runs(part, given)]
+    found = [Measured(run, problem, config) for run in _runs(problem)]
     shares: dict[str, dict[str, Any]] = {}
     for measured in found:
         measured.prepare(None)
         run = measured.run
         if measured.failure is None and run.impl != "gemm3":
             loss, gradients, shares[run.name] = differentiated(problem, run)
-            measured.errors = _errors(given, run, loss, gradients, truth)
+            measured.errors = errors_of(run, loss, gradients, problem, truth)
             del gradients
         over_ranks(measured)
-    without = _dropped(given, part, shape, truth)
+    without = _dropped(problem, order, shape, truth)
     del truth
     free_memory(device)
-    order = random.Random(config.seed)  # the same on all ranks
+    turns = random.Random(config.seed)  # the same on all ranks
     for _ in range(config.rounds):
-        for measured in order.sample(found, len(found)):
+        for measured in turns.sample(found, len(found)):
             measured.sample()
     rank_ms = {x.run.name: _kernels_ms(x) for x in found}
     floor, *_ = records = make_records(shape, found)
@@ -177,7 +167,7 @@ def _measure(given: PartProblem, part: Part, settings: Settings) -> list[Filtere
                 "floor_ms": floor.p50_ms,
                 "ratio": record.p50_ms and floor.p50_ms and record.p50_ms / floor.p50_ms,
             },
-            **dataclasses.asdict(part),
+            order=order,
             **shares.get(measured.run.name, {}),
             rank_ms=rank_ms[measured.run.name],
         )
@@ -188,30 +178,12 @@ def _measure(given: PartProblem, part: Part, settings: Settings) -> list[Filtere
     return results + without
 
 
-def _errors(
-    given: PartProblem, run: RunSpec, loss: Tensor, gradients: tuple[Tensor, Tensor], truth: Truth
-) -> Errors:
-    dhidden, dweight = gradients
-    assert truth.dhidden is not None and truth.dweight is not None
-    tokens = given.problem.tokens_of(run)
-
-    def of_model(d: Tensor) -> Tensor:
-        return d[given.rows][:, given.columns]
-
-    return Errors(
-        abs(loss.item() - truth.loss) / abs(truth.loss),
-        relative_rms(dhidden[:, given.columns], truth.dhidden[tokens][:, given.columns]),
-        relative_rms(of_model(dweight), of_model(truth.dweight)),
-    )
-
-
 def _dropped(
-    given: PartProblem, part: Part, shape: ShapeSpec, truth: Truth
+    problem: Problem, order: Order, shape: ShapeSpec, truth: Truth
 ) -> list[FilteredRecord]:
-    """Return the errors of leaving tiles out: on the whole vocabulary, in one process."""
-    problem = given.problem
+    """Return the errors of leaving tiles out, in one process."""
     found = []
-    for eps in EPS if part.shards == problem.P == 1 else ():
+    for eps in EPS if problem.P == 1 else ():
         dhidden, dweight, kept_share = dropped(problem, eps)
         assert truth.dhidden is not None and truth.dweight is not None
         record = FilteredRecord(
@@ -229,7 +201,7 @@ def _dropped(
             dhidden_error=relative_rms(dhidden, truth.dhidden),
             dweight_error=relative_rms(dweight, truth.dweight),
             filter_eps=eps,
-            order=part.order,
+            order=order,
             kept_share=kept_share,
         )
         exact = dataclasses.replace(record, impl="dropped_dhidden", dweight_error=0.0)
@@ -249,6 +221,32 @@ def _kernels_ms(measured: Measured) -> tuple[float, ...]:
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
     return tuple(everyones)
+
+
+def _table(records: list[FilteredRecord]) -> Table:
+    first = records[0]
+    ranks = f" on {first.P} ranks" if first.P > 1 else ""
+    title = f"{first.order} order: T={first.T} H={first.H} V={first.V} {first.dtype}{ranks}"
+    made = Table(title=title, caption="kept: share of tiles; left: mass in rank one")
+    made.add_column("run", no_wrap=True)
+    columns = {
+        "ms": (".3f", "p50_ms"),
+        "/ 3 GEMMs": (".3f", "ratio"),
+        "kept": (".4f", "kept_share"),
+        "left": (".4f", "rank_one_mass"),
+        "workspace MiB": (",.1f", "workspace_mib"),
+        "loss": (".1e", "loss_error"),
+        "dhidden": (".5f", "dhidden_error"),
+        "dweight": (".5f", "dweight_error"),
+    }
+    for heading in columns:
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("", overflow="fold")
+    for record in records:
+        values = ((form, getattr(record, name)) for form, name in columns.values())
+        texts = ("" if x is None else format(x, form) for form, x in values)
+        made.add_row(record.run.name, *texts, record.message or "")
+    return made
 
 
 if __name__ == "__main__":

@@ -87,15 +87,8 @@ def _load_cce(options: dict[str, object], tp_group: object) -> LossFunction:
     return functools.partial(linear_cross_entropy, **options)
 
 
-def _load_tile_max(tp_group: object) -> LossFunction:
-    from flce_dist.launch.bench.tile_max import loss_of  # needs triton
-
-    return loss_of
-
-
 PEERS: dict[str, Peer] = {
     "canonical": Peer(lambda _: canonical),
-    "tile_max": Peer(_load_tile_max),
     "torch_eager": Peer(lambda _: torch_eager),
     "torch_compile": Peer(functools.partial(_load_compiled, torch_eager)),
     "torch_compile_fp32": Peer(functools.partial(_load_compiled, canonical)),

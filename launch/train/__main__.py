@@ -1,4 +1,4 @@
-"""Train a GPT on real text: tensor-, context- and data-parallel, killed and continued at will.
+"""Train a GPT on real text: tensor- and data-parallel, killed and continued at will.
 
     python -m flce_dist.launch.train --config configs/quickstart.yaml
 
@@ -7,9 +7,9 @@ starts the ranks of one replica on this host. For other numbers of ranks, and se
     torchrun --nproc-per-node 4 -m flce_dist.launch.train --config configs/quickstart.yaml
 
 Each step: the loss of one batch through megatron-core's GPTModel and linear_cross_entropy, its
-gradients, one update. All that a step depends on (weights, optimizer, generators, position in the
-data) is in the checkpoints, so a run that is killed and started again ends where it would have.
-This module reads the command line and torchrun's environment; ``run`` has the loop.
+gradients, one update. All that a step depends on (weights, optimizer, position in the data) is in
+the checkpoints, so a run that is killed and started again ends where it would have. ``run`` has
+the loop.
 """
 
 import os
@@ -17,16 +17,22 @@ import sys
 
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import load_config
-from flce_dist.launch.train.device import choose_device, join_ranks
-from flce_dist.launch.train.exit import end_with_torchrun
 from flce_dist.launch.train.lock import held
-from flce_dist.launch.train.ranks import said
+from flce_dist.launch.train.ranks import (
+    choose_device,
+    end_with_torchrun,
+    join_ranks,
+    on_rank_0,
+    said,
+    start_ranks,
+)
 
 
 def main() -> int:
     end_with_torchrun()
     if "RANK" not in os.environ:
-        return start(sys.argv[1:])
+        ranks = load_config(sys.argv[1:]).parallel.tensor
+        return start_ranks(ranks, "flce_dist.launch.train", sys.argv[1:])
     config = load_config(
         sys.argv[1:],
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -34,23 +40,15 @@ def main() -> int:
     )
     device = choose_device(config)
     join_ranks(device)
+    with said("loading libraries, vocabulary and text"):
+        # Seconds, for which no error waits.
+        from flce_dist.launch.train.data import open_corpus, tokenise
+        from flce_dist.launch.train.run import run
+
+        # Before the folder is made: a text that will not do leaves none.
+        corpus = open_corpus(config, on_rank_0(lambda: tokenise(config)))
     with held(config.out_dir):
-        with said("loading libraries, vocabulary and text"):
-            # Seconds, for which no error waits.
-            from flce_dist.launch.train.data import open_corpus, tokenise
-            from flce_dist.launch.train.ranks import on_rank_0
-            from flce_dist.launch.train.run import run
-
-            corpus = open_corpus(config, on_rank_0(lambda: tokenise(config)))
         return run(config, corpus, device)
-
-
-def start(arguments: list[str]) -> int:
-    """Check the configuration, and start the ranks of this host."""
-    from flce_dist.launch.train.start import start_ranks
-
-    ranks = load_config(arguments).parallel.replica
-    return start_ranks(ranks, ["-m", "flce_dist.launch.train", *arguments])
 
 
 if __name__ == "__main__":

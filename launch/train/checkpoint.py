@@ -22,13 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.files import (
-    digest,
-    remove,
-    sync_directory,
-    write_shard,
-    write_synced,
-)
+from flce_dist.launch.train.files import digest, remove, sync_directory, write_shard, write_synced
 from flce_dist.launch.train.ranks import on_rank_0, together
 from flce_dist.launch.write import writing
 
@@ -50,6 +44,12 @@ class Checkpoint:
     path: Path
     position: Position
 
+    def load(self, rank: int) -> dict[str, Tensor]:
+        """Return what ``rank`` wrote, on the CPU."""
+        path = self.path / shard_name(rank)
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
 
 def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep: int) -> None:
     """Write one checkpoint and remove all but the ``keep`` newest; collective over all ranks.
@@ -63,7 +63,6 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
     """
     final = directory / f"step-{position.step:08d}"
     partial = final.with_suffix(".tmp")
-    mine = partial / shard_name(dist.get_rank())
     needed = sum(together(lambda: sum(tensor.nbytes for tensor in state.values())))
 
     def prepare() -> None:
@@ -74,7 +73,7 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
     def write() -> dict[str, Any]:
         with writing(partial, needed):
             partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
-            return write_shard(mine, state)
+            return write_shard(partial / shard_name(dist.get_rank()), state)
 
     def finish(files: dict[str, Any]) -> None:
         unseen = [name for name in files if not (partial / name).exists()]
@@ -101,15 +100,13 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
         raise
 
 
-def newest_whole(
-    directory: Path, say: Callable[[str], None], *, anew_if_damaged: bool = False
-) -> Checkpoint | None:
+def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose manifest and files agree; ``say`` which were skipped.
 
     For one rank; it changes nothing on disk.
 
     Raises:
-        RunError: if there are checkpoints and all are damaged, unless ``anew_if_damaged``.
+        RunError: if there are checkpoints and all are damaged.
     """
     damaged = []
     for path in reversed(_named(directory)):
@@ -118,18 +115,16 @@ def newest_whole(
         except _Damaged as error:
             damaged.append(f"checkpoint step {_step(path)} is damaged: {error}")
             continue
-        if damaged:
-            damaged.append(f"going back to checkpoint step {_step(path)}")
         for message in damaged:
             say(message)
+        if damaged:
+            say(f"going back to checkpoint step {_step(path)}")
         return checkpoint
-    if damaged and not anew_if_damaged:
+    if damaged:
         raise RunError(
             f"no checkpoint in {directory} is whole ({'; '.join(damaged)}); "
-            "--anew-if-damaged sets them aside and starts at step 0"
+            "to start at step 0, move them elsewhere"
         )
-    for message in damaged:
-        say(message)
     return None
 
 
@@ -156,13 +151,6 @@ def clean(directory: Path, resumed: Checkpoint | None, say: Callable[[str], None
             path.rename(bad)
 
 
-def load(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
-    """Return what ``rank`` wrote, on the CPU."""
-    path = checkpoint.path / shard_name(rank)
-    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
 def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
@@ -175,6 +163,8 @@ def _verify(path: Path) -> Position:
     try:
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
+        if not isinstance(manifest, dict):
+            raise _Damaged(f"{MANIFEST} must hold a JSON object, got {manifest!r:.40}")
         manifest.pop("sha256", None)
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
@@ -182,7 +172,7 @@ def _verify(path: Path) -> Position:
         position = Position(**manifest)
     except OSError as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
     if position.step != _step(path):
         raise _Damaged(f"{MANIFEST} is that of step {position.step}")

@@ -60,11 +60,10 @@ class DataConfig:
 class HeadConfig:
     """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
 
-    kind: Literal["linear_cross_entropy", "dropped_tiles", "megatron_fused", "megatron_unfused"] = (
+    kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
         "linear_cross_entropy"
     )
-    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without.
-    dropped_tiles: no gradients where filter_eps approximates them; slow, to compare with."""
+    """megatron_*: Megatron's own layer with the loss of cross_entropy_loss_fusion, or without."""
     schedule: Literal["auto", "cached", "recompute", "in_forward"] = "auto"
     max_logits_bytes: int | None = None
     impl: Literal["triton", "eager"] | None = None
@@ -74,10 +73,14 @@ class HeadConfig:
     softcap: float | None = None
     logit_scale: float = 1.0
     filter_eps: float | None = None
-    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass (or
-    dropped_mass) are recorded. Saves time only with vocab_order."""
+    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
+    recorded. Saves time only with vocab_order."""
     vocab_order: bool = False
     """Order the vocabulary by how often tokens occur in the training text."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind == "linear_cross_entropy"
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of ``use_linear_cross_entropy``."""
@@ -104,15 +107,8 @@ class OptimizerConfig:
 class ParallelConfig:
     tensor: Annotated[int, SIZE] = 2
     """Ranks that share the weights of one replica."""
-    context: Annotated[int, SIZE] = 1
-    """Ranks that share its sequences; replicas are the last factor of the number of ranks."""
     sequence_parallel: bool = True
     """Split activations between layers by token. Means nothing where tensor is 1."""
-
-    @property
-    def replica(self) -> int:
-        """Ranks of one replica."""
-        return self.tensor * self.context
 
 
 @dataclass(frozen=True)
@@ -126,13 +122,8 @@ class RunConfig:
     validate_every: Annotated[int, SIZE] = 25
     checkpoint_every: Annotated[int, SIZE] = 25
     keep_checkpoints: Annotated[int, SIZE] = 2
-    anew_if_damaged: bool = False
-    """Where all checkpoints are damaged, set them aside and start at step 0, not refuse."""
     compare: bool = True
     """At the end of a run with our head, compare it against Megatron's own on one batch."""
-    export_head: Annotated[int, SIZE_OR_0] = 0
-    """At the end, write hidden states of this many validation tokens and the output layer's weight
-    into head.pt. 0 writes none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -143,8 +134,8 @@ class RunConfig:
 # What may differ between a checkpoint and the run that continues it: nothing in the numbers of a
 # step depends on these.
 MAY_CHANGE_ON_RESUME = frozenset(
-    """out_dir steps device validate_every checkpoint_every keep_checkpoints anew_if_damaged
-    compare export_head data.validation_batches data.text""".split()
+    """out_dir steps device validate_every checkpoint_every keep_checkpoints compare
+    data.validation_batches data.text""".split()
 )
 
 TEXT_SHA256 = "data.text.sha256"
@@ -172,26 +163,21 @@ def load_config(
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
         show_errors=show_errors,
     )
-    check_config(config, world_size=world_size or config.parallel.replica)
+    check_config(config, world_size=world_size or config.parallel.tensor)
     return config
 
 
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, tensor, context = config.model, config.parallel.tensor, config.parallel.context
+    model, tensor, optimizer = config.model, config.parallel.tensor, config.optimizer
     _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
     ranks = "the number of ranks that torchrun starts"
-    if context == 1:
-        _divides("parallel.tensor", tensor, ranks, world_size)
-    else:
-        _divides("parallel.tensor * parallel.context", tensor * context, ranks, world_size)
-        _divides("2 * parallel.context", 2 * context, "model.seq_length", model.seq_length)
+    _divides("parallel.tensor", tensor, ranks, world_size)
     _divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
     _divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     if config.parallel.sequence_parallel:
-        each, of = model.seq_length // context, "" if context == 1 else " / parallel.context"
-        _divides("parallel.tensor", tensor, f"model.seq_length{of}", each)
+        _divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
     _require(
         model.hidden_size // model.num_heads % 2 == 0,
         "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
@@ -202,15 +188,20 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         f"data.text must be a file, got {config.data.text}",
     )
     _require(
-        not config.export_head or context == 1,
-        f"export_head needs parallel.context = 1, got {context}",
+        optimizer.min_lr <= optimizer.lr,
+        f"optimizer.min_lr must be at most optimizer.lr = {optimizer.lr}, got {optimizer.min_lr}",
     )
-    _check_optimizer(config.optimizer)
-    _check_head(config.head)
     _require(
-        config.head.kind != "dropped_tiles" or tensor == 1,
-        f"head.kind=dropped_tiles needs parallel.tensor = 1, got {tensor}",
+        optimizer.warmup_steps <= optimizer.decay_steps,
+        "optimizer.warmup_steps must be at most optimizer.decay_steps = "
+        f"{optimizer.decay_steps}, got {optimizer.warmup_steps}",
     )
+    _require(
+        optimizer.lr * optimizer.weight_decay < 1,
+        "optimizer.weight_decay must be below 1 / optimizer.lr = "
+        f"{1 / optimizer.lr}, got {optimizer.weight_decay}",
+    )
+    _check_head(config.head)
 
 
 def _check_head(config: HeadConfig) -> None:
@@ -218,35 +209,12 @@ def _check_head(config: HeadConfig) -> None:
         LinearCrossEntropy(1, 1, device="meta", **config.options())
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
-    drops = config.kind == "dropped_tiles"
-    _require(
-        not drops or config.filter_eps is not None,
-        f"head.kind=dropped_tiles needs head.filter_eps, got {config.filter_eps}",
-    )
-    own = {"kind", "filter_eps", "vocab_order"} if drops else {"kind"}
     for name, value in vars(config).items():
         _require(
-            config.kind == HeadConfig.kind or name in own or value == getattr(HeadConfig, name),
+            config.is_ours or name == "kind" or value == getattr(HeadConfig, name),
             f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
             f"head.kind={config.kind}",
         )
-
-
-def _check_optimizer(config: OptimizerConfig) -> None:
-    _require(
-        config.min_lr <= config.lr,
-        f"optimizer.min_lr must be at most optimizer.lr = {config.lr}, got {config.min_lr}",
-    )
-    _require(
-        config.warmup_steps <= config.decay_steps,
-        "optimizer.warmup_steps must be at most optimizer.decay_steps = "
-        f"{config.decay_steps}, got {config.warmup_steps}",
-    )
-    _require(
-        config.lr * config.weight_decay < 1,
-        "optimizer.weight_decay must be below 1 / optimizer.lr = "
-        f"{1 / config.lr}, got {config.weight_decay}",
-    )
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

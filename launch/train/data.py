@@ -9,7 +9,6 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,10 @@ class Corpus:
 
         Each pass over the text has an order of its own, drawn from the seed and its number.
         """
-        rows = [self._row(sample) for sample in range(first_sample, first_sample + batch_size)]
+        rows = []
+        for sample in range(first_sample, first_sample + batch_size):
+            epoch, place = divmod(sample, len(self.train))
+            rows.append(_order(self.seed, epoch, len(self.train))[place])
         return _split(self.train[rows])
 
     def validation_batch(self, index: int, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -61,38 +63,19 @@ class Corpus:
         """Return how often each token occurs in the training sequences, [vocab_size] int64."""
         return torch.bincount(self.train.flatten(), minlength=self.vocab_size)
 
-    def _row(self, sample: int) -> int:
-        epoch, place = divmod(sample, len(self.train))
-        return _order(self.seed, epoch, len(self.train))[place]
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """A text's token ids in a file, as one rank leaves them for all others and for later runs.
-
-    Attributes:
-        path: an int32 array of NumPy, [number of tokens].
-        vocab_size, sources: see ``Corpus``.
-    """
-
-    path: Path
-    vocab_size: int
-    sources: dict[str, str]
-
-
-def load_corpus(config: RunConfig) -> Corpus:
-    """Tokenise the text, unless an earlier run did, and open it."""
-    return open_corpus(config, tokenise(config))
+Tokens = tuple[Path, int, dict[str, str]]
+"""An int32 file of NumPy, the size of the vocabulary, and digests of text and vocabulary."""
 
 
 def tokenise(config: RunConfig) -> Tokens:
     """Tokenise the text with Tekken's 131,072-entry vocabulary, which mistral-common carries.
 
-    For one rank. Ids are kept in a folder ``tokens`` beside ``out_dir``, under the digests of the
-    text and of the vocabulary.
+    For one rank. The file lies in a folder ``tokens`` beside ``out_dir`` and is named by the
+    digests, for later runs.
 
     Raises:
-        ConfigError: if the text is not UTF-8.
+        ConfigError: if the text is not UTF-8 or too short; then nothing is written.
         RunError: if the file cannot be written.
     """
     tokenizer, vocabulary = load_tokenizer()
@@ -104,8 +87,38 @@ def tokenise(config: RunConfig) -> Tokens:
     name = "-".join(digest[:16] for digest in sources.values())
     path = config.out_dir.parent / "tokens" / f"{name}.npy"
     if not path.exists():
-        _write(path, encode(tokenizer, text))
-    return Tokens(path, tokenizer.n_words, sources)
+        ids = encode(tokenizer, text)
+        count_rows(config, len(ids))
+        with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
+            np.save(file, ids)
+    return path, tokenizer.n_words, sources
+
+
+def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
+    """Cut what ``tokenise`` left into sequences; tokens stay in the file until a batch needs them.
+
+    Raises:
+        ConfigError: if they are too few.
+    """
+    path, vocab_size, sources = tokens
+    ids, width = torch.from_numpy(np.load(path, mmap_mode="c")), config.model.seq_length + 1
+    rows, validation_rows = count_rows(config, len(ids))
+    sequences = ids[: rows * width].view(rows, width)
+    train, validation = sequences[:-validation_rows], sequences[-validation_rows:]
+    return Corpus(train, validation, vocab_size, config.seed, sources)
+
+
+def count_rows(config: RunConfig, tokens: int) -> tuple[int, int]:
+    """Return the number of sequences, and of those for validation."""
+    width = config.model.seq_length + 1
+    rows, validation = tokens // width, int(tokens * config.data.validation_fraction) // width
+    validation = max(1, validation)
+    if rows <= validation:
+        raise ConfigError(
+            f"model.seq_length must leave one training and one validation sequence in the text's "
+            f"{tokens} tokens, got {config.model.seq_length}"
+        )
+    return rows, validation
 
 
 def load_tokenizer() -> tuple[Any, bytes]:
@@ -114,38 +127,6 @@ def load_tokenizer() -> tuple[Any, bytes]:
 
     path = files("mistral_common") / "data" / "tekken_240911.json"
     return Tekkenizer.from_file(str(path)), path.read_bytes()
-
-
-def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
-    """Cut a text's tokens into sequences; they stay in their file until a batch needs them.
-
-    Raises:
-        ConfigError: if they are too few for one training and one validation sequence, or for
-            ``export_head``.
-    """
-    ids = torch.from_numpy(np.load(tokens.path, mmap_mode="c"))
-    width = config.model.seq_length + 1
-    validation_rows = max(1, int(len(ids) * config.data.validation_fraction) // width)
-    rows = len(ids) // width
-    if rows <= validation_rows:
-        raise ConfigError(
-            f"model.seq_length must leave one training and one validation sequence in the text's "
-            f"{len(ids)} tokens, got {config.model.seq_length}"
-        )
-    validated = validation_rows * config.model.seq_length
-    if config.export_head > validated:
-        raise ConfigError(
-            f"export_head must be at most the {validated} tokens of the validation text, got "
-            f"{config.export_head}"
-        )
-    sequences = ids[: rows * width].view(rows, width)
-    return Corpus(
-        train=sequences[:-validation_rows],
-        validation=sequences[-validation_rows:],
-        vocab_size=tokens.vocab_size,
-        seed=config.seed,
-        sources=tokens.sources,
-    )
 
 
 def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
@@ -159,16 +140,11 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
         end = len(text) if line_end < 0 else line_end + 1
         parts.append(text[start:end])
         start = end
-    encode = partial(tokenizer._model.encode_to_numpy, disallowed_special=())
+    encode = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
     whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
     return whole.astype(np.int32)
-
-
-def _write(path: Path, ids: NDArray[np.int32]) -> None:
-    with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
-        np.save(file, ids)
 
 
 def read_text(path: Path | None) -> str:

@@ -23,6 +23,14 @@ LOCK = "run.lock"
 
 
 @contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """``locked`` by rank 0 for all ranks; collective, and every rank raises what rank 0 does."""
+    with ExitStack() as stack:
+        on_rank_0(lambda: stack.enter_context(locked(folder, say)))
+        yield
+
+
+@contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold ``folder`` for this process, which is the one rank that writes most of it.
 
@@ -30,8 +38,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         RunError: if another run holds it, or one that was killed on another machine held it.
     """
     path, owner = folder / LOCK, this_run()
-    text = json.dumps(owner) + "\n"
-    with writing(path, len(text)):
+    with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     with file:
@@ -55,23 +62,15 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
                     f"that still runs. If it does not, remove {path}"
                 )
             say(f"{_name(before)} ended without giving {folder} back; taking it over")
-        with writing(path, len(text)):
+        with writing(path):
             file.truncate(0)
-            file.write(text)
+            file.write(json.dumps(owner) + "\n")
             file.flush()
         try:
             yield
         finally:
             file.truncate(0)
             fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would leave it to forked children
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """``locked`` by rank 0 for all ranks; collective, and every rank raises what rank 0 does."""
-    with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(locked(folder, say)))
-        yield
 
 
 # If any of these is alike, the run that left its text is over: on this machine flock would tell of

@@ -5,19 +5,33 @@ For the one rank that reports.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
 from flce_dist.launch.strict_json import strict_json
-from flce_dist.launch.write import replacing, write_figure, writing
+from flce_dist.launch.train.config import RunConfig, flatten
+from flce_dist.launch.write import replacing, write_figure, write_json, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
+
+
+def write_origin(config: RunConfig, device: torch.device) -> None:
+    """Write what this run's numbers depend on into run.json."""
+    origin = {
+        **about(device),
+        "ranks": dist.get_world_size(),
+        "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
+        "config": flatten(config),
+    }
+    write_json(config.out_dir / "run.json", origin)
 
 
 class RunLog:
@@ -26,13 +40,13 @@ class RunLog:
     A number that is not finite is null, since JSON has no word for it.
 
     A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
-    and TensorBoard leaves them out. What cannot be written is kept as ``failure`` until ``close``,
-    so that the rank that writes goes on beside the others to where all stop.
+    and TensorBoard leaves them out. What cannot be written is kept until ``check``, so that the
+    rank that writes goes on beside the others to where all stop.
     """
 
     def __init__(self, out_dir: Path, *, step: int, steps: int, head_mib: float):
         self.path = out_dir / METRICS
-        self.failure: RunError | None = None
+        self._failure: RunError | None = None
         with writing(self.path):
             cut = set_aside(self.path, step)
             self._file = self.path.open("a", buffering=1)
@@ -59,27 +73,23 @@ class RunLog:
         )
         self._bar.update(step - self._bar.n)
 
-    def validation(self, step: int, loss: float, by_frequency: list[dict[str, Any]]) -> None:
-        """Record one ``Validation``."""
-        self._write("validation", step, {"loss": loss, "by_frequency": by_frequency})
+    def validation(self, step: int, loss: float) -> None:
+        self._write("validation", step, {"loss": loss})
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, message: str) -> None:
         """Print a line without tearing the progress bar."""
         self._bar.write(message)
 
-    def leave_bar(self) -> None:
-        """End the line of the progress bar: what is printed next begins a line of its own."""
-        self._bar.close()
+    def check(self) -> None:
+        """Raise ``RunError`` if a record could not be written."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
-        """Raise ``RunError`` if a record could not be written."""
-        self.leave_bar()
-        if self.failure is not None:
-            raise self.failure
-        with writing(self.path):
-            self._events.close()
-            self._file.close()
+        """End the line of the progress bar: what is printed next begins a line of its own."""
+        self._bar.close()
+        self._events.close()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         line = strict_json({"kind": kind, "step": step, **values}, indent=None) + "\n"
@@ -87,20 +97,10 @@ class RunLog:
             with writing(self.path, len(line)):
                 self._file.write(line)
             with writing(Path(self._events.log_dir)):
-                for name, value in _scalars(values):
+                for name, value in values.items():
                     self._events.add_scalar(f"{kind}/{name}", value, step)
         except RunError as error:
-            self.failure = self.failure or error
-
-
-def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if name != "by_frequency":
-            yield name, value
-            continue
-        for band in value:
-            if band["loss"] is not None:
-                yield f"loss_from_{band['from']}", band["loss"]
+            self._failure = self._failure or error
 
 
 def set_aside(path: Path, step: int) -> int:
@@ -122,19 +122,11 @@ def set_aside(path: Path, step: int) -> int:
     return len(cut)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of ``metrics.jsonl``; a last line cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is unfinished
-
-
 def plot_loss_curve(out_dir: Path) -> None:
     """Draw training and validation loss of ``metrics.jsonl`` over steps into loss.png."""
     from matplotlib.figure import Figure
 
-    records = read_metrics(out_dir / METRICS)
+    records = [json.loads(line) for line in (out_dir / METRICS).read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for kind, style in (("train", "-"), ("validation", "o-")):
@@ -144,5 +136,6 @@ def plot_loss_curve(out_dir: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=kind, linewidth=1.2, markersize=4)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     write_figure(out_dir / "loss.png", figure, dpi=120)

@@ -5,8 +5,7 @@ of tensor-parallel ranks, so that runs with different numbers of them start from
 (unless the vocabulary needs padding for one of them).
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce_dist import frequency_order
-from flce_dist.launch.dropped_tiles import SHARES, drop_tiles
-from flce_dist.launch.train.attention import CausalAttention
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.cpu import run_megatron_on_cpu
 from flce_dist.launch.yaml_config import ConfigError
@@ -23,19 +20,11 @@ from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of this rank. World size = tensor size * context size * data size.
-
-    Attributes:
-        copies: ranks with the same weights: context times data, among which gradients are averaged
-            and the optimizer's state is split.
-    """
+class Groups(NamedTuple):
+    """The process groups of this rank; the size of the world is that of one times the other's."""
 
     tensor: dist.ProcessGroup
-    context: dist.ProcessGroup
     data: dist.ProcessGroup
-    copies: dist.ProcessGroup
 
 
 class ParallelRMSNorm(nn.RMSNorm):
@@ -50,6 +39,20 @@ class ParallelRMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class CausalAttention(nn.Module):
+    """Core attention that makes no [s, s] mask; it takes the place of ``DotProductAttention``."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return [s, b, n * d] for query, key and value [s, b, n, d] of n heads on this rank."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
 def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
     """Create megatron-core's process groups and random generators; collective."""
     from megatron.core import parallel_state
@@ -58,20 +61,14 @@ def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
     if device.type == "cpu":
         run_megatron_on_cpu()
     parallel_state.initialize_model_parallel(
-        config.parallel.tensor,
-        context_parallel_size=config.parallel.context,
-        create_gloo_process_groups=False,
-    )
-    groups = Groups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        context=parallel_state.get_context_parallel_group(),
-        data=parallel_state.get_data_parallel_group(),
-        copies=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        config.parallel.tensor, create_gloo_process_groups=False
     )
     torch.manual_seed(config.seed)
     # The inference tracker is the one that forks no GPU generator.
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=device.type == "cpu")
-    return groups
+    return Groups(
+        parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    )
 
 
 def build_model(
@@ -86,7 +83,6 @@ def build_model(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model, tensor = config.model, config.parallel.tensor
-    dtype = getattr(torch, model.dtype)
 
     def draw(weight: Tensor) -> Tensor:
         return nn.init.normal_(weight, std=model.init_std)
@@ -101,8 +97,7 @@ def build_model(
         ffn_hidden_size=model.ffn_hidden_size,
         tensor_model_parallel_size=tensor,
         sequence_parallel=config.parallel.sequence_parallel and tensor > 1,
-        context_parallel_size=config.parallel.context,
-        params_dtype=dtype,
+        params_dtype=getattr(torch, model.dtype),
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=True,
         init_method=draw,
@@ -121,10 +116,9 @@ def build_model(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    is_megatrons = config.head.kind.startswith("megatron_")
-    # Each rank holds the same number of rows; the head leaves out those beyond vocab_size.
+    # Each rank holds the same number of rows; our head leaves out those beyond vocab_size.
     rows = -(-vocab_size // tensor) * tensor
-    if is_megatrons and vocab_size % tensor:
+    if not config.head.is_ours and vocab_size % tensor:
         raise ConfigError(
             f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
             f"divide the {vocab_size} entries, got {tensor}"
@@ -139,18 +133,14 @@ def build_model(
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
     ).to(device)
-    if is_megatrons:
-        return gpt
-    use_linear_cross_entropy(
-        gpt,
-        vocab_size=vocab_size,
-        vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
-        metrics=config.head.filter_eps is not None,
-        **config.head.options(),
-    )
-    if config.head.kind == "dropped_tiles":
-        assert config.head.filter_eps is not None
-        drop_tiles(gpt.output_layer, config.head.filter_eps)
+    if config.head.is_ours:
+        use_linear_cross_entropy(
+            gpt,
+            vocab_size=vocab_size,
+            vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
+            metrics=config.head.filter_eps is not None,
+            **config.head.options(),
+        )
     return gpt
 
 
@@ -184,18 +174,15 @@ def distribute(model: nn.Module) -> Any:
 def token_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """Return the loss [b, s] fp32 of ``labels`` [b, s] after ``tokens`` [b, s], causally.
 
-    Under context parallelism these are this rank's tokens. With head.schedule=in_forward it is
-    their sum.
+    With head.schedule=in_forward it is their sum.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=labels)
 
 
 def filter_shares(model: Any) -> dict[str, Tensor]:
-    """Return what head.filter_eps kept and left out in the latest loss, as scalars by name.
-
-    These are kept_share and rank_one_mass, or dropped_mass; {} without head.filter_eps.
-    """
+    """Return what head.filter_eps kept and left out in the latest loss; {} without it."""
     metrics = getattr(model.output_layer, "last_metrics", None)
-    found = {} if metrics is None else metrics._asdict()
-    return {name: found[name] for name in SHARES if name in found}
+    if metrics is None:
+        return {}
+    return {"kept_share": metrics.kept_share, "rank_one_mass": metrics.rank_one_mass}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import OptimizerConfig
 from flce_dist.launch.train.cpu import optimizer_names
 
@@ -23,10 +24,9 @@ class Optimizer:
     """Megatron's optimizer over a model in Megatron's DDP, with a learning rate for each step.
 
     Attributes:
-        parameters: this rank's parameters by name, the same on all copies of the weights.
-        shards: what this rank updates of them, flat and in fp32: views of fp32 parameters, copies
-            of bf16 ones. A name may be missing where other copies hold all of it.
-        adamw: PyTorch's optimizer over the shards.
+        parameters: this rank's parameters by name, the same on all data-parallel replicas.
+        adamw: PyTorch's optimizer of what this rank updates of them: flat shards in fp32, views of
+            fp32 parameters and copies of bf16 ones.
     """
 
     def __init__(self, model: Any, config: OptimizerConfig, device: torch.device):
@@ -52,29 +52,14 @@ class Optimizer:
                 use_gloo_process_groups=False,
             )
         (distributed,) = self.megatron.chained_optimizers
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        self.shards: dict[str, Tensor] = {}
-        for whole, shards in (
-            (distributed.model_fp32_groups, distributed.shard_fp32_groups),
-            (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
-        ):
-            for group, group_shards in zip(whole, shards, strict=True):
-                self.shards |= {names[p]: x for p, x in zip(group, group_shards, strict=True)}
         self.adamw: torch.optim.Optimizer = distributed.optimizer
         for group in self.adamw.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        # What AdamW would create at its first step, so that a checkpoint has where to load into.
-        for shard in self.shards.values():
-            self.adamw.state[shard] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
 
     def step(self, step: int) -> float:
         """Clip the finished gradients and update the parameters; return the gradient norm.
 
-        Collective: one all-reduce of the norm, and an all-gather of the parameters among copies.
+        Collective: one all-reduce of the norm, and an all-gather of the parameters over replicas.
         """
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, self.config)
@@ -82,6 +67,47 @@ class Optimizer:
             _, norm, _ = self.megatron.step()
             self.megatron.zero_grad()
         return float(norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this rank's parameters by names for a checkpoint, no copies."""
+        return {f"model.{name}": x.detach() for name, x in self.parameters.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's shards and what AdamW knows of them; no other rank holds it."""
+        state = self._shards()
+        for i, values in self.adamw.state_dict()["state"].items():
+            state |= {f"optimizer.{i}.{key}": value for key, value in values.items()}
+        return state
+
+    def restore(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        """Take over what the functions above returned in an earlier process.
+
+        Raises:
+            RunError: if names or shapes are those of another model.
+        """
+        mine = self.weights() | self._shards()
+        saved = weights | {name: x for name, x in state.items() if name.endswith(".fp32")}
+        shapes, others = (
+            {name: (x.shape, x.dtype) for name, x in found.items()} for found in (mine, saved)
+        )
+        if shapes != others:
+            names = sorted({name for name, _ in shapes.items() ^ others.items()})
+            raise RunError(
+                f"the checkpoint was made for another model, which differs in "
+                f"{', '.join(names[:5])}; use the package versions that it was made with"
+            )
+        for name, x in mine.items():
+            x.copy_(saved[name])
+        of_shards: dict[int, dict[str, Tensor]] = {}
+        for name, value in state.items():
+            _, i, key = name.split(".")
+            if key != "fp32":
+                of_shards.setdefault(int(i), {})[key] = value
+        self.adamw.load_state_dict(self.adamw.state_dict() | {"state": of_shards})
+
+    def _shards(self) -> dict[str, Tensor]:
+        shards = [shard for group in self.adamw.param_groups for shard in group["params"]]
+        return {f"optimizer.{i}.fp32": shard.detach() for i, shard in enumerate(shards)}
 
 
 def _norm(chunk: int, overflow: Tensor, grads: list[list[Tensor]], each: bool) -> Any:

@@ -1,16 +1,131 @@
-"""What the ranks of a run do together: where one cannot go on, all stop with its error."""
+"""The ranks of a run: how they start and meet, what they do together, and that none is left over.
 
+Where one rank cannot go on, all stop with its error.
+"""
+
+import ctypes
+import logging
+import os
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.yaml_config import ConfigError
 
 Result = TypeVar("Result")
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent is gone
+RANK = f"""\
+import ctypes, os, runpy, signal, sys
+launcher, module = int(sys.argv[1]), sys.argv[2]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() != launcher:
+    os._exit(128 + signal.SIGKILL)
+sys.argv[:3] = [module]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""What a rank runs first: seconds before it has imported torch its launcher may be killed."""
+
+
+def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
+    """Run ``module`` on ``ranks`` ranks of this host; return the status of the first that failed.
+
+    torchrun's agent runs in this process, without its reports: a rank that fails prints why, in
+    one line or with its traceback, and torchrun's command would add a page for each. The ranks end
+    with this process, however it ends.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.disable(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, and says so
+    rank = [sys.executable, "-u", "-c", RANK, str(os.getpid()), module, *arguments]
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), "--no-python", *rank])
+    except ChildFailedError as error:
+        failed, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        number = signal.Signals(-failure.exitcode)
+        print(f"error: rank {failed} was killed by {number.name}", file=sys.stderr)
+        return 128 + number
+    except SignalException as error:  # sent to this process; the ranks got SIGTERM and have ended
+        return 128 + error.sigval
+    return 0
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel kill this rank once the torchrun that started it is gone.
+
+    Only for ranks of torchrun: those of another launcher may outlive it. The signal is SIGKILL,
+    since a rank that waits in a collective handles no other.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if is_orphan(os.getppid()):  # torchrun was gone before that call
+        os._exit(128 + signal.SIGKILL)
+
+
+def is_orphan(parent: int, proc: Path = Path("/proc")) -> bool:
+    """Whether ``parent`` is the init process, which adopts orphans.
+
+    In a container torchrun itself may be process 1; then it is a Python process.
+    """
+    if parent != 1:
+        return False
+    try:
+        command = (proc / "1" / "cmdline").read_bytes()
+    except OSError:  # hidden, so it is another user's
+        return True
+    return b"python" not in command and b"torchrun" not in command
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """Return the device of this rank.
+
+    Raises:
+        ConfigError: if the machine has no GPU for it, or ``head.impl`` cannot run on it.
+    """
+    gpus = torch.cuda.device_count()
+    kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    local_rank, local_ranks = (int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE"))
+    if kind == "cuda" and local_ranks > gpus:
+        raise ConfigError(
+            f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
+        )
+    if kind == "cpu" and config.head.impl == "triton":
+        raise ConfigError("head.impl=triton needs GPUs; on CPU use eager or leave it out")
+    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def join_ranks(device: torch.device) -> None:
+    """Make the default process group."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Objects (what ranks decide together) go over gloo, tensors over NCCL.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    # megatron-core warns of each optional package that is not there, names what it will deprecate,
+    # and calls collectives by names that newer PyTorch deprecates.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def together(work: Callable[[], Result]) -> list[Result]:
@@ -24,7 +139,7 @@ def together(work: Callable[[], Result]) -> list[Result]:
         result = work()
     except RunError as error:
         message = str(error)
-    outcomes: list[Any] = [None] * dist.get_world_size()
+    outcomes: list[tuple[Result, str | None]] = [(result, message)] * dist.get_world_size()  # type: ignore[list-item]
     dist.all_gather_object(outcomes, (result, message))
     for _, failure in outcomes:
         if failure is not None:
@@ -37,8 +152,7 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
 
     Only one rank reads the disk and decides, because other hosts may see changes later.
     """
-    results: list[Any] = together(lambda: work() if dist.get_rank() == 0 else None)
-    return results[0]
+    return together(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def say(message: str) -> None:

@@ -1,29 +1,24 @@
 """The training loop: how a run begins, continues and ends."""
 
-import signal
+import math
 import time
 
 import torch
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.compare import compare_heads, print_table, write_comparison
+from flce_dist.launch.train.compare import compare_heads, head_peak_mib, report_comparison
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.export import export_head
-from flce_dist.launch.train.log import RunLog, plot_loss_curve
-from flce_dist.launch.train.ranks import on_rank_0, said, together
-from flce_dist.launch.train.results import write_origin
-from flce_dist.launch.train.trainer import Trainer, require_finite
+from flce_dist.launch.train.log import RunLog, plot_loss_curve, write_origin
+from flce_dist.launch.train.ranks import on_rank_0, said
+from flce_dist.launch.train.trainer import Trainer
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     """Train from wherever the run stands to ``config.steps``, then compare the heads.
 
-    SIGTERM to any rank ends all after the step that they are in, with a checkpoint. A second one
-    ends at once.
-
     Returns:
-        The exit status: 0, or 143 after SIGTERM.
+        The exit status, 0.
 
     Raises:
         RunError: on every rank, if one cannot go on, or a number is not finite.
@@ -31,7 +26,8 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
         checkpoint = trainer.resume()
-        head_mib = trainer.head_peak_mib()
+        probe, group = trainer.probe_batch(), trainer.groups.tensor
+        head_mib = head_peak_mib(trainer.model, config.head.is_ours, *probe, group)
     log: RunLog | None = None
 
     def begin() -> None:
@@ -41,27 +37,31 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
 
-    def end() -> bool:
+    on_rank_0(begin)
+    try:
+        train(trainer, log)
+    finally:
         if log:
             log.close()
-        return bool(terminations)
+    on_rank_0(lambda: plot_loss_curve(config.out_dir))
+    compared = ""
+    if config.compare and config.head.is_ours:
+        numbers = compare_heads(trainer.model, *probe, group)
+        on_rank_0(lambda: report_comparison(config.out_dir, numbers))
+        compared = ", the comparison of heads compare.png"
+    if log:
+        print(f"everything is in {config.out_dir}; the loss curve is loss.png{compared}")
+    return 0
 
-    def require_all_finite(numbers: dict[str, float]) -> None:
-        try:
-            require_finite(trainer.step, numbers)
-        except RunError:
-            together(end)  # the numbers are the same on every rank
-            raise
 
-    on_rank_0(begin)
-    terminations: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: terminations.append(number))
+def train(trainer: Trainer, log: RunLog | None) -> None:
+    """Make the steps that are left; ``log`` is rank 0's."""
+    config = trainer.config
     tokens_per_step = trainer.samples_per_step * config.model.seq_length
     trainer.memory()  # of what comes from here on
-    while trainer.step < config.steps and not trainer.stopping:
+    while trainer.step < config.steps:
         start = time.perf_counter()
-        failed = log is not None and log.failure is not None
-        loss, norm = trainer.train_step(stop=failed or bool(terminations))
+        loss, norm = trainer.train_step()
         step_s = time.perf_counter() - start
         if log:
             log.train(
@@ -73,39 +73,24 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
                 **trainer.filtered,
                 **trainer.memory(),
             )
-        require_all_finite({"loss": loss, "gradient norm": norm})
+        require_finite(trainer.step, {"loss": loss, "gradient norm": norm})
         last = trainer.step == config.steps
-        if trainer.stopping:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if last or trainer.step % config.validate_every == 0:
             validation = trainer.validate()
             if log:
-                log.validation(trainer.step, validation.loss, validation.by_frequency)
-            require_all_finite({"validation loss": validation.loss})
+                log.validation(trainer.step, validation)
+            require_finite(trainer.step, {"validation loss": validation})
         # After the records of this step, so that none of a saved step can be missing.
-        if last or trainer.stopping or trainer.step % config.checkpoint_every == 0:
-            try:
-                trainer.save()
-            except RunError:
-                if log:
-                    log.leave_bar()
-                raise
+        if last or trainer.step % config.checkpoint_every == 0:
+            on_rank_0(lambda: log.check() if log else None)
+            trainer.save()
 
-    stopped = any(together(end))
-    # torchrun sends SIGTERM to all at the first exit; after a stop that must not change the status.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if stopped else signal.SIG_DFL)
-    if stopped:
-        if log:
-            print(f"SIGTERM: stopped after step {trainer.step}; the same command continues the run")
-        return 128 + signal.SIGTERM
-    on_rank_0(lambda: plot_loss_curve(config.out_dir))
-    if config.compare and trainer.is_ours:
-        numbers = compare_heads(trainer.model, *trainer.probe_batch(), trainer.groups.tensor)
-        if log:
-            print_table(numbers)
-            write_comparison(config.out_dir, numbers)
-    if config.export_head:
-        export_head(trainer, config.export_head)
-    if log:
-        print(f"everything is in {config.out_dir}; the loss curve is loss.png")
-    return 0
+
+def require_finite(step: int, numbers: dict[str, float]) -> None:
+    wrong = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+    if wrong:
+        raise RunError(
+            f"step {step}: {', '.join(wrong)}, so the run stops without a checkpoint of this step; "
+            "the same command continues from the last one, and would come to the same numbers: "
+            "change, in a new --out-dir, what they depend on, such as optimizer.lr"
+        )

@@ -3,13 +3,14 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from flce_dist.launch.train.exit import end_with_torchrun, is_orphan
+from flce_dist.launch.train.ranks import RANK, end_with_torchrun, is_orphan
 from tests.processes import LAST_RESORT_S, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
@@ -64,3 +65,24 @@ def test_who_is_an_orphan(tmp_path: Path) -> None:
         assert not is_orphan(1, tmp_path)
     command.unlink()
     assert is_orphan(1, tmp_path)
+
+
+STUB = """\
+import ctypes, os, sys
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))
+print(number.value, "torch" in sys.modules, *sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path) -> None:
+    (tmp_path / "stub.py").write_text(STUB)
+
+    def started_by(launcher: int) -> tuple[int, str]:
+        command = [sys.executable, "-c", RANK, str(launcher), "stub", "--steps", "3"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return ended.returncode, ended.stdout
+
+    assert started_by(os.getpid()) == (0, f"{int(signal.SIGKILL)} False --steps 3\n")
+    assert started_by(os.getppid()) == (128 + signal.SIGKILL, "")  # its own was killed before
