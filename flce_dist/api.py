@@ -9,6 +9,7 @@ from torch import Tensor
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
+from flce_dist.op.gradients import NewDweight
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import Arguments, gradients_needed, in_autocast_dtype, prepare
 from flce_dist.options import Impl, LossOptions, Reduction, Schedule
@@ -214,8 +215,8 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     call, operands = prepare(arguments, needs)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     accumulates = needs[1] and call.options.accumulate_dweight
-    main_grad = captured(weight, call) if accumulates else None
-    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, main_grad)
+    sink = captured(weight, call) if accumulates else NewDweight()
+    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, sink)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)
