@@ -3,8 +3,6 @@
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -111,20 +109,17 @@ class Pass:
     def finished(self, losses: list[Tensor], metrics: list[Metrics]) -> tuple[Tensor, Metrics]:
         """Reduce the losses of all chunks; return them and the metrics in the caller's order."""
         call = self.call
-        loss = _joined(call, losses)  # the order decides the bits of a sum
+        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+        loss = call.order.restored(loss)  # the order decides the bits of a sum
         if call.options.reduction != "none":
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:
             return loss, Metrics()
         parts = zip(*(chunk[:4] for chunk in metrics), strict=True)
-        lse, logprob, entropy, correct = (_joined(call, chunks) for chunks in parts)
+        # Copies, also of one chunk: what an operator returns must not be what it saves.
+        lse, logprob, entropy, correct = (call.order.restored(torch.cat(part)) for part in parts)
         one, zero = loss.new_ones(()), loss.new_zeros(())
         return loss, Metrics(lse, logprob, entropy, correct, one, zero)
-
-
-def _joined(call: Call, chunks: Sequence[Tensor]) -> Tensor:
-    """Return [T] of all chunks in the caller's order."""
-    return call.order.restored(chunks[0] if len(chunks) == 1 else torch.cat(tuple(chunks)))
 
 
 def _loss_norm(call: Call, operands: Operands) -> Tensor | None:
