@@ -11,6 +11,7 @@ from flce_dist import torch_private
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
 from flce_dist.op.dtensor import DISTRIBUTED, localized
+from flce_dist.op.gradients import NewDweight
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import (
     Arguments,
@@ -243,10 +244,8 @@ def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
     call, operands = prepare(arguments, needs)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     accumulates = needs[1] and call.options.accumulate_dweight
-    main_grad = captured(weight, call) if accumulates else None
-    loss, *metrics = LinearCrossEntropyFunction.apply(
-        *operands, call, main_grad, weakref.ref(weight)
-    )
+    sink = captured(weight, call) if accumulates else NewDweight()
+    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)

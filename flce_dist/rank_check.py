@@ -109,7 +109,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
             "hash of labels": _hash(labels),
             "hash of token_weight": None if token_weight is None else _hash(token_weight),
         },
-        "plan": {"plan": repr(call.plan)},
+        "plan": {"plan": repr(call.schedule)},
         "weight": {
             "rows": len(weight),
             "hash": _hash_of_rows(weight),

@@ -13,19 +13,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.eager_filter import (  # noqa: F401  # of the interface, too
-    add_kept_dbias,
-    add_kept_dhidden,
-    kept_dlogits,
-    kept_dweight,
-    kept_tiles,
-    new_kept_buffer,
-    new_tile_stats,
-    tile_lists,
-    tile_means,
-    tile_profile,
-    write_tile_stats,
-)
+from flce_dist.kernels.eager_filter import write_tile_stats
 from flce_dist.kernels.eager_logits import SCRATCH_BYTES, capped, dlogits, windows  # noqa: F401
 from flce_dist.kernels.eager_rows import (  # noqa: F401
     loss_norm,

@@ -2,9 +2,6 @@
 # ruff: noqa: F401  # what is imported here is the interface
 
 from flce_dist.kernels.dlogits import dlogits
-from flce_dist.kernels.filter_dlogits import kept_dlogits, new_kept_buffer
-from flce_dist.kernels.filter_gemms import add_kept_dbias, add_kept_dhidden, kept_dweight
-from flce_dist.kernels.filter_stats import kept_tiles, new_tile_stats, tile_means, tile_profile
 from flce_dist.kernels.label_logit import label_logit
 from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.linear_stats import linear_stats
@@ -13,6 +10,5 @@ from flce_dist.kernels.reduce_loss import loss_norm, reduce_loss
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale
 from flce_dist.kernels.scale_rows import scale_rows
-from flce_dist.kernels.tile_lists import tile_lists
 from flce_dist.kernels.token_gradient import row_gradient
 from flce_dist.kernels.token_loss import token_loss

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager_logits
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.op.prepare import kernels_of
 from flce_dist.parallel.vocab import vocab_range
 from tests.parallel_checks import (
     Options,

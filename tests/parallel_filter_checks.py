@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.op.plan import pieces
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from tests import filtered_formula
@@ -65,7 +66,7 @@ def filtered_truth(
     """Gradients as defined on all ranks' tensors, which have the budgets of exact ones."""
     hidden, weight, bias, labels = one.tensors
     P_gathered = P if sequence_parallel else 1
-    order = TokenOrder(P_gathered, plan_of(one, P, {"schedule": "recompute"}).pieces(P_gathered))
+    order = TokenOrder(P_gathered, pieces(plan_of(one, P, {"schedule": "recompute"}), P_gathered))
     gradients = filtered_formula.filtered_gradients(
         Inputs(hidden, weight, labels, bias),
         eps,

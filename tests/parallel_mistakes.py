@@ -78,8 +78,8 @@ def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
 def every_other_dweight_dropped(patch: pytest.MonkeyPatch) -> None:
     calls, opened = itertools.count(), main_grad.MainGrad.opened
 
-    def wrong(self: main_grad.MainGrad) -> tuple[torch.Tensor, bool]:
-        buffer, accumulates = opened(self)
+    def wrong(self: Any, operand: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        buffer, accumulates = opened(self, operand)
         return buffer.clone() if next(calls) % 2 else buffer, accumulates
 
     patch.setattr(main_grad.MainGrad, "opened", wrong)

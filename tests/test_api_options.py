@@ -97,7 +97,7 @@ def inputs_for(
 
 
 def test_the_budgets_make_the_plans_they_are_meant_to() -> None:
-    def planned(name: str) -> plan.Plan:
+    def planned(name: str) -> Any:
         budget = {"max_logits_bytes": None, **SCHEDULES[name]}
         return plan.plan(T=T, V=V, itemsize=4, expressible=True, **budget)
 

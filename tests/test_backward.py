@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op import backward, lending, plan
-from flce_dist.op.prepare import kernels_of
+from flce_dist.op import gradients, lending, plan
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
@@ -79,7 +79,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Where D came from, and "copy" if the right factor of dweight got a buffer of its own."""
     seen: set[str] = set()
-    dweight_factor, dlogits = backward.dweight_factor, backward.dlogits
+    dweight_factor, dlogits = gradients.dweight_factor, gradients.dlogits
 
     def noting_memory(call: Any, chunk: Any, *args: Any) -> Any:
         factor, row = dweight_factor(call, chunk, *args)
@@ -92,8 +92,8 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         seen.update("recomputed" if window.cached is None else cached for window in windows)
         return dlogits(call, chunk, rows, windows)
 
-    monkeypatch.setattr(backward, "dweight_factor", noting_memory)
-    monkeypatch.setattr(backward, "dlogits", noting_origin)
+    monkeypatch.setattr(gradients, "dweight_factor", noting_memory)
+    monkeypatch.setattr(gradients, "dlogits", noting_origin)
     return seen
 
 

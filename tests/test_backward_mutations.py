@@ -14,9 +14,10 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels import eager, eager_logits
 from flce_dist.kernels import token_gradient_formulas as row_gradient
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
-from flce_dist.op import autograd, backward, plan
-from flce_dist.op.prepare import Call, kernels_of
+from flce_dist.op import autograd, gradients, plan
+from flce_dist.op.call import Call
 from tests.problems import (
     H,
     Patch,
@@ -199,7 +200,7 @@ def test_a_window_that_is_never_added(
             original(gradients, *window)
 
     seen: list[Any] = []
-    mutate(backward.Gradients, "_add_dhidden", skip_the_second)
+    mutate(gradients.Gradients, "_add_dhidden", skip_the_second)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(inputs(), **options)
     assert len(seen) == 3
@@ -216,7 +217,7 @@ def test_a_chunk_that_is_never_added(mutate: Patch) -> None:
         else:
             gradients.dhidden.tokens[slice(*chunk.tokens)] = 0.0
 
-    mutate(backward.Gradients, "add", skip_the_last)
+    mutate(gradients.Gradients, "add", skip_the_last)
     with pytest.raises(AssertionError, match="dhidden: "):
         check(problem, **options)
 
@@ -225,7 +226,7 @@ def test_dbias_without_the_tokens_scales(mutate: Patch) -> None:
     def unscaled(original: Any, call: Call, d: Tensor, rows: Any) -> Tensor:
         return original(call, d, rows._replace(scale=torch.ones_like(rows.scale)))
 
-    mutate(backward, "dbias_of", unscaled)
+    mutate(gradients, "dbias_of", unscaled)
     with pytest.raises(AssertionError, match="dbias: "):
         check(inputs())
 
@@ -251,7 +252,7 @@ def test_a_cache_that_backward_changes(mutate: Patch) -> None:
 
     hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H)
     loss = linear_cross_entropy(hidden, weight, torch.zeros(T).long(), schedule="cached")
-    mutate(backward, "dlogits", in_place)
+    mutate(gradients, "dlogits", in_place)
     torch.autograd.grad(loss, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, hidden)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import gpu, tile_lists
+from flce_dist.kernels import filter_gpu, tile_lists
 from flce_dist.kernels.filter_tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tile_lists import TileLists
@@ -48,19 +48,19 @@ def gradients(
     """Run all rounds. Gradients begin with what the kernels are to add to, or with NaN."""
     lists = tile_lists.tile_lists(kept, capacity)
     out = new_gradients(shard, **options)
-    d = gpu.new_kept_buffer(shard, capacity)
+    d = filter_gpu.new_kept_buffer(shard, capacity)
     hidden = shard.hidden.where(shard.counted[:, None], 0.0)
     profile = of_rank_one(shard)
     for r in range(lists.rounds):
         d.fill_(torch.nan)
-        assert gpu.kept_dlogits(shard, rows, lists, r, out=d) is d
-        gpu.add_kept_dhidden(d, shard.weight, lists, r, out["dhidden"])
-        gpu.kept_dweight(
+        assert filter_gpu.kept_dlogits(shard, rows, lists, r, out=d) is d
+        filter_gpu.add_kept_dhidden(d, shard.weight, lists, r, out["dhidden"])
+        filter_gpu.kept_dweight(
             d, hidden, lists, r, profile["q"], profile["hbar"],
             profile["row"] if options.get("with_row") else None,
             out=out["dweight"], accumulates=options.get("accumulates", False),
         )  # fmt: skip
-        gpu.add_kept_dbias(d, rows.scale, lists, r, out["dbias"])
+        filter_gpu.add_kept_dbias(d, rows.scale, lists, r, out["dbias"])
     return out
 
 
@@ -217,6 +217,6 @@ def test_a_round_left_out(mutate: Patch, kernel: str, message: str) -> None:
             return original(*args, **kwargs)
         return kwargs.get("out")
 
-    mutate(gpu, kernel, all_but_the_last)
+    mutate(filter_gpu, kernel, all_but_the_last)
     with pytest.raises(AssertionError, match=message):
         compare(shard(), masks()["all"])

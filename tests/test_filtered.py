@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.kernels.filter_interface import filter_kernels_of
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
-from flce_dist.op.prepare import kernels_of
 from flce_dist.testing import relative_rms
 from flce_dist.testing.filtered_gradients import sampled_tokens
 from tests.filtered_formula import (
@@ -285,7 +285,7 @@ def twice(original: Callable[..., Any], *args: Any) -> Tensor:
 def test_a_mistake_is_found(mutate: Patch, impl: str, name: str, wrong: Any) -> None:
     problem, eps = zipf_inputs(300, 1300, 16, bias=True), 2.0**-7
     check_filtered(problem, eps, impl=impl)
-    mutate(kernels_of(impl), name, wrong)
+    mutate(filter_kernels_of(impl), name, wrong)
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
         check_filtered(problem, eps, impl=impl)
 

@@ -148,8 +148,8 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 
 def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) -> None:
     """After dhidden of the last round, before dweight of it."""
-    from flce_dist.kernels import eager
-    from flce_dist.op.backward import Gradients
+    from flce_dist.kernels import eager_filter
+    from flce_dist.op.gradients import Gradients
 
     seen: list[str] = []
 
@@ -161,7 +161,8 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
         return call
 
     for owner, name in (
-        (eager, "add_kept_dhidden"), (eager, "kept_dweight"), (Gradients, "finish_dhidden"),
+        (eager_filter, "add_kept_dhidden"), (eager_filter, "kept_dweight"),
+        (Gradients, "finish_dhidden"),
     ):  # fmt: skip
         mutate(owner, name, noting(name))
     hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(1100, 8)
@@ -186,9 +187,9 @@ def test_a_shard_with_an_lse_of_its_own_is_found(mutate: Patch) -> None:
     def locally(original: Any, logits: Any, tiles: Tensor, stats: Any, eps: float) -> Any:
         return original(logits, tiles, stats._replace(others=stats.others / 2), eps)
 
-    from flce_dist.kernels import eager
+    from flce_dist.kernels import eager_filter
 
-    mutate(eager, "kept_tiles", locally)
+    mutate(eager_filter, "kept_tiles", locally)
     actual = joined(problem, ranges)
     assert relative_rms(actual["dhidden"], wanted["dhidden"]) > 1e-3
 

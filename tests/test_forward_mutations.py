@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
-from flce_dist.op import forward, prepare
-from flce_dist.op.prepare import Call, kernels_of
+from flce_dist.op import prepare, statistics
+from flce_dist.op.call import Call
 from tests.problems import (
     H,
     Patch,
@@ -85,7 +86,7 @@ def break_shard(original: Any, *args: Any, **kwargs: Any) -> ShardLogits:
 @each_schedule
 def test_vocabulary_shifted_by_one(mutate: Patch, schedule: str) -> None:
     check(inputs(), schedule=schedule)
-    mutate(forward, "shard_logits", break_shard)
+    mutate(statistics, "shard_logits", break_shard)
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), schedule=schedule)
 
@@ -115,11 +116,11 @@ def test_padding_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @both
 def test_smoothing_averaged_over_a_shard(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
     check(inputs(), impl=impl, label_smoothing=0.1)
-    terms = forward.loss_terms
+    terms: Any = Call.loss_terms
 
     def of_shard(call: Call) -> LossTerms:
-        return terms(call)._replace(vocab_size=V // 2)
+        return terms.fget(call)._replace(vocab_size=V // 2)
 
-    monkeypatch.setattr(forward, "loss_terms", of_shard)
+    monkeypatch.setattr(Call, "loss_terms", property(of_shard))
     with pytest.raises(AssertionError, match="loss: "):
         check(inputs(), impl=impl, label_smoothing=0.1)

@@ -27,7 +27,7 @@ def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_wider_than_the_shards_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flce_dist.op.forward.INVARIANT_ROWS", 64)
+    monkeypatch.setattr("flce_dist.op.statistics.INVARIANT_ROWS", 64)
     inputs = problem()
     one = statistics(inputs)
     assert differing(statistics(inputs, 8), one)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy
-from flce_dist.op import backward, lending
+from flce_dist.op import gradients, lending
 from flce_dist.op import plan as planning
+from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import Plan, plan
 from flce_dist.testing import relative_rms
 from tests.parallel_problem import Problem, misses, on_threads
@@ -18,8 +19,8 @@ from tests.problems import Upstream, both, check, make_inputs, pairwise, poisone
 sizes = st.integers(1, 60_000)
 
 
-def in_forward(T: int, V: int, H: int, budget: int | None = None, itemsize: int = 2) -> Plan:
-    return plan(
+def in_forward(T: int, V: int, H: int, budget: int | None = None, itemsize: int = 2) -> InForward:
+    chosen = plan(
         T=T,
         V=V,
         itemsize=itemsize,
@@ -27,6 +28,8 @@ def in_forward(T: int, V: int, H: int, budget: int | None = None, itemsize: int 
         max_logits_bytes=budget,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
     )
+    assert isinstance(chosen, InForward)
+    return chosen
 
 
 @given(sizes, st.integers(1, 300_000), st.integers(8, 16_384), st.integers(1 << 20, 1 << 33))
@@ -75,7 +78,7 @@ def test_a_chunk_borrows_only_where_that_spares_one():
 
 def test_without_dweight_there_is_nothing_to_borrow():
     chosen = plan(T=8192, V=128256, itemsize=2, schedule="in_forward", max_logits_bytes=None)
-    assert not chosen.lending and len(chosen.chunks()) > 1
+    assert isinstance(chosen, InForward) and not chosen.lending and len(chosen.chunks()) > 1
 
 
 @pytest.fixture
@@ -182,6 +185,6 @@ def test_windows_in_the_wrong_order_would_show(small_windows, monkeypatch):
         return original(call, cache)[::-1]
 
     right = dweight()
-    original = backward.split_columns
-    monkeypatch.setattr(backward, "split_columns", backwards)
+    original = gradients.split_columns
+    monkeypatch.setattr(gradients, "split_columns", backwards)
     assert relative_rms(dweight(), right) > 0.1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.op.prepare import kernels_of
 from tests.problems import (
     Patch,
     Upstream,

@@ -420,8 +420,8 @@ def test_a_mistake_shows(mistake: str, mutate: Patch, monkeypatch: pytest.Monkey
     if mistake == "padding":
         opened = MainGrad.opened
 
-        def clears(self: MainGrad) -> tuple[Tensor, bool]:
-            main_grad, accumulates = opened(self)
+        def clears(self: MainGrad, operand: Tensor) -> tuple[Tensor, bool]:
+            main_grad, accumulates = opened(self, operand)
             main_grad[REAL:] = 0.0
             return main_grad, accumulates
 

@@ -12,9 +12,9 @@ import torch
 
 from flce_dist.kernels import launching, linear_stats, merge_stats
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import LossTerms
-from flce_dist.op.prepare import kernels_of
 from flce_dist.options import Schedule
 from tests.problems import (
     METRICS,

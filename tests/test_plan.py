@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import DEFAULT_LOGITS_BYTES, Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.parallel.vocab import real_rows, vocab_range
@@ -48,11 +49,15 @@ def make(
     )
 
 
+def lending_of(chosen: Plan) -> tuple[tuple[int, int], ...]:
+    return chosen.lending if isinstance(chosen, InForward) else ()
+
+
 def held_bytes(chosen: Plan, itemsize: int) -> int:
     """Bytes of logits held under ``chosen`` besides dweight, counted window by window."""
     starts = range(chosen.cached_v, chosen.V, chosen.window_v)
     window = max((min(chosen.window_v, chosen.V - start) for start in starts), default=0)
-    lent = sum(columns for columns, _ in chosen.lending)
+    lent = sum(columns for columns, _ in lending_of(chosen))
     (start, end), *later = chosen.chunks()
     first = (end - start) * (chosen.cached_v - lent + window)
     return max([first, *((end - start) * chosen.V for start, end in later)]) * itemsize
@@ -88,6 +93,7 @@ def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
         assert all(start < end for start, end in chunks)
         lengths = [end - start for start, end in chunks]
         assert all(length % SMALLEST == 0 for length in lengths[:-1])
+    if isinstance(chosen, InForward) and T:
         assert lengths[0] == chosen.first_t
         assert all(length == chosen.chunk_t for length in lengths[1:-1])
         assert lengths[-1] <= max(chosen.first_t, chosen.chunk_t)
@@ -143,12 +149,15 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
     T, V, itemsize, schedule, budget, H
 ):
     chosen, alone = (make(T, V, itemsize, schedule, budget, H=n) for n in (H, 0))
+    if not isinstance(alone, InForward) or not isinstance(chosen, InForward):
+        assert chosen == alone
+        return
     assert not alone.lending
     if not chosen.lending:
         assert chosen == alone
         assert chosen.first_t == min(chosen.chunk_t, T)
         return
-    assert chosen.schedule == "in_forward" and H > 0
+    assert H > 0
     assert alone.first_t < chosen.first_t <= T
     assert chosen.first_t == T or chosen.chunk_t < chosen.first_t
     assert len(chosen.chunks()) < len(alone.chunks())
@@ -161,7 +170,7 @@ def test_lending_makes_the_first_chunk_longer_and_never_more_of_them(
 @example(8300, 64_000, 2, 4096, 0)
 def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     chosen = make(T, V, itemsize, "in_forward", T * V * itemsize + more, H=H)
-    assert len(chosen.chunks()) == 1 and not chosen.lending
+    assert len(chosen.chunks()) == 1 and not lending_of(chosen)
 
 
 @given(sizes, rows, itemsizes, schedules, budgets.filter(bool), hidden_sizes)
@@ -260,8 +269,8 @@ def test_a_cache_that_is_converted_has_nothing_lent():
     """fp16's exponentials are bf16, and go through a window on their way to dweight."""
     facts = {"T": 8192, "V": 128256, "itemsize": 2, "max_logits_bytes": None}
     rows = {"dweight_row_bytes": (8192, 16384)}
-    assert plan(schedule="in_forward", **facts, **rows).lending
-    assert plan(schedule="in_forward", **facts, **rows, converts=True).lending == ()
+    assert lending_of(plan(schedule="in_forward", **facts, **rows))
+    assert not lending_of(plan(schedule="in_forward", **facts, **rows, converts=True))
 
 
 @given(sizes, rows, itemsizes, budgets)
@@ -283,39 +292,38 @@ def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """If ranks planned from their own free memory or rows, their collectives would differ."""
     assert set(inspect.signature(plan).parameters) == {
         "T", "V", "itemsize", "schedule", "max_logits_bytes", "expressible", "converts",
-        "dweight_row_bytes", "reduces", "gathers_from", "filters",
+        "dweight_row_bytes", "reduces", "gathers_from",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("arguments", "schedule", "cached_v", "window_v", "first_t", "chunk_t"),
+    ("arguments", "schedule", "cached_v", "window_v", "chunks"),
     [
-        ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 8192, 8192),
-        ({"schedule": "cached"}, "cached", 128256, 2 * WAVE, 8192, 8192),
+        ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 1),
+        ({"schedule": "cached"}, "cached", 128256, 2 * WAVE, 1),
         # 1 GiB is 65,536 columns; at most 0.3 of them are the window, the others are cached.
-        ({"max_logits_bytes": GIB}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 8192, 8192),
-        ({"max_logits_bytes": GIB // 2}, "cached", 32768 - WAVE, WAVE, 8192, 8192),
-        ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 8192, 8192),
-        ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 8192, 8192),
-        ({"reduces": True}, "in_forward", 128256, 4096, 4096, 4096),
-        ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 8192, 8192),
-        ({"reduces": True, "H": 4096, "T": 16384}, "in_forward", 128256, 4096, 16384, 16384),
-        ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 8192, 8192),
-        ({"T": 32768}, "cached", 64000 - 4096, 4096, 32768, 32768),
-        ({"schedule": "auto", "V": 32064}, "cached", 32064, 2 * WAVE, 8192, 8192),
-        ({"max_logits_bytes": 3 * GIB}, "cached", 128256, 2 * WAVE, 8192, 8192),
-        ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 8192, 8192),
-        ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 4096, 4096),
-        ({"schedule": "in_forward", "H": 4096}, "in_forward", 128256, 4096, 8192, 8192),
-        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 4096, 256, 256),
-        ({"T": 0}, "cached", 128256, 4 * WAVE, 0, 1),
+        ({"max_logits_bytes": GIB}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 1),
+        ({"max_logits_bytes": GIB // 2}, "cached", 32768 - WAVE, WAVE, 1),
+        ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 1),
+        ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 1),
+        ({"reduces": True}, "in_forward", 128256, 4096, 2),
+        ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 1),
+        ({"reduces": True, "H": 4096, "T": 16384}, "in_forward", 128256, 4096, 1),
+        ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
+        ({"T": 32768}, "cached", 64000 - 4096, 4096, 1),
+        ({"schedule": "auto", "V": 32064}, "cached", 32064, 2 * WAVE, 1),
+        ({"max_logits_bytes": 3 * GIB}, "cached", 128256, 2 * WAVE, 1),
+        ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 1),
+        ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 2),
+        ({"schedule": "in_forward", "H": 4096}, "in_forward", 128256, 4096, 1),
+        ({"schedule": "in_forward", "max_logits_bytes": 1}, "in_forward", 128256, 4096, 32),
+        ({"T": 0}, "cached", 128256, 4 * WAVE, 1),
     ],
 )
-def test_familiar_sizes(arguments, schedule, cached_v, window_v, first_t, chunk_t):
+def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunks):
     chosen = make(**arguments)
-    assert (
-        chosen.schedule, chosen.cached_v, chosen.window_v, chosen.first_t, chosen.chunk_t,
-    ) == (schedule, cached_v, window_v, first_t, chunk_t)  # fmt: skip
+    sizes = chosen.schedule, chosen.cached_v, chosen.window_v, len(chosen.chunks())
+    assert sizes == (schedule, cached_v, window_v, chunks)
 
 
 def test_chunks_are_of_like_size():
@@ -330,6 +338,5 @@ def test_a_plan_is_frozen_and_says_what_it_does():
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
-        "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
-        "chunk_t=8192, logits_bytes=525336576, lending=())"
+        "Windows(T=8192, V=32064, cached_v=32064, window_v=16896, logits_bytes=525336576)"
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.op.prepare import kernels_of
+from flce_dist.kernels.interface import kernels_of
 from tests.problems import (
     IGNORE,
     Patch,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_dist.kernels import eager, eager_rows, primitives, rescue, token_loss_formulas
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.op.prepare import kernels_of
+from flce_dist.kernels.interface import kernels_of
 from tests.problems import (
     DTYPES,
     IGNORE,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.op.prepare import kernels_of
+from flce_dist.kernels.interface import kernels_of
 from tests.problems import (
     Patch,
     Upstream,

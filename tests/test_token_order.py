@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager
-from flce_dist.op.plan import Plan, plan
+from flce_dist.op.plan import Plan, pieces, plan
 from flce_dist.parallel.collectives import CollectiveGather, TokenGather
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import relative_rms, run_ranks
@@ -195,21 +195,21 @@ sizes = st.integers(0, 40_000)
 @given(sizes, st.integers(1, 300_000), st.integers(1, 12), st.sampled_from(["auto", "in_forward"]))
 def test_pieces_hold_as_many_tokens_of_each_rank(t, V, ranks, schedule):
     chosen = _plan(t * ranks, V, ranks, schedule)
-    pieces, chunks = chosen.pieces(ranks), chosen.chunks()
-    assert pieces[0][0] == 0 and pieces[-1][1] == t * ranks
-    assert all(bound % ranks == 0 for piece in pieces for bound in piece)
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    order = TokenOrder(ranks, pieces)
+    bounds, chunks = pieces(chosen, ranks), chosen.chunks()
+    assert bounds[0][0] == 0 and bounds[-1][1] == t * ranks
+    assert all(bound % ranks == 0 for piece in bounds for bound in piece)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+    order = TokenOrder(ranks, bounds)
     for first, last in chunks:  # whole pieces each
-        of_chunk = [bounds for _, bounds in order.between(first, last)]
+        of_chunk = [ends for _, ends in order.between(first, last)]
         assert (of_chunk[0][0], of_chunk[-1][1]) == (first, last)
 
 
 def test_familiar_pieces():
-    assert _plan(8192, 32064, 4, "cached").pieces(4) == ((0, 1024), (1024, 8192))
-    assert _plan(8192, 32064, 1, "cached").pieces(1) == ((0, 8192),)
-    assert _plan(1024, 32064, 4, "cached").pieces(4) == ((0, 1024),)
-    assert _plan(8190, 32064, 3, "cached").pieces(3) == ((0, 1536), (1536, 8190))
+    assert pieces(_plan(8192, 32064, 4, "cached"), 4) == ((0, 1024), (1024, 8192))
+    assert pieces(_plan(8192, 32064, 1, "cached"), 1) == ((0, 8192),)
+    assert pieces(_plan(1024, 32064, 4, "cached"), 4) == ((0, 1024),)
+    assert pieces(_plan(8190, 32064, 3, "cached"), 3) == ((0, 1536), (1536, 8190))
 
 
 def _plan(tokens: int, V: int, ranks: int, schedule: Any) -> Plan:

@@ -1,67 +1,38 @@
-"""The autograd Function: what is saved, and which schedule computes forward and backward.
-
-T = tokens on the tensor-parallel group, V = vocabulary rows here, H = hidden size, P = ranks.
-"""
+"""The autograd Function: what is saved, and when a schedule runs forward and backward."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.op import filtered
-from flce_dist.op.backward import Results, backward
+from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
-from flce_dist.op.forward import Metrics, Saved, forward
-from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
-from flce_dist.op.main_grad import MainGrad
-from flce_dist.op.prepare import Call, Operands, as_stored
+from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """``loss`` and ``Metrics`` of a call.
 
-    recompute and cached. Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of
-    hidden in one or two pieces, the second in flight during the logits of the first; then
-    all-reduces: SUM of label logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3 rows
-    in the dtype of statistics). Saved: the operands, hidden as this rank's own, three [T] vectors,
-    and the cached columns [T, cached_v].
-    Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
-    sequence parallelism a gather of hidden, in flight while cached columns make dhidden or while
-    dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
-    all-reduced), in flight during the last dweight.
-
-    filtered. Forward: that of recompute, and one pass over the maxima and sums of tiles
-    [2, V / 256, T]. Saved in addition: which tiles are kept [T / 128, V / 256], and each token's
-    mass in the others [V / 256, T]. With metrics an all-reduce of three numbers.
-    Backward: of three GEMMs of 2 T H V flop the tiles that are kept, and rank-one terms by two
-    GEMMs of 1 / 256 of that. Collectives are those of recompute.
-
-    in_forward. Forward: three GEMMs of 2 T H V flop, token chunk by token chunk. All of a chunk's
-    exponentials are held, those of the first one partly in dweight's own memory (``lending.py``);
-    several chunks accumulate dweight in fp32. Under sequence parallelism a gather of hidden in
-    pieces, each in flight while the one before is computed, and the sum over ranks of each chunk's
-    dhidden, in flight from its last dweight on; the all-reduces of ``chunk_loss`` per chunk. Saved:
-    both gradients of the loss (in fp16 of the sum of losses).
-    Backward: those times the scalar upstream gradient, at no cost if it is 1. No collective.
+    GEMMs, collectives and saved tensors are the schedule's; each class of them says which.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, labels, token_weight, call: Call, main_grad: MainGrad | None,
+        ctx, hidden, weight, bias, labels, token_weight, call: Call, sink: Sink,
         given: weakref.ref[Tensor],
     ):  # fmt: skip
         """``given`` is the caller's weight, which may be a DTensor or of another dtype."""
         operands = Operands(hidden, weight, bias, labels, token_weight)
-        loss, metrics, saved = run_forward(call, operands, ctx.needs_input_grad[:3])
+        loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.main_grad, ctx.given = call, main_grad, given
-        ctx.save_for_backward(*saved, *(operands if isinstance(saved, Saved) else ()))
+        ctx.call, ctx.sink, ctx.given, ctx.saved = call, sink, given, len(saved)
+        ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
         ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
         return loss, *metrics
 
@@ -80,20 +51,22 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "linear_cross_entropy has no batched backward (is_grads_batched=True, "
                 "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
             )
-        needs, main_grad = ctx.needs_input_grad, ctx.main_grad
-        if needs[1]:
+        call = ctx.call
+        if call.needs.weight:
             _check_not_resharded(ctx.given())
-        # needs_input_grad does not know of torch.autograd.grad(loss, hidden).
-        if main_grad is not None and not torch_private.is_wanted(ctx.next_functions[1][0]):
-            needs, main_grad = (needs[0], False, needs[2]), None
-        upstream = upstream[:4]  # of the loss, lse, logprob and entropy
+        # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
+        accumulates = call.needs.weight and call.options.accumulate_dweight
+        if accumulates and not torch_private.is_wanted(ctx.next_functions[1][0]):
+            call = replace(call, needs=call.needs._replace(weight=False))
         gradients: Results = (None, None, None)
-        if any(g is not None for g in upstream):
-            # If backward cannot run again, gradients saved by in_forward become the results.
+        of_outputs = Upstream(*upstream[:4])
+        if any(g is not None for g in of_outputs):
+            tensors = ctx.saved_tensors
+            saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
             gradients = run_backward(
-                ctx.call, ctx.saved_tensors, upstream, needs, main_grad,
+                call, Operands(*operands) if operands else None, saved, of_outputs, ctx.sink,
                 # What retain_graph says, for which PyTorch has no public name.
-                reuses_saved=not torch._C._autograd._get_current_graph_task_keep_graph(),
+                is_last=not torch._C._autograd._get_current_graph_task_keep_graph(),
             )  # fmt: skip
         return *gradients, None, None, None, None, None
 
@@ -113,55 +86,30 @@ def _check_not_resharded(weight: Tensor | None) -> None:
         )
 
 
-def run_forward(
-    call: Call, operands: Operands, needs: Sequence[bool]
-) -> tuple[Tensor, Metrics, Saved | SavedGradients]:
-    """Return the loss, the metrics and what backward needs, under the call's schedule."""
-    with computing_on(operands.hidden):
+def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+    """Return what the call's schedule returns, on the operands' device."""
+    with _computing_on(operands.hidden):
         transport.check_same_labels(operands.labels, call.tp_group)
-        if call.plan.schedule == "in_forward":
-            return in_forward(call, operands, needs)
-        return forward(call, operands)
+        return call.schedule.forward(call, operands)
 
 
 def run_backward(
     call: Call,
-    tensors: Sequence[Any],
-    upstream: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    main_grad: MainGrad | None = None,
+    operands: Operands | None,
+    saved: Saved,
+    upstream: Upstream,
+    sink: Sink,
     *,
-    reuses_saved: bool,
+    is_last: bool,
 ) -> Results:
-    """Return the gradients of hidden, weight and bias, under the call's schedule.
-
-    ``tensors`` are what ``run_forward`` saved, then the operands, which in_forward does not need
-    again. At least one of the ``upstream`` gradients is not None. ``main_grad`` and
-    ``reuses_saved`` are as in ``backward`` and ``scaled``.
-    """
-    upstream = [as_stored(g) for g in upstream]
-    with computing_on(next(g for g in upstream if g is not None)):
-        if call.plan.schedule != "in_forward":
-            n = len(Saved._fields)
-            saved, operands = Saved(*tensors[:n]), Operands(*tensors[n:])
-            run = filtered.backward if call.plan.schedule == "filtered" else backward
-            return run(call, operands, saved, upstream, needs, main_grad)
-        gradients = SavedGradients(*tensors[:4])
-        dhidden, dweight, dbias = scaled(
-            call,
-            gradients if needs[1] else gradients._replace(dweight=None),
-            upstream,
-            reuses_saved=reuses_saved,
-            rounds_dweight=main_grad is None,  # fp16 may overflow, an fp32 main_grad not
-        )
-        if main_grad is not None:
-            assert dweight is not None
-            dweight = main_grad.add(dweight)
-        return dhidden, dweight, dbias
+    """Return the gradients of hidden, weight and bias, on the upstream gradients' device."""
+    upstream = Upstream(*map(as_stored, upstream))
+    with _computing_on(next(g for g in upstream if g is not None)):
+        return call.schedule.backward(call, operands, saved, upstream, sink, is_last=is_last)
 
 
 @contextmanager
-def computing_on(x: Tensor) -> Iterator[None]:
+def _computing_on(x: Tensor) -> Iterator[None]:
     """Make x's device current, on which Triton launches, and disable autocast.
 
     Autocast has already been applied to the operands, and must not change the GEMMs below.

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.column_cache import new_window
-from flce_dist.kernels.filter_tiles import tile_grid
 from flce_dist.op import checks
 from flce_dist.op.autograd import run_backward, run_forward
-from flce_dist.op.backward import Results
-from flce_dist.op.forward import Metrics, shard_logits
-from flce_dist.op.in_forward import saved_dtype
-from flce_dist.op.prepare import Arguments, Call, Operands, prepare
+from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream
+from flce_dist.op.gradients import NewDweight
+from flce_dist.op.prepare import Arguments, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 from flce_dist.parallel import collectives
 
@@ -94,7 +91,7 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     needs, shape = spec[-1], labels.shape
     with torch.no_grad():
-        loss, metrics, saved = run_forward(call, operands, needs)
+        loss, metrics, saved = run_forward(call, operands)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
     of_tokens = [x if x is None else x.reshape(shape) for x in metrics[:4]]
     outputs += _present([*of_tokens, *metrics[4:]], loss)
@@ -104,38 +101,20 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
 @_forward.register_fake
 def _(hidden, weight, labels, bias, token_weight, *spec):
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    flat = operands.hidden
-    logits = shard_logits(call, flat, weight, bias, operands.labels)
-    T, V = labels.numel(), weight.shape[0]
+    of_tokens, one = labels.shape, ()
 
-    def new(*shape):
-        return hidden.new_empty(shape, dtype=logits.stats_dtype)
+    def new(shape, dtype=call.stats_dtype):
+        return hidden.new_empty(shape, dtype=dtype)
 
-    outputs = [new(*labels.shape) if call.options.reduction == "none" else new()]
+    outputs = [new(of_tokens if call.options.reduction == "none" else one)]
     if call.options.with_metrics:
-        outputs += [new(*labels.shape) for _ in range(_DIFFERENTIABLE - 1)]
-        outputs += [torch.empty_like(labels, dtype=torch.bool), new(), new()]
+        outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
+        outputs += [new(one), new(one)]
     else:
         outputs += [new(0) for _ in range(_METRICS)]
-    need_hidden, need_weight, need_bias = needs = spec[-1]
-    if not any(needs):
+    if not any(call.needs):
         return outputs
-    if call.plan.schedule == "in_forward":
-        dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        late_norm = call.options.reduction == "mean" and hidden.dtype == torch.float16
-        outputs += [new() if late_norm else new(0), dhidden if need_hidden else new(0)]
-        dtype = saved_dtype(weight.dtype)
-        outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
-        return [*outputs, new(V) if need_bias else new(0)]
-    columns = call.plan.cached_columns(call.V)
-    cache = new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
-    entropy = new(T) if call.options.with_metrics else new(0)
-    norm = new() if call.options.reduction == "mean" else new(0)
-    kept, mass = new(0), new(0)
-    if call.plan.schedule == "filtered":
-        blocks, tiles = tile_grid(T, call.V)
-        kept, mass = flat.new_empty(blocks, tiles, dtype=torch.bool), flat.new_empty(tiles, T)
-    return [*outputs, norm, cache, entropy, new(T), new(T), new(T), kept, mass]
+    return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
 
 
 @torch.library.custom_op(
@@ -152,15 +131,13 @@ def _backward(
     """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
     needs = spec[-1]
-    kept: list[Any] = [x if x.numel() else None for x in saved]
-    upstream = [
-        g if g is None or g.dim() == 0 else g.reshape(-1) for g in (dloss, dlse, dlogprob, dentropy)
-    ]
+    given = (dloss, dlse, dlogprob, dentropy)
+    upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in given))
     gradients: Results = (None, None, None)
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
-        tensors = (*kept, *operands)
+        tensors = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
-            gradients = run_backward(call, tensors, upstream, needs, reuses_saved=False)
+            gradients = run_backward(call, operands, tensors, upstream, NewDweight(), is_last=False)
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)

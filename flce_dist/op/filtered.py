@@ -13,7 +13,8 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 """
 
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,54 +22,139 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.filter_interface import filter_kernels_of
 from flce_dist.kernels.filter_tiles import SAMPLE, TILE_V, tile_grid
+from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op.backward import (
-    Chunk,
-    Gradients,
-    Results,
-    dweight_factor,
-    new_gradients,
-    row_gradient,
-)
-from flce_dist.op.forward import Saved, shard_logits
-from flce_dist.op.main_grad import MainGrad
-from flce_dist.op.prepare import Call, Operands
-from flce_dist.parallel import transport
+from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Schedule, Sink, Upstream
+from flce_dist.op.gradients import Chunk, Gradients, dweight_factor, row_gradient
+from flce_dist.op.statistics import Pass, shard_logits
+from flce_dist.op.windows import Windows
+from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.token_order import TokenOrder
 
 
-def backward(
-    call: Call,
-    operands: Operands,
-    saved: Saved,
-    upstream: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    main_grad: MainGrad | None = None,
-) -> Results:
-    """Return the gradients that are needed; arguments are those of ``backward.backward``."""
-    if any(g is not None for g in upstream[1:]):
-        raise NotImplementedError(
-            "filter_eps has gradients of the loss only, and a gradient of lse, logprob or entropy "
-            "was asked for; use filter_eps=None"
+class FilteredSaved(NamedTuple):
+    norm: Tensor | None  # of a mean, a scalar
+    label_logit: Tensor  # [T], as the next two
+    reference: Tensor
+    others: Tensor
+    kept: Tensor  # which tiles, [blocks, tiles] bool
+    mass: Tensor  # each token's probability in tiles that are not kept, [tiles, T]
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """Recompute, but exact only in tiles that hold a label or a probability of ``eps`` or more.
+
+    V is of the largest shard; D of kept tiles takes ``window_v`` columns, ``logits_bytes``.
+
+    Forward: that of recompute, and one pass over the maxima and sums of tiles [2, V / 256, T]. With
+    metrics an all-reduce of three numbers.
+    Backward: of three GEMMs of 2 T H V flop the tiles that are kept, and rank-one terms by two
+    GEMMs of 1 / 256 of that. Collectives are those of recompute.
+    """
+
+    eps: float
+    T: int
+    V: int
+    window_v: int
+    logits_bytes: int
+
+    keeps_operands: ClassVar[bool] = True
+    schedule: ClassVar[str] = "filtered"
+
+    @staticmethod
+    def of(eps: float, recompute: Schedule) -> "Filtered":
+        """Return the schedule that holds as many columns of D as ``recompute`` would."""
+        assert isinstance(recompute, Windows)
+        sizes = recompute.T, recompute.V, recompute.window_v, recompute.logits_bytes
+        return Filtered(eps, *sizes)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        return [(0, self.T)]
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        kernels = filter_kernels_of(call.impl)
+        one, tokens = Pass(call, operands), (0, call.T)
+        tiles = kernels.new_tile_stats(one.logits)
+        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles)
+        kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
+        loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
+        if call.options.with_metrics:
+            share, left = _approximation(call, one.logits, kept, mass)
+            metrics = metrics._replace(kept_share=share, rank_one_mass=left)
+        return (
+            loss,
+            metrics,
+            FilteredSaved(one.norm, stats.label_logit, stats.reference, stats.others, kept, mass),
         )
-    hidden, weight, bias, labels, _ = operands
-    rows, _ = row_gradient(call, operands, saved, upstream)
-    gather = transport.gather(hidden, call.order, call.sequence_group)
-    gather.start_all()
-    logits = shard_logits(call, gather.tokens, weight, bias, labels)
-    gradients = new_gradients(call, operands, needs, main_grad)
-    chunk = Chunk((0, len(labels)), labels, saved.stats, rows, ColumnCache(), gather, logits)
-    if call.V:
-        assert saved.kept is not None and saved.mass is not None
-        _add_tiles(gradients, chunk, saved.kept, saved.mass)
-    elif gradients.dhidden is not None:  # the other ranks' shares are not empty
-        gradients.new_accumulator(chunk)
-        assert gradients.acc is not None
-        gradients.acc.zero_()
-        gradients.finish_dhidden(chunk, rows)
-    gather.wait_all()
-    return gradients.finished(main_grad)
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        hidden, T = operands.hidden, call.T
+        blocks, tiles = tile_grid(T, call.V)
+
+        def new(*shape: int) -> Tensor:
+            return hidden.new_empty(shape, dtype=call.stats_dtype)
+
+        return FilteredSaved(
+            new() if call.options.reduction == "mean" else None,
+            new(T), new(T), new(T),
+            hidden.new_empty(blocks, tiles, dtype=torch.bool),
+            hidden.new_empty(tiles, T),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        call: Call,
+        operands: Operands | None,
+        saved: Saved,
+        upstream: Upstream,
+        sink: Sink,
+        *,
+        is_last: bool,
+    ) -> Results:
+        if upstream.of_metrics:
+            raise NotImplementedError(
+                "filter_eps has gradients of the loss only, and a gradient of lse, logprob or "
+                "entropy was asked for; use filter_eps=None"
+            )
+        assert operands is not None
+        norm, *of_tokens, kept, mass = FilteredSaved(*saved)
+        stats, labels = TokenStats(*of_tokens), operands.labels
+        rows = row_gradient(call, operands, stats, norm, upstream, from_lse=True)
+        gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+        gather.start_all()
+        logits = shard_logits(call, operands, gather.tokens)
+        gradients = Gradients.new(call, operands, sink)
+        chunk = Chunk(
+            (0, call.T), labels, stats, rows, ColumnCache(), gather, logits, self.window_v
+        )
+        if call.V:
+            _add_tiles(gradients, chunk, kept, mass)
+        elif gradients.dhidden is not None:  # the other ranks' shares are not empty
+            gradients.new_accumulator(chunk)
+            assert gradients.acc is not None
+            gradients.acc.zero_()
+            gradients.finish_dhidden(chunk, rows)
+        gather.wait_all()
+        return gradients.finished(sink)
+
+
+def _approximation(
+    call: Call, logits: ShardLogits, kept: Tensor, mass: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the share of all ranks' tiles that are kept, and the mean mass in the others.
+
+    All-reduces three numbers.
+    """
+    counted = logits.counted.sum()
+    sums = counted.new_zeros(3, dtype=logits.stats_dtype)
+    sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
+    sums[2:].fill_(kept.numel())  # assigning a number copies it from the host
+    kept_sum, left, tiles = collectives.all_reduce_sum(sums, call.tp_group)
+    return kept_sum / tiles, left / counted.clamp_min(1)
 
 
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
@@ -80,9 +166,10 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     """
     call, logits, gather = gradients.call, chunk.logits, chunk.gather
     assert logits is not None and gather is not None
-    kernels, weight = call.kernels, logits.weight
+    kernels = filter_kernels_of(call.impl)
+    weight = logits.weight
     blocks, _ = tile_grid(logits.T, logits.V)
-    capacity = max(2, call.plan.window_v // TILE_V) * blocks
+    capacity = max(2, chunk.window_v // TILE_V) * blocks
     lists = kernels.tile_lists(kept, capacity)
     dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
     rows = chunk.rows

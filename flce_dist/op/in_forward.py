@@ -3,19 +3,16 @@
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.op import forward
-from flce_dist.op.backward import Chunk, Gradients, Results, sum_of_dhidden
-from flce_dist.op.forward import Metrics
-from flce_dist.op.prepare import Call, Operands
-from flce_dist.parallel import transport
+from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
+from flce_dist.op.gradients import Chunk, Gradients, NewDweight
+from flce_dist.op.statistics import Pass
 
 
 class SavedGradients(NamedTuple):
@@ -24,127 +21,149 @@ class SavedGradients(NamedTuple):
     norm: Tensor | None  # of a mean in fp16, a scalar
     dhidden: Tensor | None
     dweight: Tensor | None
-    dbias: Tensor | None
+    dbias: Tensor | None  # in the dtype of statistics
 
 
-def saved_dtype(dtype: torch.dtype) -> torch.dtype:
+@dataclass(frozen=True)
+class InForward:
+    """All exponentials of a chunk of tokens are held at once, and its gradients are made of them.
+
+    V is of the largest shard. The first chunk has ``first_t`` tokens, later ones ``chunk_t``. Of
+    the first chunk ``cached_v`` columns are held, some of them in dweight's own memory
+    (``lending``, see ``lent_windows``); the others are computed again, ``window_v`` at a time.
+    Later chunks hold all. ``logits_bytes`` is the most that is held beside dweight's memory.
+
+    Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
+    parallelism a gather of hidden in pieces, each in flight while the one before is computed, and
+    the sum over ranks of each chunk's dhidden, in flight from its last dweight on; the all-reduces
+    of ``chunk_loss`` per chunk.
+    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. No
+    collective.
+    """
+
+    T: int
+    V: int
+    cached_v: int
+    window_v: int
+    first_t: int
+    chunk_t: int
+    logits_bytes: int
+    lending: tuple[tuple[int, int], ...] = ()
+
+    keeps_operands: ClassVar[bool] = False
+    schedule: ClassVar[str] = "in_forward"
+
+    def chunks(self) -> list[tuple[int, int]]:
+        starts = [0, *range(self.first_t, self.T, self.chunk_t)]
+        return list(zip(starts, [*starts[1:], self.T], strict=True))
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        one, token_weight = Pass(call, operands), operands.token_weight
+        # Before the loss scale is applied in backward, the gradient of a mean may underflow in
+        # fp16.
+        late_norm, early_norm = (one.norm, None) if call.is_from_lse else (None, one.norm)
+        rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
+        sink = NewDweight(None if rounds_once else call.stats_dtype)
+        gradients = Gradients.new(call, operands, sink)
+        losses, metrics = [], []
+
+        for first, last in self.chunks():
+            chunk, tokens = one.logits.tokens(first, last), (first, last)
+            weights = None if token_weight is None else token_weight[first:last]
+            if first in (0, self.first_t):
+                cache = part = ColumnCache()  # frees the last one before the next is allocated
+                cache = self._chunk_cache(call, operands, gradients.dweight, tokens)
+            part = cache.tokens(0, last - first)
+            stats, loss = one.chunk_loss(tokens, part)
+            losses.append(loss)
+            metrics.append(one.metrics(stats, tokens))
+            rows = call.kernels.row_gradient(
+                stats, chunk.labels, weights, early_norm, None, call.loss_terms,
+                from_lse=call.is_from_lse,
+            )  # fmt: skip
+            gradients.add(
+                Chunk(tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v)
+            )
+
+        del cache, part  # before dweight exists twice
+        loss, of_tokens = one.finished(losses, metrics)
+        dhidden, dweight, dbias = gradients.finished(sink, rounds_dbias=False)
+        if dweight is not None:
+            dweight = dweight.to(_saved_dtype(call.dtype))
+        return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias)
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        hidden, weight, bias = operands[:3]
+        late_norm = call.options.reduction == "mean" and call.is_from_lse
+        return SavedGradients(
+            hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
+            torch.empty_like(hidden) if call.needs.hidden else None,
+            weight.new_empty(weight.shape, dtype=_saved_dtype(call.dtype))
+            if call.needs.weight
+            else None,
+            bias.new_empty(bias.shape, dtype=call.stats_dtype)
+            if bias is not None and call.needs.bias
+            else None,
+        )
+
+    def backward(
+        self,
+        call: Call,
+        operands: Operands | None,
+        saved: Saved,
+        upstream: Upstream,
+        sink: Sink,
+        *,
+        is_last: bool,
+    ) -> Results:
+        if upstream.loss is None or upstream.of_metrics:
+            raise NotImplementedError(
+                "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
+                "logprob or entropy was asked for; use schedule='recompute'"
+            )
+        norm, dhidden, dweight, dbias = SavedGradients(*saved)
+        factor = upstream.loss if norm is None else upstream.loss / norm
+
+        def times_factor(gradient: Tensor | None, *, rounds: bool = True) -> Tensor | None:
+            if gradient is None:
+                return None
+            dtype = call.dtype if rounds else gradient.dtype
+            in_place = is_last and gradient.dtype == dtype
+            result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+            call.kernels.scale(gradient, factor, out=result)
+            return result
+
+        dhidden, dbias = times_factor(dhidden), times_factor(dbias)
+        dweight = times_factor(dweight if call.needs.weight else None, rounds=sink.rounds)
+        return dhidden, None if dweight is None else sink.added(dweight), dbias
+
+    def cached_columns(self, V: int) -> int:
+        """Columns that a rank of ``V`` rows holds of the first chunk."""
+        return V if self.cached_v >= self.V else min(self.cached_v, V)
+
+    def _chunk_cache(
+        self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
+    ) -> ColumnCache:
+        """Return windows for the exponentials of a chunk of tokens.
+
+        The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
+        """
+        (start_t, end_t), dtype = tokens, call.cache_dtype
+        T, H, first, windows = end_t - start_t, operands.hidden.shape[1], start_t == 0, []
+        if first and dweight is not None:
+            flat = dweight.view(-1)
+            for columns, row in self.lending:
+                start, elements = row * H, T * columns * dtype.itemsize // flat.element_size()
+                if start + elements <= call.V * H:  # false if this shard has fewer rows than V
+                    window = flat[start : start + elements].view(dtype)
+                    windows.append(window.view(T, columns))
+        columns = self.cached_columns(call.V) if first else call.V
+        rest = columns - sum(window.shape[1] for window in windows)
+        if rest > 0:
+            windows.append(new_window(T, rest, dtype, operands.hidden.device))
+        return ColumnCache(tuple(windows))
+
+
+def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which dweight is saved: the sum over tokens may exceed fp16's range."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def in_forward(
-    call: Call, operands: Operands, needs: Sequence[bool]
-) -> tuple[Tensor, Metrics, SavedGradients]:
-    """Return the loss, the metrics, and the gradients of hidden, weight and bias that are needed.
-
-    All exponentials of a chunk are held at once.
-    """
-    hidden, weight, bias, labels, token_weight = operands
-    gather = transport.gather(hidden, call.order, call.sequence_group)
-    logits = forward.shard_logits(call, gather.tokens, weight, bias, labels)
-    norm = forward.loss_norm(call, labels, token_weight, logits.stats_dtype)
-    # Before the loss scale is applied in backward, the gradient of a mean may underflow in fp16.
-    late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
-    gradients = _new_gradients(call, logits, weight, bias, needs)
-    losses, metrics = [], []
-
-    for first, last in call.plan.chunks():
-        chunk = logits.tokens(first, last)
-        weights = None if token_weight is None else token_weight[first:last]
-        if first in (0, call.plan.first_t):
-            cache = part = ColumnCache()  # frees the last one before the next is allocated
-            cache = chunk_cache(call, chunk, gradients.dweight, first == 0)
-        part = cache.tokens(0, last - first)
-        stats, loss = forward.chunk_loss(call, logits, gather, (first, last), weights, part)
-        losses.append(loss)
-        metrics.append(forward.chunk_metrics(call, stats, chunk))
-        rows = call.kernels.row_gradient(
-            stats, chunk.labels, weights, early_norm, None, forward.loss_terms(call),
-            from_lse=call.is_from_lse,
-        )  # fmt: skip
-        gradients.add(Chunk((first, last), chunk.labels, stats, rows, part, gather, chunk))
-
-    del cache, part  # before dweight exists twice
-    loss = forward.reduced_loss(call, torch.cat(losses), norm)
-    dhidden, dweight, dbias = gradients.finished()
-    if dweight is not None:
-        dweight = dweight.to(saved_dtype(weight.dtype))
-    saved = SavedGradients(late_norm, dhidden, dweight, dbias)
-    return loss, forward.restored_metrics(call, metrics), saved
-
-
-def scaled(
-    call: Call,
-    saved: SavedGradients,
-    upstream: Sequence[Tensor | None],
-    *,
-    reuses_saved: bool,
-    rounds_dweight: bool = True,
-) -> Results:
-    """Return the saved gradients times the scalar upstream gradient of the loss.
-
-    With ``reuses_saved`` they are scaled in place, which costs nothing if the factor is 1. dweight
-    stays in its saved dtype unless ``rounds_dweight``.
-    """
-    dloss, *dmetrics = upstream
-    if dloss is None or any(d is not None for d in dmetrics):
-        raise NotImplementedError(
-            "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
-            "logprob or entropy was asked for; use schedule='recompute'"
-        )
-    norm, *gradients = saved
-    factor = dloss if norm is None else dloss / norm
-
-    def times_factor(gradient: Tensor | None, *, rounds: bool = True) -> Tensor | None:
-        if gradient is None:
-            return None
-        dtype = call.dtype if rounds else gradient.dtype
-        in_place = reuses_saved and gradient.dtype == dtype
-        result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
-        call.kernels.scale(gradient, factor, out=result)
-        return result
-
-    dhidden, dweight, dbias = gradients
-    return (
-        times_factor(dhidden),
-        times_factor(dweight, rounds=rounds_dweight),
-        times_factor(dbias),
-    )
-
-
-def _new_gradients(
-    call: Call, logits: ShardLogits, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
-) -> Gradients:
-    """Allocate the gradients. dweight accumulates in fp32 for several chunks and for fp16."""
-    dhidden = dweight = dbias = None
-    if needs[0]:
-        dhidden = sum_of_dhidden(call, logits.T, weight)
-    if needs[1]:
-        rounds_once = len(call.plan.chunks()) == 1 and not call.is_from_lse
-        dtype = weight.dtype if rounds_once else logits.stats_dtype
-        dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    if needs[2]:
-        assert bias is not None
-        dbias = torch.zeros_like(bias, dtype=logits.stats_dtype)
-    return Gradients(call, weight, dhidden, dweight, dbias)
-
-
-def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: bool) -> ColumnCache:
-    """Return windows for the exponentials of a chunk of tokens.
-
-    The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
-    """
-    T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
-    windows = []
-    if first and dweight is not None:
-        flat = dweight.view(-1)
-        for columns, row in call.plan.lending:
-            start, elements = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
-            if start + elements <= V * chunk.H:  # false if this shard has fewer rows than the plan
-                window = flat[start : start + elements].view(dtype)
-                windows.append(window.view(T, columns))
-    columns = call.plan.cached_columns(V) if first else V
-    rest = columns - sum(window.shape[1] for window in windows)
-    if rest > 0:
-        windows.append(new_window(T, rest, dtype, chunk.hidden.device))
-    return ColumnCache(tuple(windows))

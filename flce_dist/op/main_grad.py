@@ -5,7 +5,7 @@ Attributes of the weight are those of Megatron and TransformerEngine: ``main_gra
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from torch._C import _current_graph_task_id
 from torch.distributed.tensor import DTensor
 
 from flce_dist.op import checks
-from flce_dist.op.prepare import Call
+from flce_dist.op.call import Call
 
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where backward adds dweight. Autograd does not save it, since saved tensors must not change.
+    """The sink that adds dweight to the trainer's accumulator, and gives autograd a dummy.
+
+    Autograd does not save the accumulator, since saved tensors must not change.
 
     Attributes:
         weight: what the caller passed, before autocast.
@@ -30,9 +32,11 @@ class MainGrad:
     buffer: Tensor | None
     dtype: torch.dtype
 
-    def opened(self) -> tuple[Tensor, bool]:
-        """Return main_grad [V, H], and whether to add to it (else it is overwritten)."""
-        weight, main_grad = self.weight, self.buffer
+    rounds: ClassVar[bool] = False  # fp16 may overflow, an fp32 main_grad not
+
+    def opened(self, _: Tensor) -> tuple[Tensor, bool]:
+        weight: Any = self.weight  # not the operand: autocast may have made that
+        main_grad = self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
             checks.check_main_grad(main_grad, weight, self.dtype)
@@ -46,7 +50,7 @@ class MainGrad:
         weight._main_grad_written_in = task
         return main_grad, task == before
 
-    def closed(self) -> Tensor | None:
+    def closed(self, dweight: Tensor) -> Tensor | None:
         """Mark dweight as added; return the dummy gradient that autograd gets in its place.
 
         The dummy is one zero expanded to [V, H]. Autograd allocates its own copy only after this
@@ -58,14 +62,13 @@ class MainGrad:
         zero = torch.zeros((), dtype=self.dtype, device=self.weight.device)
         return zero.expand(self.weight.shape)
 
-    def add(self, dweight: Tensor) -> Tensor | None:
-        """Add a dweight [V, H] that exists already; return what ``closed`` does."""
-        main_grad, accumulates = self.opened()
+    def added(self, dweight: Tensor) -> Tensor | None:
+        main_grad, accumulates = self.opened(self.weight)
         if accumulates:
             main_grad += dweight
         else:
             main_grad.copy_(dweight)
-        return self.closed()
+        return self.closed(main_grad)
 
 
 def captured(weight: Tensor, call: Call) -> MainGrad:

@@ -6,11 +6,12 @@ plan alike and issue the same collectives. T = tokens, V = rows of the largest s
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Literal
 
+from flce_dist import options
+from flce_dist.op.call import Schedule
+from flce_dist.op.in_forward import InForward
 from flce_dist.op.lending import lent_windows
-from flce_dist.options import Schedule
+from flce_dist.op.windows import Windows
 
 DEFAULT_LOGITS_BYTES = 1 << 30
 """Budget of ``in_forward`` where the caller names none, and of ``auto`` unless it needs more."""
@@ -30,46 +31,17 @@ _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
 
+Plan = Windows | InForward
+
 _RowBytes = tuple[int, int]  # of a row of dweight in in_forward: rounded at once, accumulating
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The schedule and its sizes.
-
-    ``cached_v`` leading columns of the shard keep their exponentials from forward to backward; the
-    others are recomputed in backward, ``window_v`` columns at a time. The first chunk has
-    ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``.
-    ``logits_bytes`` is the most that cache and window take together, in addition to what
-    ``lending`` places in dweight's memory. Cached columns and lending are those of the first chunk;
-    later ones cache all.
-    """
-
-    schedule: Literal["recompute", "cached", "in_forward", "filtered"]
-    T: int
-    V: int
-    cached_v: int
-    window_v: int
-    first_t: int
-    chunk_t: int
-    logits_bytes: int
-    lending: tuple[tuple[int, int], ...] = ()  # see lent_windows
-
-    def cached_columns(self, V: int) -> int:
-        """Columns cached by a rank that holds ``V`` rows; a plan that caches all caches all."""
-        return V if self.cached_v >= self.V else min(self.cached_v, V)
-
-    def chunks(self) -> list[tuple[int, int]]:
-        """Token chunks ``(start, end)``, the same on every rank."""
-        starts = [0, *range(self.first_t, self.T, self.chunk_t)]
-        return list(zip(starts, [*starts[1:], self.T], strict=True))
-
-    def pieces(self, P: int) -> tuple[tuple[int, int], ...]:
-        """Token ranges that are gathered from P ranks in turn: the chunks, the first in two."""
-        (start, end), *later = self.chunks()
-        head = end if P == 1 or end < _SPLIT_FROM else _round_up(-(-end // _HEAD_SHARE), _unit(P))
-        first = [(start, head), (head, end)] if head < end else [(start, end)]
-        return (*first, *later)
+def pieces(schedule: Schedule, P: int) -> tuple[tuple[int, int], ...]:
+    """Return token ranges that are gathered from P ranks in turn: the chunks, the first in two."""
+    (start, end), *later = schedule.chunks()
+    head = end if P == 1 or end < _SPLIT_FROM else _round_up(-(-end // _HEAD_SHARE), _unit(P))
+    first = [(start, head), (head, end)] if head < end else [(start, end)]
+    return (*first, *later)
 
 
 @functools.lru_cache
@@ -78,14 +50,13 @@ def plan(
     T: int,
     V: int,
     itemsize: int,
-    schedule: Schedule,
+    schedule: options.Schedule,
     max_logits_bytes: int | None,
     expressible: bool = True,
     converts: bool = False,
     dweight_row_bytes: tuple[int, int] = (0, 0),
     reduces: bool = False,
     gathers_from: int = 1,
-    filters: bool = False,
 ) -> Plan:
     """Choose what to cache and what to recompute within ``max_logits_bytes``.
 
@@ -108,12 +79,9 @@ def plan(
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
         gathers_from: ranks whose tokens are gathered; chunks hold as many of each.
-        filters: whether gradients are filtered, under schedule ``auto`` or ``recompute``; windows
-            are then those of ``recompute``, and hold the tiles that are kept.
     """
     column_bytes = max(1, T * itemsize)
     unit = _unit(gathers_from)
-    schedule = "recompute" if filters else schedule
     if schedule == "in_forward":
         budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
         return _in_forward(T, unit, V, itemsize, budget, converts, dweight_row_bytes)
@@ -147,11 +115,7 @@ def plan(
                 return in_forward
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
-    name: Literal["recompute", "cached", "filtered"] = "cached" if cached else "recompute"
-    held_bytes = held * column_bytes if T else 0
-    if filters and T:
-        name = "filtered"
-    return Plan(name, T, V, cached, window, T, max(1, T), held_bytes)
+    return Windows(T, V, cached, window, held * column_bytes if T else 0)
 
 
 def _auto_budget(
@@ -187,7 +151,7 @@ def _auto_budget(
 
 def _auto_in_forward(
     T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
-) -> Plan | None:
+) -> InForward | None:
     """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
     at_once = _in_forward(T, unit, V, itemsize, budget, converts, row_bytes)
     if at_once.first_t == T:
@@ -203,7 +167,7 @@ def _auto_in_forward(
 
 def _in_forward(
     T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
-) -> Plan:
+) -> InForward:
     """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
 
     A first chunk that lends is longer than the others only where that saves a chunk, and only as
@@ -224,7 +188,7 @@ def _in_forward(
         most = round(V * _MOST_RECOMPUTED)
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
-        return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
+        return InForward(T, V, *first[:2], T, max(1, T), *first[2:])
     without_lending = -(-T // chunk)  # chunks
     for more in range(1, without_lending - 1) if lends else ():
         first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
@@ -232,10 +196,10 @@ def _in_forward(
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
-            return Plan("in_forward", T, V, *first[:2], first_t, rest, held_bytes, first[3])
+            return InForward(T, V, *first[:2], first_t, rest, held_bytes, first[3])
     chunk = later(T)
     first_t = min(chunk, T)
-    return Plan("in_forward", T, V, V, window, first_t, chunk, chunk * held * itemsize)
+    return InForward(T, V, V, window, first_t, chunk, chunk * held * itemsize)
 
 
 def _lend(

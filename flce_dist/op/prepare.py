@@ -1,21 +1,20 @@
 """From a caller's arguments to a planned call on flat tensors."""
 
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
-from flce_dist.op.plan import Plan, plan
+from flce_dist.op.call import Call, Needs, Operands, Schedule
+from flce_dist.op.plan import pieces, plan
 from flce_dist.options import LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows
-
-_FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
 
 class Arguments(NamedTuple):
@@ -28,61 +27,6 @@ class Arguments(NamedTuple):
     token_weight: Tensor | None
     options: LossOptions
     tp_group: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Call:
-    """All that the schedules know about a call except its tensors. Pure data."""
-
-    options: LossOptions
-    dtype: torch.dtype  # of hidden, weight and bias
-    vocab_start_index: int  # of this rank's rows
-    V: int  # this rank's rows below vocab_size
-    vocab_size: int  # of all ranks, without padding
-    plan: Plan
-    expressible: bool  # of the loss: dlogits are scale * D + uniform, so D may be cached
-    order: TokenOrder
-    kernels: ModuleType  # flce_dist.kernels.gpu or flce_dist.kernels.eager
-    tp_group: dist.ProcessGroup | None
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hidden is split over, if it is."""
-        return self.tp_group if self.options.sequence_parallel else None
-
-    @property
-    def reduces_dhidden(self) -> bool:
-        """Whether dhidden is summed over ranks here."""
-        return self.tp_group is not None and self.options.reduce_dhidden
-
-    @property
-    def is_from_lse(self) -> bool:
-        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504.
-
-        Filtered gradients replace D by probabilities.
-        """
-        return self.dtype == torch.float16 or self.plan.schedule == "filtered"
-
-    @property
-    def rescales_cache(self) -> bool:
-        """Whether cached columns are written once more before the GEMMs.
-
-        In fp16, because the cache is bf16. In bf16 with few tokens, because rounding both D at the
-        label and hidden times its scale would give dweight three times the error of eager PyTorch:
-        this pass rounds D times the scale once, and with few tokens it costs little.
-        """
-        few = self.plan.T <= _FEW_TOKENS
-        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)
-
-
-class Operands(NamedTuple):
-    """The tensors of a call, flat: T tokens, or T / P of hidden if it is split by token."""
-
-    hidden: Tensor  # [T or T / P, H]
-    weight: Tensor  # [V and padding, H]
-    bias: Tensor | None  # [V and padding]
-    labels: Tensor  # [T] int64, in the order of the pieces
-    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
 
 
 def sequence_first(arguments: Arguments) -> Arguments:
@@ -158,18 +102,20 @@ def prepare(
     call = Call(
         options=options,
         dtype=hidden.dtype,
+        T=labels.numel(),
         vocab_start_index=start,
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
-        plan=chosen,
-        expressible=not options.smoothing_needs_logits,
+        needs=Needs(*needs),
+        schedule=chosen,
         order=order,
+        impl=impl,
         kernels=kernels_of(impl),
         tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
     )
     if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
-        stats_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        token_weight = order.permuted(token_weight.reshape(-1).to(stats_dtype).contiguous())
+        token_weight = token_weight.reshape(-1).to(call.stats_dtype).contiguous()
+        token_weight = order.permuted(token_weight)
     return call, Operands(
         hidden.reshape(-1, H),
         weight,
@@ -179,21 +125,10 @@ def prepare(
     )
 
 
-def kernels_of(impl: str) -> ModuleType:
-    """Import an implementation on demand: eager alone needs no working triton."""
-    if impl == "triton":
-        from flce_dist.kernels import gpu
-
-        return gpu
-    from flce_dist.kernels import eager
-
-    return eager
-
-
 def _plan(
     arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
-) -> tuple[Plan, TokenOrder]:
-    """Return the plan, and the order of tokens that follows from its pieces."""
+) -> tuple[Schedule, TokenOrder]:
+    """Return the schedule, and the order of tokens that follows from its pieces."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
     if options.vocab_range is not None:
@@ -206,7 +141,7 @@ def _plan(
     P = P if known and options.sequence_parallel else 1
     # Every tile of filter_eps=0.0 is kept.
     schedule = options.schedule if options.filter_eps is None else "recompute"
-    chosen = (plan if known else plan.__wrapped__)(
+    chosen: Schedule = (plan if known else plan.__wrapped__)(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
@@ -217,6 +152,9 @@ def _plan(
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P,
-        filters=bool(options.filter_eps) and (any(needs) or options.with_metrics),
     )
-    return chosen, TokenOrder(P, chosen.pieces(P) if known else ((0, T),))
+    if options.filter_eps and T and (any(needs) or options.with_metrics):
+        from flce_dist.op.filtered import Filtered
+
+        chosen = Filtered.of(options.filter_eps, chosen)
+    return chosen, TokenOrder(P, pieces(chosen, P) if known else ((0, T),))

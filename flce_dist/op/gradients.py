@@ -1,4 +1,4 @@
-"""Backward: the matrix D of ``dlogits = scale * D + uniform``, and the GEMMs of both gradients.
+"""The gradients: D of ``dlogits = scale * D + uniform``, its two GEMMs, the sum over ranks.
 
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 D [T, V] exists one window of columns at a time, from forward's cache or computed again.
@@ -7,7 +7,7 @@ D [T, V] exists one window of columns at a time, from forward's cache or compute
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,98 +17,53 @@ from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import MetricGradients, RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.forward import Saved, loss_terms, shard_logits
-from flce_dist.op.main_grad import MainGrad
-from flce_dist.op.prepare import Call, Operands
+from flce_dist.op.call import Call, Operands, Results, Sink, Upstream
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather, TokenSum
 
-Results = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dhidden [T, H] (under sequence parallelism [T / P, H]), dweight [V, H] and dbias [V]."""
 
+@dataclass(frozen=True)
+class NewDweight:
+    """The sink that returns dweight to autograd; in ``dtype``, by default weight's."""
 
-def backward(
-    call: Call,
-    operands: Operands,
-    saved: Saved,
-    upstream: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    main_grad: MainGrad | None = None,
-) -> Results:
-    """Return the gradients that are needed: schedules recompute and cached.
+    dtype: torch.dtype | None = None
+    rounds: ClassVar[bool] = True
 
-    ``upstream`` are the gradients of the loss, lse, logprob and entropy, in the caller's order.
-    With ``main_grad`` dweight is added there, and the dweight that is returned says so.
-    """
-    hidden, weight, bias, labels, _ = operands
-    rows, expressible = row_gradient(call, operands, saved, upstream)
-    cache = saved.cache if expressible else None
+    def opened(self, weight: Tensor) -> tuple[Tensor, bool]:
+        dtype = self.dtype or weight.dtype
+        return torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format), False
 
-    # Decided by facts that all ranks share, not by which upstream gradients this rank got.
-    gather = logits = None
-    if needs[1] or call.options.with_metrics or call.plan.cached_v < call.plan.V:
-        gather = transport.gather(hidden, call.order, call.sequence_group)
-        gather.start_all()
-        logits = shard_logits(call, gather.tokens, weight, bias, labels)
+    def closed(self, dweight: Tensor) -> Tensor:
+        return dweight
 
-    gradients = new_gradients(call, operands, needs, main_grad)
-    windows = ColumnCache(() if cache is None else (cache,))
-    chunk = Chunk((0, len(labels)), labels, saved.stats, rows, windows, gather, logits)
-    gradients.add(chunk)
-    if gather is not None:
-        gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
-    return gradients.finished(main_grad)
-
-
-def new_gradients(
-    call: Call, operands: Operands, needs: Sequence[bool], main_grad: MainGrad | None
-) -> "Gradients":
-    """Allocate the gradients of one chunk; dweight is ``main_grad`` if that is given."""
-    weight, dhidden, dweight, dbias = operands.weight, None, None, None
-    if needs[0]:
-        dhidden = sum_of_dhidden(call, len(operands.labels), weight)
-    accumulates = False
-    if main_grad is not None:
-        dweight, accumulates = main_grad.opened()
-    elif needs[1]:
-        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if needs[2]:
-        assert operands.bias is not None
-        dbias = torch.zeros_like(operands.bias)
-    return Gradients(call, weight, dhidden, dweight, dbias, accumulates)
+    def added(self, dweight: Tensor) -> Tensor:
+        return dweight
 
 
 def row_gradient(
-    call: Call, operands: Operands, saved: Saved, upstream: Sequence[Tensor | None]
-) -> tuple[RowGradient, bool]:
-    """Return the factors of dlogits, and whether cached exponentials express it."""
-    stats, terms = saved.stats, loss_terms(call)
+    call: Call,
+    operands: Operands,
+    stats: TokenStats,
+    norm: Tensor | None,
+    upstream: Upstream,
+    *,
+    entropy: Tensor | None = None,
+    from_lse: bool,
+) -> RowGradient:
+    """Return the factors of dlogits; the gradient of metrics with entropy needs ``entropy`` [T]."""
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else call.order.permuted(g) for g in upstream
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)
+    terms = call.loss_terms
+    of_loss = (operands.labels, operands.token_weight, norm, dloss, terms)
+    if call.is_expressible(upstream):
+        return call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse)
+    token_dloss = token_gradient_formulas.token_dloss(stats.others, *of_loss)
     metrics = MetricGradients(*dmetrics)
-    of_loss = (operands.labels, operands.token_weight, saved.norm, dloss, terms)
-    if metrics.any() or not call.expressible:
-        token_dloss = token_gradient_formulas.token_dloss(stats.others, *of_loss)
-        rows = token_gradient_formulas.row_gradient_with_metrics(
-            stats, token_dloss, metrics, saved.entropy, terms
-        )
-        return rows, False
-    return call.kernels.row_gradient(stats, *of_loss, from_lse=call.is_from_lse), True
-
-
-def sum_of_dhidden(call: Call, T: int, weight: Tensor) -> TokenSum:
-    """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
-    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
-    return transport.token_sum(
-        (T, weight.shape[1]),
-        gemm.acc_dtype(weight.dtype) if in_fp32 else weight.dtype,
-        weight.device,
-        call.order,
-        call.tp_group if call.reduces_dhidden else None,
-        sequence_parallel=call.options.sequence_parallel,
+    return token_gradient_formulas.row_gradient_with_metrics(
+        stats, token_dloss, metrics, entropy, terms
     )
 
 
@@ -122,6 +77,7 @@ class Chunk(NamedTuple):
     cache: ColumnCache
     gather: TokenGather | None  # None where nothing needs hidden
     logits: ShardLogits | None  # hidden may still be arriving
+    window_v: int  # columns of D that are computed, or converted, at a time
 
 
 class Window(NamedTuple):
@@ -145,13 +101,23 @@ class Gradients:
     weight: Tensor
     dhidden: TokenSum | None
     dweight: Tensor | None
-    dbias: Tensor | None
-    accumulates: bool = False
+    dbias: Tensor | None  # in the dtype of statistics
+    accumulates: bool
     acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
 
-    def __post_init__(self) -> None:
-        if self.dweight is not None and not self.accumulates:
-            self.dweight[self.call.V :] = 0.0
+    @staticmethod
+    def new(call: Call, operands: Operands, sink: Sink) -> "Gradients":
+        """Allocate the gradients that the call needs; dweight is the sink's."""
+        weight, dhidden, dweight, dbias, accumulates = operands.weight, None, None, None, False
+        if call.needs.hidden:
+            dhidden = _sum_of_dhidden(call, weight)
+        if call.needs.weight:
+            dweight, accumulates = sink.opened(weight)
+            if not accumulates:
+                dweight[call.V :] = 0.0
+        if call.needs.bias:
+            dbias = torch.zeros(len(weight), dtype=call.stats_dtype, device=weight.device)
+        return Gradients(call, weight, dhidden, dweight, dbias, accumulates)
 
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk.
@@ -160,7 +126,7 @@ class Gradients:
         sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
         """
         call = self.call
-        windows = split_columns(call, chunk.cache)
+        windows = split_columns(call, chunk)
         cached = [w for w in windows if w.cached is not None and not call.rescales_cache]
         others = windows[len(cached) :]
         # D from forward lacks the tokens' scales; D that is computed now can contain them.
@@ -201,6 +167,7 @@ class Gradients:
         """Round the accumulator into this rank's share, and start the sum over ranks."""
         if self.dhidden is None:
             return
+        assert self.acc is not None
         plus = None
         if rows.uniform is not None:
             weight = self.weight[: self.call.V]
@@ -230,7 +197,7 @@ class Gradients:
         if self.dweight is not None:
             hidden, row = factor()
             out = self.dweight[start:end]
-            is_only = len(self.call.plan.chunks()) == 1 and not self.accumulates
+            is_only = len(self.call.schedule.chunks()) == 1 and not self.accumulates
             if out.dtype == self.weight.dtype and is_only:
                 gemm.matmul(d.T, hidden, row=row, out=out)
             else:
@@ -241,21 +208,37 @@ class Gradients:
         if self.dbias is not None:
             self.dbias[start:end] += dbias_of(self.call, d, rows)
 
-    def finished(self, main_grad: MainGrad | None = None) -> Results:
-        """Return dhidden of this rank's tokens, summed over ranks, dweight and dbias.
-
-        With ``main_grad``, the dweight that is returned says that it was added there.
+    def finished(self, sink: Sink, *, rounds_dbias: bool = True) -> Results:
+        """Return dhidden of this rank's tokens, summed over ranks, what ``sink`` makes of dweight,
+        and dbias, rounded if asked for.
         """
         dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
-        return dhidden, self.dweight if main_grad is None else main_grad.closed(), self.dbias
+        dweight = None if self.dweight is None else sink.closed(self.dweight)
+        dbias = self.dbias
+        if dbias is not None and rounds_dbias:
+            dbias = dbias.to(self.call.dtype)
+        return dhidden, dweight, dbias
 
 
-def split_columns(call: Call, cache: ColumnCache) -> list[Window]:
+def _sum_of_dhidden(call: Call, weight: Tensor) -> TokenSum:
+    """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
+    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+    return transport.token_sum(
+        (call.T, weight.shape[1]),
+        call.stats_dtype if in_fp32 else weight.dtype,
+        weight.device,
+        call.order,
+        call.tp_group if call.reduces_dhidden else None,
+        sequence_parallel=call.options.sequence_parallel,
+    )
+
+
+def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
-    step = max(1, call.plan.window_v)
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    cached_step = max(1, call.V) if cache.dtype == call.dtype else step
-    windows = [Window(*columns) for columns in cache.split(call.V, step, cached_step)]
+    cached_step = max(1, call.V) if chunk.cache.dtype == call.dtype else chunk.window_v
+    columns = chunk.cache.split(call.V, chunk.window_v, cached_step)
+    windows = [Window(*ends) for ends in columns]
     return windows or [Window(0, 0, None)]
 
 

@@ -1,0 +1,191 @@
+"""A call as the schedules know it, and the two protocols between which it runs.
+
+A ``Schedule`` decides where backward gets the probabilities from, a ``Sink`` where dweight goes.
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size, P = ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.kernels.interface import Kernels
+from flce_dist.kernels.token_loss_formulas import LossTerms
+from flce_dist.options import LossOptions
+from flce_dist.parallel.token_order import TokenOrder
+
+_FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
+
+Results = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dhidden [T, H] (under sequence parallelism [T / P, H]), dweight [V, H] and dbias [V]."""
+
+Saved = tuple[Any, ...]
+"""What backward needs from forward besides the operands: tensors or None, by each schedule."""
+
+
+class Needs(NamedTuple):
+    """Which operands need a gradient, the same on every rank."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients in the caller's order: [T] each, the loss's also a scalar."""
+
+    loss: Tensor | None
+    lse: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def of_metrics(self) -> bool:
+        return any(g is not None for g in self[1:])
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, flat: T tokens, or T / P of hidden if it is split by token."""
+
+    hidden: Tensor  # [T or T / P, H]
+    weight: Tensor  # [V and padding, H]
+    bias: Tensor | None  # [V and padding]
+    labels: Tensor  # [T] int64, in the order of the pieces
+    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
+
+
+class Metrics(NamedTuple):
+    """What one pass over the logits yields besides the loss; None if not asked for."""
+
+    lse: Tensor | None = None  # [T], as the next three
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+    kept_share: Tensor | None = None  # scalars
+    rank_one_mass: Tensor | None = None
+
+
+class Schedule(Protocol):
+    """One way to get the probabilities that backward needs.
+
+    A schedule is a frozen dataclass whose fields are its sizes, planned from facts that all ranks
+    share. It holds no tensors: it is cached, and compared between ranks.
+    """
+
+    keeps_operands: ClassVar[bool]
+    """Whether backward needs the operands again; they are then saved with the rest."""
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return the token ranges (start, end) that are taken one after the other."""
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        """Return the loss, the metrics in the caller's order, and what backward needs."""
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
+
+    def backward(
+        self,
+        call: Call,
+        operands: Operands | None,
+        saved: Saved,
+        upstream: Upstream,
+        sink: Sink,
+        *,
+        is_last: bool,
+    ) -> Results:
+        """Return the gradients that the call needs.
+
+        operands is None unless they are kept. At least one upstream gradient is not None. If this
+        backward ``is_last``, what was saved may be overwritten.
+        """
+
+
+class Sink(Protocol):
+    """Where dweight is accumulated. A sink remembers nothing: backward may run several times."""
+
+    rounds: ClassVar[bool]
+    """Whether a finished dweight is rounded to the operands' dtype before it is taken."""
+
+    def opened(self, weight: Tensor, /) -> tuple[Tensor, bool]:
+        """Return [V, H] for the GEMMs, and whether to add to it (else it is overwritten)."""
+
+    def closed(self, dweight: Tensor) -> Tensor | None:
+        """Return what autograd gets for the tensor that ``opened`` returned."""
+
+    def added(self, dweight: Tensor) -> Tensor | None:
+        """Take a dweight [V, H] that exists already; return what autograd gets."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that a schedule knows about a call except its tensors. Pure data."""
+
+    options: LossOptions
+    dtype: torch.dtype  # of hidden, weight and bias
+    T: int
+    vocab_start_index: int  # of this rank's rows
+    V: int  # this rank's rows below vocab_size
+    vocab_size: int  # of all ranks, without padding
+    needs: Needs
+    schedule: Schedule
+    order: TokenOrder
+    impl: str  # "triton" or "eager"
+    kernels: Kernels  # of that
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        options = self.options
+        return LossTerms(
+            label_smoothing=options.label_smoothing,
+            z_loss_weight=options.z_loss_weight,
+            vocab_size=self.vocab_size,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
+            ignore_index=options.ignore_index,
+        )
+
+    def is_expressible(self, upstream: Upstream) -> bool:
+        """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""
+        return not (upstream.of_metrics or self.options.smoothing_needs_logits)
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hidden is split over, if it is."""
+        return self.tp_group if self.options.sequence_parallel else None
+
+    @property
+    def reduces_dhidden(self) -> bool:
+        """Whether dhidden is summed over ranks here."""
+        return self.tp_group is not None and self.options.reduce_dhidden
+
+    @property
+    def stats_dtype(self) -> torch.dtype:
+        """Dtype of statistics and of accumulation: fp32, or fp64 for fp64 operands."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of cached exponentials: up to exp(50), which bf16 holds and fp16 does not."""
+        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+
+    @property
+    def is_from_lse(self) -> bool:
+        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
+        return self.dtype == torch.float16
+
+    @property
+    def rescales_cache(self) -> bool:
+        """Whether cached columns are written once more before the GEMMs.
+
+        In fp16, because the cache is bf16. In bf16 with few tokens, because rounding both D at the
+        label and hidden times its scale would give dweight three times the error of eager PyTorch:
+        this pass rounds D times the scale once, and with few tokens it costs little.
+        """
+        few = self.T <= _FEW_TOKENS
+        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)

@@ -1,0 +1,147 @@
+"""One pass over this shard's logits: their statistics, merged over ranks, and the loss.
+
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
+from flce_dist.op.call import Call, Metrics, Operands
+from flce_dist.parallel import collectives, transport
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+
+class Pass:
+    """One pass over the logits of all tokens, in one chunk of them or several.
+
+    Attributes:
+        gather: hidden of all ranks, [T, H], piece by piece; each piece is waited for just before
+            its logits are computed.
+        logits: this shard's logits of all tokens, whose hidden may still be arriving.
+        norm: what a mean divides by, a scalar on the device; None for other reductions.
+    """
+
+    def __init__(self, call: Call, operands: Operands):
+        self.call, self.token_weight = call, operands.token_weight
+        self.gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+        self.logits = shard_logits(call, operands, self.gather.tokens)
+        self.norm = _loss_norm(call, operands)
+
+    def chunk_loss(
+        self, tokens: tuple[int, int], cache: ColumnCache, tiles: Tensor | None = None
+    ) -> tuple[TokenStats, Tensor]:
+        """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
+
+        ``tokens`` (first, last) are whole pieces of the gather. All-reduces: SUM of label logits
+        [T] per piece, MAX of the other logits [T], SUM of 2 to 6 rows [T] fp64 (eager: 1 to 3 rows
+        in the dtype of statistics). They do not depend on whether any row needs the rescue, so
+        ranks never disagree.
+
+        ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is
+        written now, not in backward: a saved tensor must not change between two backward passes.
+        ``tiles`` receives the statistics of tiles, if given.
+        """
+        call, gather = self.call, self.gather
+        options, kernels, group = call.options, call.kernels, call.tp_group
+        with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
+
+        first, last = tokens
+        logits, weights = self.logits.tokens(first, last), self.token_weight
+        label_logit = logits.hidden.new_empty(logits.T, dtype=logits.stats_dtype)
+        others_max = torch.empty_like(label_logit)
+        sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
+        for piece, (start, end) in call.order.between(first, last):
+            gather.wait(piece)
+            here = slice(start - first, end - first)
+            part = logits.tokens(here.start, here.stop)
+            kernels.label_logit(part, vocab_size=call.vocab_size, out=label_logit[here])
+            pending = collectives.start_all_reduce(label_logit[here], group)
+            # After the all-reduce: a group's collectives run in order, and the statistics wait.
+            gather.start(piece + 1)
+            kernels.linear_stats(
+                part,
+                pending.wait(),
+                cache=cache.tokens(here.start, here.stop),
+                with_sum_z=with_sum_z,
+                with_entropy=with_entropy,
+                others_max=others_max[here],
+                sums=sums[:, here],
+                tiles=None if tiles is None else tiles[:, :, here],
+            )
+
+        others_max = collectives.all_reduce_max(others_max, group)
+        sums = kernels.rescue(
+            logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
+        )
+        sums = collectives.all_reduce_sum(sums, group)
+        stats, loss, label_value = kernels.token_loss(
+            logits.labels,
+            None if weights is None else weights[first:last],
+            label_logit,
+            others_max,
+            sums,
+            call.loss_terms,
+            with_entropy=with_entropy,
+        )
+        if not call.rescales_cache:  # else backward writes D at the labels
+            for start, window in cache.with_starts():
+                kernels.write_label_value(
+                    window,
+                    logits.labels,
+                    label_value,
+                    vocab_start_index=logits.vocab_start_index + start,
+                    ignore_index=options.ignore_index,
+                )
+        return stats, loss
+
+    def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
+        """Return the metrics of a chunk, in the order of the pieces, if they are asked for."""
+        if not self.call.options.with_metrics:
+            return Metrics()
+        assert stats.others_max is not None
+        counted = self.logits.counted[slice(*tokens)]
+        correct = (stats.others_max <= stats.label_logit) & counted
+        return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
+
+    def finished(self, losses: list[Tensor], metrics: list[Metrics]) -> tuple[Tensor, Metrics]:
+        """Reduce the losses of all chunks; return them and the metrics in the caller's order."""
+        call = self.call
+        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+        loss = call.order.restored(loss)  # the order decides the bits of a sum
+        if call.options.reduction != "none":
+            loss = call.kernels.reduce_loss(loss, self.norm)
+        if not call.options.with_metrics:
+            return loss, Metrics()
+        parts = zip(*(chunk[:4] for chunk in metrics), strict=True)
+        # Copies, also of one chunk: what an operator returns must not be what it saves.
+        lse, logprob, entropy, correct = (call.order.restored(torch.cat(part)) for part in parts)
+        one, zero = loss.new_ones(()), loss.new_zeros(())
+        return loss, Metrics(lse, logprob, entropy, correct, one, zero)
+
+
+def _loss_norm(call: Call, operands: Operands) -> Tensor | None:
+    if call.options.reduction != "mean":
+        return None
+    labels, token_weight = operands.labels, operands.token_weight
+    if token_weight is not None:  # the caller's order decides the bits
+        labels, token_weight = map(call.order.restored, (labels, token_weight))
+    return call.kernels.loss_norm(labels, token_weight, call.options.ignore_index, call.stats_dtype)
+
+
+def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
+    """Describe this shard's logits over its real rows; hidden is [T, H] of all tokens."""
+    options, bias = call.options, operands.bias
+    return ShardLogits(
+        hidden=hidden,
+        weight=operands.weight[: call.V],
+        bias=None if bias is None else bias[: call.V].contiguous(),
+        labels=operands.labels,
+        vocab_start_index=call.vocab_start_index,
+        ignore_index=options.ignore_index,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        group_v=INVARIANT_ROWS if options.tp_invariant else None,
+    )

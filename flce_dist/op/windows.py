@@ -1,0 +1,122 @@
+"""The schedules recompute and cached: backward takes the columns window by window.
+
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
+from flce_dist.op.gradients import Chunk, Gradients, row_gradient
+from flce_dist.op.statistics import Pass, shard_logits
+from flce_dist.parallel import transport
+
+
+class WindowsSaved(NamedTuple):
+    norm: Tensor | None  # of a mean, a scalar
+    cache: Tensor | None  # D of the leading columns, [T, cached_v]
+    entropy: Tensor | None  # [T], with metrics
+    label_logit: Tensor  # [T], as the next two
+    reference: Tensor
+    others: Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """``cached_v`` leading columns keep their D from forward to backward; the others are computed
+    again, ``window_v`` columns at a time.
+
+    V is of the largest shard. ``logits_bytes`` is the most that cache and window take together.
+
+    Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden in one or two
+    pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
+    logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3 rows in the dtype of
+    statistics).
+    Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
+    sequence parallelism a gather of hidden, in flight while cached columns make dhidden or while
+    dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
+    all-reduced), in flight during the last dweight.
+    """
+
+    T: int
+    V: int
+    cached_v: int
+    window_v: int
+    logits_bytes: int
+
+    keeps_operands: ClassVar[bool] = True
+
+    @property
+    def schedule(self) -> str:
+        return "cached" if self.cached_v else "recompute"
+
+    def chunks(self) -> list[tuple[int, int]]:
+        return [(0, self.T)]
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        one, tokens = Pass(call, operands), (0, call.T)
+        cache = self._new_cache(call, operands.hidden.device)
+        windows = ColumnCache(() if cache is None else (cache,))
+        stats, loss = one.chunk_loss(tokens, windows)
+        metrics = one.metrics(stats, tokens)
+        saved = WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
+        return *one.finished([loss], [metrics]), saved
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        def new(*shape: int) -> Tensor:
+            return operands.hidden.new_empty(shape, dtype=call.stats_dtype)
+
+        T, options = call.T, call.options
+        return WindowsSaved(
+            new() if options.reduction == "mean" else None,
+            self._new_cache(call, operands.hidden.device),
+            new(T) if options.with_metrics else None,
+            new(T), new(T), new(T),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        call: Call,
+        operands: Operands | None,
+        saved: Saved,
+        upstream: Upstream,
+        sink: Sink,
+        *,
+        is_last: bool,
+    ) -> Results:
+        assert operands is not None
+        norm, cache, entropy, *of_tokens = WindowsSaved(*saved)
+        stats = TokenStats(*of_tokens)
+        rows = row_gradient(
+            call, operands, stats, norm, upstream, entropy=entropy, from_lse=call.is_from_lse
+        )
+        windows = ColumnCache()
+        if cache is not None and call.is_expressible(upstream):
+            windows = ColumnCache((cache,))
+
+        # Decided by facts that all ranks share, not by which upstream gradients this rank got.
+        gather = logits = None
+        if call.needs.weight or call.options.with_metrics or self.cached_v < self.V:
+            gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+            gather.start_all()
+            logits = shard_logits(call, operands, gather.tokens)
+
+        gradients = Gradients.new(call, operands, sink)
+        tokens, labels = (0, call.T), operands.labels
+        gradients.add(Chunk(tokens, labels, stats, rows, windows, gather, logits, self.window_v))
+        if gather is not None:
+            gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
+        return gradients.finished(sink)
+
+    def cached_columns(self, V: int) -> int:
+        """Columns cached by a rank that holds ``V`` rows; who caches all of the largest, all."""
+        return V if self.cached_v >= self.V else min(self.cached_v, V)
+
+    def _new_cache(self, call: Call, device: torch.device) -> Tensor | None:
+        columns = self.cached_columns(call.V)
+        return new_window(call.T, columns, call.cache_dtype, device) if columns else None
