@@ -14,11 +14,8 @@ import flce_dist
 from flce_dist.testing import RankPool
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = dict(
-    match.groups()
-    for match in re.finditer(
-        r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S
-    )
+BLOCKS: dict[str, str] = dict(
+    re.findall(r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S)
 )
 """The Python under each heading."""
 
