@@ -25,6 +25,7 @@ WAIT_S = 30.0
 """How long another rank than 0 waits to be ended before it prints a ``RunError`` of its own."""
 
 
+STDOUT = 1
 HERE = "flce_dist.launch."
 _SPEC = sys.modules["__main__"].__spec__
 PROGRAM = _SPEC.name.removesuffix(".__main__") if _SPEC else ""
@@ -67,9 +68,9 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread(1):
+        if isinstance(error, BrokenPipeError) and _is_unread(STDOUT):
             # As other programs in a shell's pipe end, such as before ``| head``.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
             _leave(128 + signal.SIGPIPE)
         summary = f"rank {rank}: {type(error).__name__}: {_line(error)}"
         _report(summary, traceback.format_exc().rstrip() if _is_first_to_fail() else summary)

@@ -15,10 +15,7 @@ from flce_dist.testing import RankPool
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS: dict[str, str] = dict(
-    (match[1], match[2])
-    for match in re.finditer(
-        r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S
-    )
+    re.findall(r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S)
 )
 """The Python under each heading."""
 
