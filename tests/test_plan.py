@@ -107,9 +107,11 @@ def test_cached_columns_and_windows_cover_the_shard_of_every_rank(
     assert chosen.cached_v == largest or chosen.cached_v % SMALLEST == 0
     for rank in range(P):
         V = real_rows(vocab_range(V_all, rank, P), V_all)
-        assert 0 <= chosen.cached_columns(V) <= V
+        lent = sum(columns for columns, _ in chosen.lending)
+        columns = chosen.cached_columns(V, T * itemsize, lent)
+        assert 0 <= columns <= V
         if chosen.cached_v == largest:
-            assert chosen.cached_columns(V) == V
+            assert columns == V
 
 
 @given(sizes, rows, itemsizes, st.sampled_from(["auto", "cached"]), st.data())
@@ -331,5 +333,5 @@ def test_a_plan_is_frozen_and_says_what_it_does():
         chosen.cached_v = 0  # type: ignore[misc]
     assert repr(chosen) == (
         "Plan(schedule='cached', T=8192, V=32064, cached_v=32064, window_v=16896, first_t=8192, "
-        "chunk_t=8192, logits_bytes=525336576, lending=())"
+        "chunk_t=8192, logits_bytes=525336576, lending=(), limit=1073741824, converts=False)"
     )

@@ -46,7 +46,10 @@ def backward(
 
     # Decided by facts that all ranks share, not by which upstream gradients this rank got.
     gather = logits = None
-    if needs[1] or call.options.with_metrics or call.plan.cached_v < call.plan.V:
+    some_recompute = call.plan.cached_v < call.plan.V or (
+        call.options.vocab_range is not None and call.plan.limit is not None  # the larger shards
+    )
+    if needs[1] or call.options.with_metrics or some_recompute:
         gather = transport.gather(hidden, call.order, call.sequence_group)
         gather.start_all()
         logits = shard_logits(call, gather.tokens, weight, bias, labels)

@@ -127,7 +127,7 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         dtype = saved_dtype(weight.dtype)
         outputs += [weight.new_empty(weight.shape, dtype=dtype) if need_weight else new(0)]
         return [*outputs, new(V) if need_bias else new(0)]
-    columns = call.plan.cached_columns(call.V)
+    columns = call.plan.cached_columns(call.V, T * logits.cache_dtype.itemsize)
     cache = new_window(T, columns, logits.cache_dtype, hidden.device) if columns else new(0)
     entropy = new(T) if call.options.with_metrics else new(0)
     norm = new() if call.options.reduction == "mean" else new(0)

@@ -50,7 +50,8 @@ def forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
     hidden, weight, bias, labels, token_weight = operands
     gather = transport.gather(hidden, call.order, call.sequence_group)
     logits = shard_logits(call, gather.tokens, weight, bias, labels)
-    cache, columns = None, call.plan.cached_columns(logits.V)
+    column_bytes = logits.T * logits.cache_dtype.itemsize
+    cache, columns = None, call.plan.cached_columns(logits.V, column_bytes)
     if columns:
         cache = new_window(logits.T, columns, logits.cache_dtype, hidden.device)
     windows = ColumnCache(() if cache is None else (cache,))

@@ -16,6 +16,7 @@ from flce_dist.op.backward import Chunk, Gradients, Results, sum_of_dhidden
 from flce_dist.op.forward import Metrics
 from flce_dist.op.prepare import Call, Operands
 from flce_dist.parallel import transport
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class SavedGradients(NamedTuple):
@@ -135,16 +136,19 @@ def chunk_cache(call: Call, chunk: ShardLogits, dweight: Tensor | None, first: b
     The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
     """
     T, V, dtype = chunk.T, chunk.V, chunk.cache_dtype
-    windows = []
+    windows, column_bytes = [], T * dtype.itemsize
     if first and dweight is not None:
         flat = dweight.view(-1)
         for columns, row in call.plan.lending:
-            start, elements = row * chunk.H, T * columns * dtype.itemsize // flat.element_size()
-            if start + elements <= V * chunk.H:  # false if this shard has fewer rows than the plan
-                window = flat[start : start + elements].view(dtype)
-                windows.append(window.view(T, columns))
-    columns = call.plan.cached_columns(V) if first else V
-    rest = columns - sum(window.shape[1] for window in windows)
+            start = row * chunk.H
+            # A shard with fewer rows than the plan holds fewer columns there.
+            fitting = (V * chunk.H - start) * flat.element_size() // column_bytes
+            columns = min(columns, fitting // INVARIANT_ROWS * INVARIANT_ROWS)
+            if columns > 0:
+                elements = columns * column_bytes // flat.element_size()
+                windows.append(flat[start : start + elements].view(dtype).view(T, columns))
+    lent = sum(window.shape[1] for window in windows)
+    rest = call.plan.cached_columns(V, column_bytes, lent) - lent
     if rest > 0:
         windows.append(new_window(T, rest, dtype, chunk.hidden.device))
     return ColumnCache(tuple(windows))

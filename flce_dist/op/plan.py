@@ -1,7 +1,7 @@
 """Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
 
 ``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so all ranks
-plan alike and issue the same collectives. T = tokens, V = rows of the largest shard.
+plan alike and issue the same collectives. T = tokens, V = rows of the largest even shard.
 """
 
 import functools
@@ -42,7 +42,8 @@ class Plan:
     ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``.
     ``logits_bytes`` is the most that cache and window take together, in addition to what
     ``lending`` places in dweight's memory. Cached columns and lending are those of the first chunk;
-    later ones cache all.
+    later ones cache all. ``limit`` is the budget, None if there is none; a plan that ``converts``
+    holds a window beside cached columns.
     """
 
     schedule: Literal["recompute", "cached", "in_forward", "filtered"]
@@ -54,10 +55,23 @@ class Plan:
     chunk_t: int
     logits_bytes: int
     lending: tuple[tuple[int, int], ...] = ()  # see lent_windows
+    limit: int | None = None
+    converts: bool = False
 
-    def cached_columns(self, V: int) -> int:
-        """Columns cached by a rank that holds ``V`` rows; a plan that caches all caches all."""
-        return V if self.cached_v >= self.V else min(self.cached_v, V)
+    def cached_columns(self, V: int, column_bytes: int, lent: int = 0) -> int:
+        """Columns cached by a rank that holds ``V`` rows, ``lent`` of them in dweight's memory.
+
+        A plan that caches all caches all. Shards may be uneven: a rank with more rows than the
+        plan, or too few for the plan's lent windows, caches what the limit allows beside a window.
+        """
+        planned = V if self.cached_v >= self.V else min(self.cached_v, V)
+        as_planned = V <= self.V and lent == sum(columns for columns, _ in self.lending)
+        if self.limit is None or as_planned:
+            return planned
+        most = lent + max(self.limit, self.logits_bytes) // max(1, column_bytes)
+        if planned + (self.window_v if planned < V or self.converts else 0) <= most:
+            return planned
+        return max(lent, min(planned, _round_down(most - self.window_v)))
 
     def chunks(self) -> list[tuple[int, int]]:
         """Token chunks ``(start, end)``, the same on every rank."""
@@ -151,7 +165,9 @@ def plan(
     held_bytes = held * column_bytes if T else 0
     if filters and T:
         name = "filtered"
-    return Plan(name, T, V, cached, window, T, max(1, T), held_bytes)
+    return Plan(
+        name, T, V, cached, window, T, max(1, T), held_bytes, limit=limit, converts=converts
+    )
 
 
 def _auto_budget(
@@ -218,13 +234,14 @@ def _in_forward(
     def later(rest: int) -> int:
         return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), unit)))
 
+    new = functools.partial(Plan, "in_forward", T, V, limit=budget, converts=converts)
     lends = bool(row_bytes[1]) and chunk < T and not converts
     first = None
     if lends:
         most = round(V * _MOST_RECOMPUTED)
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
-        return Plan("in_forward", T, V, *first[:2], T, max(1, T), *first[2:])
+        return new(*first[:2], T, max(1, T), *first[2:])
     without_lending = -(-T // chunk)  # chunks
     for more in range(1, without_lending - 1) if lends else ():
         first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
@@ -232,10 +249,10 @@ def _in_forward(
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
-            return Plan("in_forward", T, V, *first[:2], first_t, rest, held_bytes, first[3])
+            return new(*first[:2], first_t, rest, held_bytes, first[3])
     chunk = later(T)
     first_t = min(chunk, T)
-    return Plan("in_forward", T, V, V, window, first_t, chunk, chunk * held * itemsize)
+    return new(V, window, first_t, chunk, chunk * held * itemsize)
 
 
 def _lend(
