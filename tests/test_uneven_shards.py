@@ -65,6 +65,7 @@ def test_a_larger_shard_stays_within_the_budget(
     cut = V_ALL * 3 // 4
     ranks = pools[2].run(run, 0, cut, V_ALL, trains=trains, max_logits_bytes=EVEN, **options)
     dhidden, dweight, _ = run(None, 0, V_ALL, schedule="recompute")
+    assert dweight is not None
     if options.get("sequence_parallel"):
         assert relative_rms(torch.cat([x[0] for x in ranks]), dhidden) < 1e-5
     else:

@@ -42,7 +42,7 @@ class Plan:
     ``first_t`` tokens (all of them but for in_forward), later ones ``chunk_t``.
     ``logits_bytes`` is the most that cache and window take together, in addition to what
     ``lending`` places in dweight's memory. Cached columns and lending are those of the first chunk;
-    later ones cache all. ``limit`` is the budget, None if there is none; a plan that ``converts``
+    later ones cache all. ``limit`` is the budget, None if none was given; a plan that ``converts``
     holds a window beside cached columns.
     """
 
@@ -166,8 +166,9 @@ def plan(
     if filters and T:
         name = "filtered"
     return Plan(
-        name, T, V, cached, window, T, max(1, T), held_bytes, limit=limit, converts=converts
-    )
+        name, T, V, cached, window, T, max(1, T), held_bytes,
+        limit=max_logits_bytes, converts=converts,
+    )  # fmt: skip
 
 
 def _auto_budget(
