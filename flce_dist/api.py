@@ -99,6 +99,7 @@ def linear_cross_entropy(
         vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
+            All ranks of a group pass it, or none.
             Default: rank r holds rows [r * V, (r + 1) * V).
         tp_group: ranks among which the vocabulary is split; None, or a group of one, for one
             process.
@@ -136,7 +137,8 @@ def linear_cross_entropy(
             dweight's accumulator beyond dweight itself (only with reduction "mean" or "sum",
             without metrics and outside torch.compile).
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
-            same on all ranks. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
+            same on all ranks. A rank with more rows than an even share recomputes columns that do
+            not fit. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
             computing logits again, half of the fp32 logits of up to 16,384 tokens, or less if
             in_forward needs less. Otherwise no bound.
         impl: "triton" or "eager". Default: triton on a GPU, eager elsewhere.

@@ -132,6 +132,7 @@ def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dic
         "weight.requires_grad": needs[1],
         "bias.requires_grad": needs[2],
         **{name: value for name, value in vars(options).items() if name != "vocab_range"},
+        "vocab_range given": options.vocab_range is not None,
         "impl": options.impl or ("triton" if hidden.is_cuda else "eager"),
     }
 

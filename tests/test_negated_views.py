@@ -39,10 +39,12 @@ def results(inputs: Inputs, names: tuple[str, ...], upstream: Any, **options: An
     """Outputs, and gradients of what ``names`` are views of; all but token_weight are leaves."""
     given = {name: getattr(inputs, name).clone() for name in NAMES}
     leaves = [given[name].requires_grad_() for name in NAMES[:3]]
-    passed: dict[str, Any] = {name: negated(x) if name in names else x for name, x in given.items()}
-    outputs: Any = linear_cross_entropy_with_metrics if isinstance(upstream, list) else None
-    outputs = (outputs or linear_cross_entropy)(labels=inputs.labels, **passed, **options)
-    outputs = list(outputs[:4]) if isinstance(upstream, list) else [outputs]
+    passed = {name: negated(x) if name in names else x for name, x in given.items()}
+    call: Any = linear_cross_entropy
+    if isinstance(upstream, list):
+        call = linear_cross_entropy_with_metrics
+    outputs = call(labels=inputs.labels, **passed, **options)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs[:4])
     upstream = upstream if isinstance(upstream, list) else [upstream]
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
 

@@ -104,6 +104,10 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
         dict(vocab_size=V_ALL + 1),
         "vocab_size is 20 on ranks 0, 2 and 21 on rank 1",
     ),
+    "vocab_range": (
+        dict(vocab_range=None),
+        "vocab_range given is True on ranks 0, 2 and False on rank 1",
+    ),
     "impl": (dict(impl="triton"), "impl is 'eager' on ranks 0, 2 and 'triton' on rank 1"),
     "gap": (
         dict(vocab_range=(8, 14), weight=leaf(6, H), bias=torch.zeros(6)),
@@ -338,7 +342,7 @@ def test_over_gloo(pools: dict[int, RankPool]) -> None:
 
 FACTS = ["hidden.shape", "hidden.dtype", "labels.shape", "bias", "token_weight", "impl"]
 FACTS += ["torch.is_grad_enabled()", "vocab_size", "sequence_parallel", "with_metrics"]
-FACTS += ["tp_invariant", "accumulate_dweight"]
+FACTS += ["tp_invariant", "accumulate_dweight", "vocab_range given"]
 FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", *OPTIONS]
 
 

@@ -12,7 +12,10 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
 from flce_dist.op.gradients import Chunk, Gradients, NewDweight
+from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
+from flce_dist.op.windows import Sizes
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class SavedGradients(NamedTuple):
@@ -25,13 +28,12 @@ class SavedGradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InForward:
+class InForward(Sizes):
     """All exponentials of a chunk of tokens are held at once, and its gradients are made of them.
 
-    V is of the largest shard. The first chunk has ``first_t`` tokens, later ones ``chunk_t``. Of
-    the first chunk ``cached_v`` columns are held, some of them in dweight's own memory
-    (``lending``, see ``lent_windows``); the others are computed again, ``window_v`` at a time.
-    Later chunks hold all. ``logits_bytes`` is the most that is held beside dweight's memory.
+    The first chunk has ``first_t`` tokens, later ones ``chunk_t``. Sizes are those of the first,
+    some columns of which lie in dweight's own memory (``lending``, see ``lent_windows``); later
+    chunks hold all columns.
 
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
     parallelism a gather of hidden in pieces, each in flight while the one before is computed, and
@@ -41,14 +43,9 @@ class InForward:
     collective.
     """
 
-    T: int
-    V: int
-    cached_v: int
-    window_v: int
     first_t: int
     chunk_t: int
-    logits_bytes: int
-    lending: tuple[tuple[int, int], ...] = ()
+    lending: LentWindows = ()
 
     keeps_operands: ClassVar[bool] = False
     schedule: ClassVar[str] = "in_forward"
@@ -137,10 +134,6 @@ class InForward:
         dweight = times_factor(dweight if call.needs.weight else None, rounds=sink.rounds)
         return dhidden, None if dweight is None else sink.added(dweight), dbias
 
-    def cached_columns(self, V: int) -> int:
-        """Columns that a rank of ``V`` rows holds of the first chunk."""
-        return V if self.cached_v >= self.V else min(self.cached_v, V)
-
     def _chunk_cache(
         self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
     ) -> ColumnCache:
@@ -149,18 +142,23 @@ class InForward:
         The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
         """
         (start_t, end_t), dtype = tokens, call.cache_dtype
-        T, H, first, windows = end_t - start_t, operands.hidden.shape[1], start_t == 0, []
-        if first and dweight is not None:
-            flat = dweight.view(-1)
-            for columns, row in self.lending:
-                start, elements = row * H, T * columns * dtype.itemsize // flat.element_size()
-                if start + elements <= call.V * H:  # false if this shard has fewer rows than V
-                    window = flat[start : start + elements].view(dtype)
-                    windows.append(window.view(T, columns))
-        columns = self.cached_columns(call.V) if first else call.V
-        rest = columns - sum(window.shape[1] for window in windows)
-        if rest > 0:
-            windows.append(new_window(T, rest, dtype, operands.hidden.device))
+        T, H, windows = end_t - start_t, operands.hidden.shape[1], []
+        lending = self.lending if start_t == 0 and dweight is not None else ()
+        column_bytes = T * dtype.itemsize
+        for columns, row in lending:
+            assert dweight is not None
+            flat, start = dweight.view(-1), row * H
+            # A shard with fewer rows than the plan holds fewer columns there.
+            fitting = (call.V * H - start) * flat.element_size() // column_bytes
+            columns = min(columns, fitting // INVARIANT_ROWS * INVARIANT_ROWS)
+            if columns > 0:
+                elements = columns * column_bytes // flat.element_size()
+                windows.append(flat[start : start + elements].view(dtype).view(T, columns))
+        lent = sum(window.shape[1] for window in windows)
+        as_planned = lent == sum(columns for columns, _ in self.lending)
+        columns = self.cached_columns(call.V, column_bytes, lent=lent, lent_as_planned=as_planned)
+        if columns > lent:
+            windows.append(new_window(T, columns - lent, dtype, operands.hidden.device))
         return ColumnCache(tuple(windows))
 
 

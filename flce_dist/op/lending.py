@@ -6,12 +6,14 @@ Hence the rule: a window of columns may begin only at or beyond the row where th
 own last column ends. docs/design.md has an example.
 """
 
+LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
+
 FIRST_LENT = 2048  # columns of the first of several windows
 
 
 def lent_windows(
     column_bytes: int, V: int, wanted: int, row_bytes: int, *, tile: int
-) -> tuple[tuple[int, int], ...]:
+) -> LentWindows:
     """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
 
     So many columns, in ascending order, lie at that row of dweight and on. A window must begin at

@@ -1,7 +1,7 @@
 """Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
 
 ``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so all ranks
-plan alike and issue the same collectives. T = tokens, V = rows of the largest shard.
+plan alike and issue the same collectives. T = tokens, V = rows of the largest even shard.
 """
 
 import functools
@@ -10,7 +10,7 @@ import math
 from flce_dist import options
 from flce_dist.op.call import Schedule
 from flce_dist.op.in_forward import InForward
-from flce_dist.op.lending import lent_windows
+from flce_dist.op.lending import LentWindows, lent_windows
 from flce_dist.op.windows import Windows
 
 DEFAULT_LOGITS_BYTES = 1 << 30
@@ -115,7 +115,8 @@ def plan(
                 return in_forward
         cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
-    return Windows(T, V, cached, window, held * column_bytes if T else 0)
+    held_bytes = held * column_bytes if T else 0
+    return Windows(T, V, cached, window, held_bytes, max_logits_bytes, converts)
 
 
 def _auto_budget(
@@ -182,13 +183,18 @@ def _in_forward(
     def later(rest: int) -> int:
         return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), unit)))
 
+    def of(
+        columns: tuple[int, int, int], chunks: tuple[int, int], lending: LentWindows = ()
+    ) -> InForward:
+        return InForward(T, V, *columns, budget, converts, *chunks, lending)
+
     lends = bool(row_bytes[1]) and chunk < T and not converts
     first = None
     if lends:
         most = round(V * _MOST_RECOMPUTED)
         first = _lend(T, V, itemsize, budget, row_bytes[0], most)
     if first is not None:
-        return InForward(T, V, *first[:2], T, max(1, T), *first[2:])
+        return of(first[:3], (T, max(1, T)), first[3])
     without_lending = -(-T // chunk)  # chunks
     for more in range(1, without_lending - 1) if lends else ():
         first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
@@ -196,15 +202,15 @@ def _in_forward(
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
-            return InForward(T, V, *first[:2], first_t, rest, held_bytes, first[3])
+            return of((*first[:2], held_bytes), (first_t, rest), first[3])
     chunk = later(T)
     first_t = min(chunk, T)
-    return InForward(T, V, V, window, first_t, chunk, chunk * held * itemsize)
+    return of((V, window, chunk * held * itemsize), (first_t, chunk))
 
 
 def _lend(
     T: int, V: int, itemsize: int, budget: int, row_bytes: int, most_recomputed: int
-) -> tuple[int, int, int, tuple[tuple[int, int], ...]] | None:
+) -> tuple[int, int, int, LentWindows] | None:
     """Fit T tokens into ``budget`` by lending dweight's memory and recomputing a few columns.
 
     Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.

@@ -15,6 +15,7 @@ from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Ups
 from flce_dist.op.gradients import Chunk, Gradients, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.parallel import transport
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class WindowsSaved(NamedTuple):
@@ -27,11 +28,42 @@ class WindowsSaved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Windows:
-    """``cached_v`` leading columns keep their D from forward to backward; the others are computed
-    again, ``window_v`` columns at a time.
+class Sizes:
+    """What is held of the logits of T tokens and V rows, those of the largest even shard.
 
-    V is of the largest shard. ``logits_bytes`` is the most that cache and window take together.
+    ``cached_v`` leading columns are held from the statistics to the gradients; the others are
+    computed again, ``window_v`` at a time. Together they take at most ``logits_bytes`` beside
+    ``lent`` columns, which lie in other memory. ``limit`` is the budget, if there is one; a cache
+    that ``converts`` needs a window, too.
+    """
+
+    T: int
+    V: int
+    cached_v: int
+    window_v: int
+    logits_bytes: int
+    limit: int | None
+    converts: bool
+
+    def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
+        """Columns cached by a rank that holds ``V`` rows; who caches all of the largest, all.
+
+        Shards may be uneven: a rank with more rows than the plan, or too few for the columns that
+        it lends, caches what the limit allows beside a window.
+        """
+        planned = V if self.cached_v >= self.V else min(self.cached_v, V)
+        if self.limit is None or (V <= self.V and lent_as_planned):
+            return planned
+        most = lent + max(self.limit, self.logits_bytes) // max(1, column_bytes)
+        if planned + (self.window_v if planned < V or self.converts else 0) <= most:
+            return planned
+        fitting = (most - self.window_v) // INVARIANT_ROWS * INVARIANT_ROWS
+        return max(lent, min(planned, fitting))
+
+
+@dataclass(frozen=True)
+class Windows(Sizes):
+    """Cached columns keep their D from forward to backward, which computes the others again.
 
     Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden in one or two
     pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
@@ -42,12 +74,6 @@ class Windows:
     dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
     all-reduced), in flight during the last dweight.
     """
-
-    T: int
-    V: int
-    cached_v: int
-    window_v: int
-    logits_bytes: int
 
     keeps_operands: ClassVar[bool] = True
 
@@ -101,7 +127,10 @@ class Windows:
 
         # Decided by facts that all ranks share, not by which upstream gradients this rank got.
         gather = logits = None
-        if call.needs.weight or call.options.with_metrics or self.cached_v < self.V:
+        some_recompute = self.cached_v < self.V or (
+            call.options.vocab_range is not None and self.limit is not None  # the larger shards
+        )
+        if call.needs.weight or call.options.with_metrics or some_recompute:
             gather = transport.gather(operands.hidden, call.order, call.sequence_group)
             gather.start_all()
             logits = shard_logits(call, operands, gather.tokens)
@@ -113,10 +142,7 @@ class Windows:
             gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
         return gradients.finished(sink)
 
-    def cached_columns(self, V: int) -> int:
-        """Columns cached by a rank that holds ``V`` rows; who caches all of the largest, all."""
-        return V if self.cached_v >= self.V else min(self.cached_v, V)
-
     def _new_cache(self, call: Call, device: torch.device) -> Tensor | None:
-        columns = self.cached_columns(call.V)
+        column_bytes = call.T * call.cache_dtype.itemsize
+        columns = self.cached_columns(call.V, column_bytes, lent=0, lent_as_planned=True)
         return new_window(call.T, columns, call.cache_dtype, device) if columns else None
