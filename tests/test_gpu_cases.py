@@ -18,7 +18,6 @@ from flce_dist import linear_cross_entropy
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import Outcome as OfRanks
 from tests.parallel_problem import Problem, joined, misses, rank_step
 from tests.problems import Inputs, Outcome, Upstream, assert_same, each_dtype, each_schedule, run
 from tests.test_gpu_oracle import (
@@ -138,12 +137,7 @@ def test_a_rank_without_rows(sequence_parallel, way, dtype, device, one_launch_a
     problem = Problem(T=48, H=64, V_all=100, rows=200, dtype=dtype, device=device, options=MANY)
     # All that there is of so few columns is kept.
     options = {**WAYS[way], "sequence_parallel": sequence_parallel}
-
-    def rank(group: dist.ProcessGroup) -> OfRanks:
-        with torch.autograd.set_multithreading_enabled(False):  # each its own backward
-            return rank_step(group, problem, **options)
-
-    one, other = run_ranks(rank, 2)
+    one, other = run_ranks(lambda group: rank_step(group, problem, **options), 2)
     assert misses(joined([one, other], sequence_parallel=sequence_parallel), problem) == []
     assert not other.dweight.any() and not other.dbias.any()
     spoilt = one._replace(dbias=0 * one.dbias)
