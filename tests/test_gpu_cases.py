@@ -191,31 +191,55 @@ def test_a_group_of_one_rank_is_no_group(sequence_parallel, way, device):
 # --- main_grad, and a node that runs twice
 
 
-@on_cuda
+def parameter(weight: Tensor, main_grad: Tensor) -> Any:
+    found: Any = weight.clone().requires_grad_()
+    found.main_grad = main_grad
+    return found
+
+
+@each_device
 @each_way
-def test_a_main_grad_that_is_a_slice_of_columns_is_refused(way, device):
+def test_columns_beside_main_grad_are_left_alone(way, device):
     inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
-    weight: Any = inputs.weight.clone().requires_grad_()
+    expected = run(our_call, inputs, Upstream(), **WAYS[way])["dweight"].double()
     wider = torch.zeros(700, 200, device=device)
-    weight.main_grad = wider[:, 50:114]
-    with pytest.raises(ValueError, match=r"weight\.main_grad .*stride"):
-        linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **WAYS[way]
-        ).backward()
-    assert not wider.any()
+    weight, options = parameter(inputs.weight, wider[:, 50:114]), WAYS[way]
+    linear_cross_entropy(
+        inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options
+    ).backward()
+    assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
+    assert not wider[:, :50].any() and not wider[:, 114:].any()
 
 
 @on_cuda
 @each_way
-def test_a_main_grad_of_another_device_is_refused(way, device):
+@pytest.mark.parametrize("kind", ["every other column", "another device"])
+def test_a_main_grad_that_cannot_be_written_is_refused(kind, way, device):
     inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
-    weight: Any = inputs.weight.clone().requires_grad_()
-    weight.main_grad = torch.zeros(700, 64)
-    with pytest.raises(ValueError, match=r"weight\.main_grad"):
+    memory = torch.zeros(700, 128, device=device)
+    main_grad, what = memory[:, ::2], r"strides \(128, 2\)"
+    if kind == "another device":
+        main_grad, what = torch.zeros(700, 64), "cpu"
+    weight = parameter(inputs.weight, main_grad)
+    with pytest.raises(ValueError, match=rf"weight\.main_grad must .* got .*{what}"):
         linear_cross_entropy(
             inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **WAYS[way]
         ).backward()
+    assert not memory.any() and not main_grad.any()
+
+
+@on_cuda
+@each_way
+def test_a_backward_that_does_not_ask_for_weight_adds_nothing(way, device):
+    inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
+    expected = run(our_call, inputs, Upstream(), **WAYS[way])["dweight"].double()
+    weight = parameter(inputs.weight, torch.zeros(700, 64, device=device))
+    hidden, options = inputs.hidden.clone().requires_grad_(), WAYS[way]
+    loss = linear_cross_entropy(hidden, weight, inputs.labels, accumulate_dweight=True, **options)
+    torch.autograd.grad(loss, hidden, retain_graph=True)
     assert not weight.main_grad.any()
+    loss.backward(inputs=[weight])
+    assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @each_device
