@@ -22,7 +22,7 @@ PACKAGES = {
     "rich": ("rich", "bench"),
     "setuptools": ("setuptools", "test"),
     "tensorboard": ("tensorboard", "train"),
-    "tqdm": ("tqdm", "bench"),
+    "tqdm": ("tqdm", "train"),
     "tyro": ("tyro", "bench"),
     "xdist": ("pytest-xdist", "test"),
     "yaml": ("pyyaml", "bench"),

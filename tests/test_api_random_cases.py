@@ -255,13 +255,7 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
     if drawn.P == 1:
         whole.check(whole.rank(None, impl, device))
         return
-
-    def rank(group: dist.ProcessGroup) -> dict[str, Tensor]:
-        # Else the ranks' backwards would wait for each other in the one thread of their GPU.
-        with torch.autograd.set_multithreading_enabled(False):
-            return whole.rank(group, impl, device)
-
-    ranks = run_ranks(rank, drawn.P)
+    ranks = run_ranks(lambda group: whole.rank(group, impl, device), drawn.P)
     for name in ("loss", "lse", "logprob", "entropy", "correct"):
         assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks), name
     joined = dict(ranks[0])

@@ -18,7 +18,6 @@ from flce_dist import linear_cross_entropy
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import Outcome as OfRanks
 from tests.parallel_problem import Problem, joined, misses, rank_step
 from tests.problems import Inputs, Outcome, Upstream, assert_same, each_dtype, each_schedule, run
 from tests.test_gpu_oracle import (
@@ -138,12 +137,7 @@ def test_a_rank_without_rows(sequence_parallel, way, dtype, device, one_launch_a
     problem = Problem(T=48, H=64, V_all=100, rows=200, dtype=dtype, device=device, options=MANY)
     # All that there is of so few columns is kept.
     options = {**WAYS[way], "sequence_parallel": sequence_parallel}
-
-    def rank(group: dist.ProcessGroup) -> OfRanks:
-        with torch.autograd.set_multithreading_enabled(False):  # each its own backward
-            return rank_step(group, problem, **options)
-
-    one, other = run_ranks(rank, 2)
+    one, other = run_ranks(lambda group: rank_step(group, problem, **options), 2)
     assert misses(joined([one, other], sequence_parallel=sequence_parallel), problem) == []
     assert not other.dweight.any() and not other.dbias.any()
     spoilt = one._replace(dbias=0 * one.dbias)
@@ -197,31 +191,55 @@ def test_a_group_of_one_rank_is_no_group(sequence_parallel, way, device):
 # --- main_grad, and a node that runs twice
 
 
-@on_cuda
+def parameter(weight: Tensor, main_grad: Tensor) -> Any:
+    found: Any = weight.clone().requires_grad_()
+    found.main_grad = main_grad
+    return found
+
+
+@each_device
 @each_way
-def test_a_main_grad_that_is_a_slice_of_columns_is_refused(way, device):
+def test_columns_beside_main_grad_are_left_alone(way, device):
     inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
-    weight: Any = inputs.weight.clone().requires_grad_()
+    expected = run(our_call, inputs, Upstream(), **WAYS[way])["dweight"].double()
     wider = torch.zeros(700, 200, device=device)
-    weight.main_grad = wider[:, 50:114]
-    with pytest.raises(ValueError, match=r"weight\.main_grad .*stride"):
-        linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **WAYS[way]
-        ).backward()
-    assert not wider.any()
+    weight, options = parameter(inputs.weight, wider[:, 50:114]), WAYS[way]
+    linear_cross_entropy(
+        inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options
+    ).backward()
+    assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
+    assert not wider[:, :50].any() and not wider[:, 114:].any()
 
 
 @on_cuda
 @each_way
-def test_a_main_grad_of_another_device_is_refused(way, device):
+@pytest.mark.parametrize("kind", ["every other column", "another device"])
+def test_a_main_grad_that_cannot_be_written_is_refused(kind, way, device):
     inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
-    weight: Any = inputs.weight.clone().requires_grad_()
-    weight.main_grad = torch.zeros(700, 64)
-    with pytest.raises(ValueError, match=r"weight\.main_grad"):
+    memory = torch.zeros(700, 128, device=device)
+    main_grad, what = memory[:, ::2], r"strides \(128, 2\)"
+    if kind == "another device":
+        main_grad, what = torch.zeros(700, 64), "cpu"
+    weight = parameter(inputs.weight, main_grad)
+    with pytest.raises(ValueError, match=rf"weight\.main_grad must .* got .*{what}"):
         linear_cross_entropy(
             inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **WAYS[way]
         ).backward()
+    assert not memory.any() and not main_grad.any()
+
+
+@on_cuda
+@each_way
+def test_a_backward_that_does_not_ask_for_weight_adds_nothing(way, device):
+    inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
+    expected = run(our_call, inputs, Upstream(), **WAYS[way])["dweight"].double()
+    weight = parameter(inputs.weight, torch.zeros(700, 64, device=device))
+    hidden, options = inputs.hidden.clone().requires_grad_(), WAYS[way]
+    loss = linear_cross_entropy(hidden, weight, inputs.labels, accumulate_dweight=True, **options)
+    torch.autograd.grad(loss, hidden, retain_graph=True)
     assert not weight.main_grad.any()
+    loss.backward(inputs=[weight])
+    assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @each_device
