@@ -5,6 +5,7 @@ on after a wrong number, and raises only what the op raises, so that ranks stay 
 meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ranks.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -316,7 +317,10 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
 
 
 def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
-    """``check_ranks`` names the argument and the rank; nobody waits for anybody."""
+    """``check_ranks`` names the argument and the rank, and so does a group's first call.
+
+    Nobody waits for anybody.
+    """
     one = problem(ranks.device)
     odd = ranks.P - 1
     share = share_of(ranks.group, one, sequence_parallel=False)
@@ -343,3 +347,15 @@ def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
             expected = complaint is not None and name in complaint and verdict in complaint
         if not expected:
             yield f"{name}: check_ranks said {complaint!r}"
+
+    labels = other_labels if ranks.rank == odd else share.labels
+    keywords: Options = {"vocab_size": one.V_all, "vocab_range": share.vocab_range}
+    keywords |= {"tp_group": dist.new_group(), "impl": ranks.impl}
+    raised = ""
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
+        try:
+            linear_cross_entropy(share.hidden, share.weight, labels, **keywords)
+        except ValueError as error:
+            raised = str(error)
+    if f"rank {odd} got others" not in raised:
+        yield f"first call with other labels: {raised!r}"

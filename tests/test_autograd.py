@@ -202,7 +202,6 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
     "jacrev": lambda f, weight: torch.func.jacrev(f)(weight),
     "jvp": lambda f, weight: torch.func.jvp(f, (weight,), (weight,)),
     "vmap": lambda f, weight: torch.vmap(f)(torch.stack([weight, weight])),
-    "compiled": lambda f, weight: torch.compile(torch.func.grad(f), backend="eager")(weight),
 }
 
 

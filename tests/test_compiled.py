@@ -108,6 +108,13 @@ def test_wrong_arguments_keep_their_message():
         compiled(hidden, weight, bias, labels, {})
 
 
+def test_transforms_are_refused_by_name():
+    hidden, weight, _, labels = inputs(3)
+    gradient = torch.func.grad(lambda weight: linear_cross_entropy(hidden, weight, labels))
+    with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
+        torch.compile(gradient, backend="eager")(weight)
+
+
 def test_in_forward_with_metrics_is_refused():
     compiled = torch.compile(loss_of_metrics, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"under torch.compile .* takes no schedule='in_forward'"):

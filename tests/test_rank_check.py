@@ -342,7 +342,7 @@ def test_over_gloo(pools: dict[int, RankPool]) -> None:
 
 FACTS = ["hidden.shape", "hidden.dtype", "labels.shape", "bias", "token_weight", "impl"]
 FACTS += ["torch.is_grad_enabled()", "vocab_size", "sequence_parallel", "with_metrics"]
-FACTS += ["tp_invariant", "accumulate_dweight", "vocab_range given"]
+FACTS += ["tp_invariant", "accumulate_dweight", "sequence_dim", "vocab_range given"]
 FACTS += ["hidden.requires_grad", "weight.requires_grad", "bias.requires_grad", *OPTIONS]
 
 
