@@ -17,6 +17,9 @@ from tests.processes import LAST_RESORT_S
 if not torch.cuda.is_available():
     # Kernels run on CPU tensors; read when triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # A first backward decides how many threads autograd has. After one of code that torch 2.11 has
+    # compiled there are some even without a GPU, and forks then cannot run backward.
+    torch.ones((), requires_grad=True).backward()
 
 # Tests are small, and several processes or simulated ranks share the cores.
 torch.set_num_threads(1)
@@ -37,9 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
-    from tests.interpreter import make_fast, read_scalars  # imports triton
+    from tests.interpreter import make_fast, mend  # imports triton
 
-    read_scalars()
+    mend()
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             make_fast(patch)
