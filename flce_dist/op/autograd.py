@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.op import filtered
 from flce_dist.op.backward import Results, backward
 from flce_dist.op.forward import Metrics, Saved, forward
@@ -72,8 +73,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             # If backward cannot run again, gradients saved by in_forward become the results.
             gradients = run_backward(
                 ctx.call, ctx.saved_tensors, upstream, ctx.needs_input_grad, ctx.main_grad,
-                # What retain_graph says, for which PyTorch has no public name.
-                reuses_saved=not torch._C._autograd._get_current_graph_task_keep_graph(),
+                reuses_saved=not torch_private.keeps_graph(),
             )  # fmt: skip
         return *gradients, None, None, None, None
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.parallel.collectives import (
     CollectiveGather,
     CollectiveScatter,
@@ -71,8 +72,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     """Return the memories that a group's ranks share, or None if some cannot read each other's.
 
     They can if they are processes of one host over NCCL, each with its own GPU and peer access to
-    the others, and no rank has ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once
-    per group by a collective, for which hosts wait.
+    the others, each torch has symmetric memory, and no rank has ``NCCL_P2P_DISABLE=1`` in its
+    environment. This is determined once per group by a collective, for which hosts wait.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
@@ -135,7 +136,7 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
         host=(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()),
         gpu=gpus[device.index],
         reaches={gpus[i]: torch.cuda.can_device_access_peer(device, i) for i in others},
-        willing=os.environ.get("NCCL_P2P_DISABLE", "0") == "0",
+        willing=os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and torch_private.shares_memory(),
     )
     sites: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(sites, mine, group=group)
