@@ -4,10 +4,37 @@ No other file of the library uses one. They are looked up when they are needed, 
 one costs only what it is for.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+c10d: Any = dist.distributed_c10d
+
+
+def _needed(owner: Any, name: str, use: str) -> Any:
+    """Return ``owner.name``; without it this ``use`` is not supported."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise NotImplementedError(f"{use} needs {name}, which torch {torch.__version__} lacks")
+    return found
+
+
+# --- one call
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs may run again, as ``retain_graph`` says.
+
+    Without it: yes, and gradients that in_forward has saved are copied before they are returned.
+    """
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or ask()
 
 
 def is_wanted(node: Any) -> bool:
@@ -34,6 +61,37 @@ def is_batched(x: Tensor) -> bool:
     return ask is not None and ask(x)
 
 
+def backward_id() -> int:
+    """Return the id of the backward that runs. Without it: an error."""
+    return _needed(torch._C, "_current_graph_task_id", "overwrite_main_grad")()
+
+
+def assert_soon(condition: Tensor, message: str) -> None:
+    """Assert a bool tensor without waiting for its device. Without it: the host waits."""
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(condition, message)
+    elif not condition:
+        raise RuntimeError(message)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the group of this name, by which compiled code refers to it. Without it: an error."""
+    return _needed(c10d, "_resolve_process_group", "torch.compile with a tp_group")(name)
+
+
+# --- DTensors
+
+
+def async_tensors() -> tuple[type[Tensor], ...]:
+    """Return the types of tensors whose collective may be in flight. Without one: none."""
+    try:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    except ImportError:
+        return ()
+    return (AsyncCollectiveTensor,)
+
+
 def is_fsdp_parameter(x: Tensor) -> bool:
     """Whether FSDP2 has sharded this parameter. Without the list of modules: no, as far as known.
 
@@ -50,3 +108,101 @@ def is_fsdp_parameter(x: Tensor) -> bool:
         if isinstance(module, FSDPModule)
         for parameter in module.parameters()
     )
+
+
+def place_of(x: Any) -> tuple[slice, ...]:
+    """Return which slices of a DTensor its local tensor is. Without it: an error."""
+    (chunk,) = _needed(x, "__create_chunk_list__", "a state dict of DTensors")()
+    ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple(slice(start, start + size) for start, size in ranges)
+
+
+# --- memory that GPUs share
+
+
+def shares_memory() -> bool:
+    """Whether this torch has what ``shared_memory`` and ``store_of`` need.
+
+    Without it: no copies between GPUs, tokens travel by collectives.
+    """
+    try:
+        from torch.distributed import _symmetric_memory as memory
+    except ImportError:
+        return False
+    return all(
+        hasattr(owner, name)
+        for owner, name in (
+            (memory, "empty"),
+            (memory, "rendezvous"),
+            (c10d, "_get_process_group_store"),
+        )
+    )
+
+
+def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
+    """Allocate bytes on each rank of the group of this name; return them and how to reach all."""
+    from torch.distributed import _symmetric_memory as memory
+
+    mine = memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return mine, memory.rendezvous(mine, group)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store at which the ranks of a group met."""
+    return c10d._get_process_group_store(group)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the timeout of a group's collectives. Without it: torch's default, 30 minutes."""
+    backend = getattr(group, "_get_backend", lambda device: None)(device)
+    return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+
+
+def default_store() -> dist.Store:
+    """Return the store at which all ranks met. Without it: an error."""
+    return _needed(c10d, "_get_default_store", "the order in which ranks fail")()
+
+
+# --- simulated ranks
+
+
+def forget_groups() -> None:
+    """Forget the groups of the process that this one is a fork of.
+
+    Without it: an error if there are any.
+    """
+    if hasattr(c10d, "_World") or dist.is_initialized():
+        c10d._world = _needed(c10d, "_World", "a fork of a process with process groups")()
+        c10d.GroupMember.WORLD = None
+
+
+@contextmanager
+def threaded_world(group: Any) -> Iterator[None]:
+    """Threads that start inside have groups of class ``group`` of their own. Without it: an error.
+
+    That is a subclass of ``threaded_group()``.
+    """
+    use = 'backend="threads", unlike backend="gloo",'
+    threads, reset = _needed(_threads(), "ThreadLocalWorld", use), _needed(group, "reset", use)
+    isolate = _needed(torch._C._distributed_c10d, "_set_thread_isolation_mode", use)
+    isolate(True)
+    world, c10d._world = c10d._world, threads()
+    try:
+        yield
+    finally:
+        c10d._world = world
+        reset()
+        isolate(False)
+
+
+def threaded_group() -> Any:
+    """Return the class of groups of threads. Without it: one that ``threaded_world`` refuses."""
+    return getattr(_threads(), "ProcessLocalGroup", dist.ProcessGroup)
+
+
+def _threads() -> Any:
+    try:
+        from torch.testing._internal.distributed import multi_threaded_pg
+    except ImportError:
+        return None
+    return multi_threaded_pg

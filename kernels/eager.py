@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_filter import write_tile_stats
 from flce_dist.kernels.eager_logits import SCRATCH_BYTES, capped, dlogits, windows  # noqa: F401
@@ -37,7 +38,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     """Write to ``out`` [T] the logit of each token's label, 0 where it is not owned or ignored."""
     if logits.labels.is_cuda:
         known = (logits.labels >= 0) & (logits.labels < vocab_size)
-        torch._assert_async(
+        torch_private.assert_soon(
             (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
         )
     if logits.V == 0:

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from flce_dist import torch_private
+
 WAIT_S = 30.0
 """How long another rank than 0 waits to be ended before it prints a ``RunError`` of its own."""
 
@@ -135,7 +137,7 @@ def _is_first_to_fail() -> bool:
     if not dist.is_initialized():
         return True
     try:
-        return dist.distributed_c10d._get_default_store().add("flce_dist/failed", 1) == 1
+        return torch_private.default_store().add("flce_dist/failed", 1) == 1
     except Exception:
         return True
 

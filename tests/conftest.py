@@ -45,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"timeout(seconds): {NO_TIMEOUT}")
     if not machine.is_for_gpus(config.option.markexpr):
         machine.hide_gpus()
+        # A first backward decides how many threads autograd has. After one of code that torch 2.11
+        # has compiled there are some even without a GPU, and forks then cannot run backward.
+        torch.ones((), requires_grad=True).backward()
     elif hasattr(config, "workerinput") and torch.cuda.device_count() > 1:
         worker = int(config.workerinput["workerid"].removeprefix("gw"))
         machine.begin_with_gpu(worker, torch.cuda.device_count())
@@ -76,9 +79,9 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
-    from tests.interpreter import make_fast, read_scalars  # imports triton
+    from tests.interpreter import make_fast, mend  # imports triton
 
-    read_scalars()
+    mend()
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             make_fast(patch)

@@ -1,5 +1,6 @@
 """Ranks whose GPU is that of fake_cuda.py: threads, of which one runs until it meets the others."""
 
+import gc
 import sys
 import threading
 import traceback
@@ -178,6 +179,17 @@ class Rank:
             self.graph = None
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python finalizes all of a cycle before it frees any: the fake memory of tensors too early."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collections()
 def run(
     P: int, program: Callable[[Rank], None], *, seeds: int = 0, one_queue: bool = False
 ) -> list[Exception | None]:

@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Mapping
 from typing import IO, Any, NoReturn
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from flce_dist import torch_private
 
 
 class Fork:
@@ -93,9 +94,7 @@ def _be_new(env: Mapping[str, str]) -> None:
         io.TextIOWrapper(open(fd, "wb", 0, closefd=False), write_through=True) for fd in (1, 2)
     )
     logging.getLogger().handlers.clear()
-    c10d = dist.distributed_c10d
-    c10d._world = c10d._World()
-    c10d.GroupMember.WORLD = None
+    torch_private.forget_groups()
     SubprocessHandler._popen = lambda self, args, env: Fork(list(args), env)  # type: ignore
     # For its log torchrun looks for each frame of the stack in all modules: a second at each start.
     dynamic_rendezvous.get_method_name = lambda: "a method"  # type: ignore

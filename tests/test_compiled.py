@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -207,6 +208,48 @@ def test_two_ranks(ranks):
         plain = ranks.run(sharded_step, sequence_parallel, False, False)
         for ours, expected in zip(compiled, plain, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def two_heads_step(group: dist.ProcessGroup, backend: str, swapped: int | None) -> list[Tensor]:
+    """dhidden [4, H], and the dweight of two heads with [50, H] or [20, H] here; one graph.
+
+    The rank ``swapped`` calls the second head first.
+    """
+    torch._dynamo.reset()
+    hidden, labels, weights = two_heads()
+    bounds = [(0, 50), (50, V)][group.rank()]
+    hidden = hidden.chunk(2)[group.rank()].clone().requires_grad_()
+    shards = [weight[slice(*bounds)].clone().requires_grad_() for weight in weights]
+    options: dict[str, Any] = {"tp_group": group, "vocab_size": V, "vocab_range": bounds}
+    options |= {"sequence_parallel": True, "schedule": "cached"}
+
+    def step(hidden, first, second):
+        if group.rank() == swapped:
+            two = linear_cross_entropy(hidden.sin(), second, labels.roll(-1), **options)
+            return linear_cross_entropy(hidden, first, labels, **options) + 0.3 * two
+        one = linear_cross_entropy(hidden, first, labels, **options)
+        return one + 0.3 * linear_cross_entropy(hidden.sin(), second, labels.roll(-1), **options)
+
+    run = torch.compile(step, fullgraph=True, backend=backend)
+    return list(torch.autograd.grad(run(hidden, *shards), (hidden, *shards)))
+
+
+def two_heads() -> tuple[Tensor, Tensor, list[Tensor]]:
+    hidden, weight, _, labels = inputs(8)
+    return hidden[0].detach(), labels[0], [weight.detach(), weight.detach().flip(0)]
+
+
+@pytest.mark.parametrize("backend, swapped", [("inductor", None), ("aot_eager", 1)])
+def test_two_heads_in_one_graph_with_uneven_shards(ranks, backend, swapped):
+    """Graphs of ranks differ in sizes; the order of their collectives must not, or it shows."""
+    hidden, labels, weights = two_heads()
+    exact = [x.double().requires_grad_() for x in (hidden, *weights)]
+    one = F.cross_entropy(exact[0] @ exact[1].T, labels)
+    two = F.cross_entropy(exact[0].sin() @ exact[2].T, labels.roll(-1))
+    expected = torch.autograd.grad(one + 0.3 * two, exact)
+    parts = zip(*ranks.run(two_heads_step, backend, swapped), strict=True)
+    for ours, right in zip(parts, expected, strict=True):
+        assert (relative_rms(torch.cat(ours), right) < 1e-5) == (swapped is None)
 
 
 def test_the_comparison_notices_a_wrong_gradient(monkeypatch):

@@ -138,6 +138,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         "z_loss_weight": 0.01,
         "logit_scale": 0.5,
         "sequence_parallel": False,
+        "sequence_dim": 0,
         "reduce_dhidden": True,
         "reduce_in_fp32": False,
         "tp_invariant": False,

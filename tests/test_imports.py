@@ -15,20 +15,21 @@ FILES = sorted(
     if not {"kernels", "launch"} & set(path.relative_to(ROOT).parts[1:-1])  # symlinks
 )
 
-# Each folder with those that it may import; itself always, "leaf" is options.py, "private"
-# torch_private.py.
+# Each folder with those that it may import; itself always. Two files count as folders: "leaf" is
+# options.py, "private" is torch_private.py.
 MAY = {
     "faces": {"leaf", "private", "op", "parallel", "testing"},
     "op": {"leaf", "private", "parallel", "kernels"},
     "parallel": {"private"},
-    "private": set[str](),
-    "kernels": set(),
-    "testing": set(),
+    "kernels": {"private"},
+    "testing": {"private"},
     "leaf": set(),
-    "launch": {"leaf", "faces", "testing"},
+    "private": set(),
+    "launch": {"leaf", "private", "faces", "testing"},
 }
-LEAVES = {"options": "leaf", "torch_private": "private"}
+FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private"}
 OTHERS = {
+    "private": {"torch"},
     "faces": {"torch"},
     "op": {"torch"},
     "parallel": {"torch"},
@@ -63,7 +64,7 @@ def folder_of(path: Path) -> str:
         return parts[0]
     if len(parts) > 2 and parts[1] in MAY:
         return parts[1]
-    return LEAVES.get(parts[1].removesuffix(".py"), "faces")
+    return FILES_AS_FOLDERS.get(path.stem, "faces") if len(parts) == 2 else "faces"
 
 
 def folder_of_module(name: str) -> str:
@@ -71,7 +72,7 @@ def folder_of_module(name: str) -> str:
     parts = name.split(".")[1:]
     if parts and parts[0] in MAY:
         return parts[0]
-    return LEAVES.get(parts[0], "faces") if parts else "faces"
+    return FILES_AS_FOLDERS.get("".join(parts[:1]), "faces")
 
 
 def violations(path: Path, source: str) -> list[str]:
@@ -92,6 +93,7 @@ def violations(path: Path, source: str) -> list[str]:
             allowed = top in OTHERS[folder] | ours or (is_lazy and top in lazily)
         if not allowed:
             found.append(f"imports {module}" + ("" if is_lazy else " at the top of the file"))
+    found += [] if folder == "private" else private_names(tree)
     return found if folder == "launch" else found + list(reads_launcher(tree))
 
 
@@ -115,6 +117,34 @@ def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             yield "torch.distributed", is_lazy
         yield from imports(node, inside)
+
+
+# Of Python, of megatron-core and of tiktoken; of torch what a subclass of nn.Module may override.
+PRIVATE_OF_OTHERS = {
+    "_exit", "_current_frames", "_processes", "_fields", "_replace", "_asdict", "_modules",
+    "_model", "_apply", "_save_to_state_dict", "_load_from_state_dict", "__fsdp_param__",
+}  # fmt: skip
+
+
+def private_names(tree: ast.Module) -> list[str]:
+    """Names with an underscore that the file neither makes itself nor has from those above."""
+    nodes = list(ast.walk(tree))
+    own = PRIVATE_OF_OTHERS | set(dir(object)) | set(dir(lambda: None)) | set(dir(BaseException))
+    used = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            used |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.ctx, ast.Store) or ast.unparse(node.value) in ("self", "cls")
+            (own if is_own else used).add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            used |= {str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
+    own |= {"__version__", "__file__", "__future__", "__wrapped__"}
+    return [f"uses {name}" for name in sorted(used - own) if name.startswith("_")]
 
 
 def reads_launcher(tree: ast.AST) -> Iterator[str]:
@@ -167,6 +197,11 @@ def test_every_file_is_seen() -> None:
         ("launch/train/new.py", "from flce_dist.parallel import collectives"),
         ("launch/bench/new.py", "from flce_dist.kernels import gemm"),
         ("launch/bench/new.py", "import pandas"),
+        ("kernels/new.py", "import torch\ntorch._assert_async(x)"),
+        ("flce_dist/op/new.py", "from torch.utils import _pytree as pytree"),
+        ("flce_dist/parallel/new.py", "import torch.distributed._symmetric_memory as memory"),
+        ("flce_dist/parallel/new.py", "def f(group):\n    return group._get_backend('cpu')"),
+        ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),
     ],
 )
 def test_a_violation_is_found(file: str, source: str) -> None:

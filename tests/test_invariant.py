@@ -97,7 +97,7 @@ def test_the_problem_has_what_could_go_wrong() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("P", "options"), zip((1, 2, 2, 1), OPTIONS, strict=True))
+@pytest.mark.parametrize(("P", "options"), list(zip((1, 2, 2, 1), OPTIONS, strict=True)))
 def test_any_schedule_and_budget(
     monkeypatch: pytest.MonkeyPatch, P: int, options: dict[str, Any]
 ) -> None:
@@ -135,7 +135,7 @@ def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -
 
 
 @interpreted
-@pytest.mark.parametrize(("tiles", "options"), zip((1, 3, 3, 1), OPTIONS, strict=True))
+@pytest.mark.parametrize(("tiles", "options"), list(zip((1, 3, 3, 1), OPTIONS, strict=True)))
 def test_segments(monkeypatch: pytest.MonkeyPatch, tiles: int, options: dict[str, Any]) -> None:
     inputs = problem()
     one = statistics(inputs, **options)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-@pytest.mark.parametrize("marks", [set(), {"gpu"}, {"gpu", "alone"}], ids=str)
+@pytest.mark.parametrize("marks", [set(), {"gpu"}, {"gpu", "alone"}], ids=["cpu", "gpu", "alone"])
 def test_each_test_belongs_to_one_part(marks: set[str], gpus: int) -> None:
     """And that part sees GPUs if and only if the test is for them."""
     has = defaultdict(bool, dict.fromkeys(marks, True))

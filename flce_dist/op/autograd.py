@@ -65,8 +65,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
             gradients = run_backward(
                 call, Operands(*operands) if operands else None, saved, of_outputs, ctx.sink,
-                # What retain_graph says, for which PyTorch has no public name.
-                is_last=not torch._C._autograd._get_current_graph_task_keep_graph(),
+                is_last=not torch_private.keeps_graph(),
             )  # fmt: skip
         return *gradients, None, None, None, None, None
 

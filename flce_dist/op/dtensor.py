@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -31,7 +30,8 @@ IN_FORWARD_OF_FSDP = (
     "register_fsdp_forward_method: FSDP2 gathers parameters only there"
 )
 
-DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
+_ASYNC = torch_private.async_tensors()
+DISTRIBUTED: tuple[type, ...] = (DTensor, *_ASYNC)
 """Types of arguments that ``localized`` replaces."""
 
 
@@ -114,7 +114,7 @@ def _local(
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         for d, has in enumerate(x.placements):
             want = expected if d == dim else Replicate()
-            fits &= mesh.size(d) == 1 or (type(has) is type(want) and has == want)
+            fits &= mesh.size(d) == 1 or (has.__class__ is want.__class__ and has == want)
         if not fits or mesh.get_coordinate() is None:
             where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
             raise ValueError(
@@ -126,7 +126,7 @@ def _local(
         if gradient is not None and dim is not None:
             gradients[dim] = gradient
         x = x.to_local(grad_placements=gradients)
-    return _Waited.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
+    return _Waited.apply(x) if isinstance(x, _ASYNC) else x
 
 
 def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
@@ -175,9 +175,7 @@ def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return the local tensor of ``x`` and its slices of ``x``; all of a plain tensor."""
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, n) for n in x.shape)
-    (chunk,) = x.__create_chunk_list__()
-    ranges = zip(chunk.offsets, chunk.sizes, strict=True)
-    return x.to_local(), tuple(slice(start, start + size) for start, size in ranges)
+    return x.to_local(), torch_private.place_of(x)
 
 
 def groups_of(x: Tensor) -> list[dist.ProcessGroup]:

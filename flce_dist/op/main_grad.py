@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id
 from torch.distributed.tensor import DTensor
 
+from flce_dist import torch_private
 from flce_dist.op import checks
 from flce_dist.op.call import Call
 
@@ -45,8 +45,7 @@ class MainGrad:
             return main_grad, True
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
-        # The id of the backward that runs has no public name.
-        task, before = _current_graph_task_id(), getattr(weight, "_main_grad_written_in", None)
+        task, before = torch_private.backward_id(), getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
         return main_grad, task == before
 

@@ -5,17 +5,18 @@ ranks must call the same functions in the same order with the same shapes.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.parallel.token_order import TokenOrder
 
 # torch 2.13 renamed these two, and warns at their old names.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(NamedTuple):
@@ -32,9 +33,7 @@ class Pending(NamedTuple):
 
 def group_of(name: str | None) -> dist.ProcessGroup | None:
     """Return the process group of this name, by which compiled code refers to it."""
-    if name is None:
-        return None
-    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
+    return None if name is None else torch_private.group_named(name)
 
 
 def group_size(tp_group: dist.ProcessGroup | None) -> int:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Private parts of torch, without types.
-_c10d: Any = dist.distributed_c10d
+from flce_dist import torch_private
 
 _SNAPSHOT_S = 5.0
 _host_words: list[Tensor] = []
@@ -24,13 +23,10 @@ class Block:
     """Bytes on each rank that all ranks can read. Views do not keep the memory alive."""
 
     def __init__(self, nbytes: int, device: torch.device, group: Any):
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         self.nbytes = nbytes
         self.in_graph = False
         """Whether a CUDA graph of some rank uses it."""
-        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._memory, group)
+        self._memory, self._handle = torch_private.shared_memory(nbytes, device, group)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """View a rank's first bytes."""
@@ -47,12 +43,10 @@ class PeerDriver:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", _c10d.default_pg_timeout)
-        self.limit_s: float = timeout.total_seconds()
+        self.limit_s = torch_private.timeout_of(group, device).total_seconds()
         """How long ranks may wait for each other: the timeout of the group's collectives."""
         self._device, self._group_name = device, group.group_name
-        store = _c10d._get_process_group_store(group)
+        store = torch_private.store_of(group)
         # A new group may get the store of a destroyed one, so keys begin with a running number.
         number = store.add(f"flce_dist/{self.rank}", 1)
         self._store, self._meetings = dist.PrefixStore(f"flce_dist/{number}", store), 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.parallel.collectives import (
     CollectiveGather,
     CollectiveScatter,
@@ -106,8 +107,9 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     """Return the memories that a group's ranks share, or None if some cannot read each other's.
 
     They can if they are processes of one host over NCCL, each with its own GPU and peer access to
-    the others, and no rank has ``FLCE_DIST_PEER_COPIES=0`` or ``NCCL_P2P_DISABLE=1`` in its
-    environment. This is determined once per group by a collective, for which hosts wait.
+    the others, each torch has symmetric memory, and no rank has ``FLCE_DIST_PEER_COPIES=0`` or
+    ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once per group by a collective, for
+    which hosts wait.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
@@ -173,6 +175,7 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
         willing=(
             os.environ.get("FLCE_DIST_PEER_COPIES", "1") != "0"
             and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+            and torch_private.shares_memory()
         ),
     )
     sites: list[Any] = [None] * dist.get_world_size(group)

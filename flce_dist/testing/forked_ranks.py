@@ -6,6 +6,7 @@ process that has already used CUDA cannot start them. Each rank is an executor w
 
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -26,7 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
+
+from flce_dist import torch_private
 
 _GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
 _closure: Any = None  # what ``run_closure`` calls, in its workers
@@ -170,9 +172,7 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
     torch.set_num_threads(1)  # and no OpenMP region: its threads did not survive the fork
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    c10d = dist.distributed_c10d
-    c10d._world = c10d._World()  # a fork must not use the connections of the caller's groups
-    c10d.GroupMember.WORLD = None
+    torch_private.forget_groups()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -190,13 +190,23 @@ def _end_with_caller() -> None:
     os._exit(1)
 
 
+class _Values(pickle.Pickler):
+    """Pickles of a tensor only its values: no graph, and no storage of which it is a view."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return NotImplemented
+        return x.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
 def _run(task: bytes | None) -> bytes:
     """Return the pickled result of a call in a worker: of tensors only the values."""
     try:
         fn, args, kwargs = pickle.loads(task) if task is not None else (_closure, (), {})
         result = fn(dist.group.WORLD, *args, **kwargs)
-        result = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), result)
-        return pickle.dumps(result)
+        values = io.BytesIO()
+        _Values(values, pickle.HIGHEST_PROTOCOL).dump(result)
+        return values.getvalue()
     except BaseException as error:
         try:
             pickle.loads(pickle.dumps(error))  # some exceptions can be pickled but not unpickled

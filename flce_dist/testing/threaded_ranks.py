@@ -14,22 +14,18 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed import multi_threaded_pg
 
+from flce_dist import torch_private
 from flce_dist.testing.forked_ranks import RankFailed, unfinished
-
-# Private parts of torch, without types.
-c10d: Any = dist.distributed_c10d
-native: Any = torch._C._distributed_c10d
 
 _BACKEND = "flce_threads"
 _ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
+_Group: Any = torch_private.threaded_group()
 _one_world = threading.Lock()  # the threads' world replaces torch's, which is global
 _this_rank = threading.local()  # .meeting: the one of this thread's world
 
@@ -70,7 +66,7 @@ class _Meeting:
             raise RuntimeError(f"ranks disagree on a collective: {listed}")
 
 
-class ThreadedGroup(multi_threaded_pg.ProcessLocalGroup):
+class ThreadedGroup(_Group):
     """Torch's threaded group that checks every collective and lists it in ``calls``.
 
     ``calls`` are this rank's, as "allreduce SUM float32[16]", with the size of its input.
@@ -80,21 +76,21 @@ class ThreadedGroup(multi_threaded_pg.ProcessLocalGroup):
         super().__init__(rank, world_size)
         self.calls: list[str] = []
 
-    def allreduce(self, tensor_list: list[Tensor], opts: Any = _ALLREDUCE) -> Any:  # type: ignore[override]
+    def allreduce(self, tensor_list: list[Tensor], opts: Any = _ALLREDUCE) -> Any:
         self._agree(f"allreduce {_op(opts)}", tensor_list)
         return super().allreduce(tensor_list, opts)
 
-    def allgather(self, output_tensors: Any, input_tensor: list[Tensor], *opts: Any) -> Any:  # type: ignore[override]
+    def allgather(self, output_tensors: Any, input_tensor: list[Tensor], *opts: Any) -> Any:
         self._agree("allgather", input_tensor)
         return super().allgather(output_tensors, input_tensor, *opts)
 
-    def reduce_scatter(  # type: ignore[override]
+    def reduce_scatter(
         self, output_tensor: Any, scatter_list: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
     ) -> Any:
         self._agree(f"reduce_scatter {_op(opts)}", scatter_list[0])
         return super().reduce_scatter(output_tensor, scatter_list, opts)
 
-    def broadcast(self, tensor_list: list[Tensor], opts: Any = _BROADCAST) -> Any:  # type: ignore[override]
+    def broadcast(self, tensor_list: list[Tensor], opts: Any = _BROADCAST) -> Any:
         self._agree(f"broadcast from {opts.rootRank}", tensor_list)
         return super().broadcast(tensor_list, opts)
 
@@ -122,15 +118,13 @@ def run_threads(
             dist.init_process_group(
                 _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
             )
-            results[rank] = fn(c10d._get_default_group())
+            results[rank] = fn(cast(dist.ProcessGroup, dist.group.WORLD))
         except BaseException as error:
             how = f"has raised {type(error).__name__}"
             errors.append((rank, error))
         meeting.leave(rank, how)
 
-    with _one_world:
-        native._set_thread_isolation_mode(True)
-        world, c10d._world = c10d._world, multi_threaded_pg.ThreadLocalWorld()
+    with _one_world, torch_private.threaded_world(ThreadedGroup):
         excepthook = sys.excepthook  # each init_process_group wraps it once more
         try:
             threads = [
@@ -145,9 +139,6 @@ def run_threads(
             stuck = {r: _stack(thread) for r, thread in enumerate(threads) if thread.is_alive()}
         finally:
             sys.excepthook = excepthook
-            c10d._world = world
-            multi_threaded_pg.ProcessLocalGroup.reset()
-            native._set_thread_isolation_mode(False)
 
     if errors:
         # The first error of a rank that did not merely wait for one that had ended.
@@ -175,7 +166,9 @@ def _create_group(
 ) -> ThreadedGroup:
     group = ThreadedGroup(rank, world_size)
     # Ranks create a subgroup at different times: none may use it before all members have it.
-    c10d._store_based_barrier(rank, store, "", world_size, timeout)
+    if store.add("members", 1) == world_size:
+        store.set("all are here", "")
+    store.wait(["all are here"], timeout)
     return group
 
 

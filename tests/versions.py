@@ -1,0 +1,88 @@
+"""``python -m tests.versions``: the tests on each pair of torch and Triton that is supported.
+
+Makes an environment for each under .venv-versions/ (5 to 7 GB, kept for the next time) and runs
+``FILES`` there, one process after the other. It ends with the rows of the table in docs/testing.md
+(also in .venv-versions/results.json) and 1 if a test failed. With arguments (2.9) only these
+releases of torch run; what follows ``--`` goes to pytest, which then runs in one process.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".venv-versions"
+PAIRS = {
+    "2.9": ("torch==2.9.*", "triton==3.5.*", "numpy<2.4"),
+    "2.11": ("torch==2.11.*", "triton==3.6.*", "numpy>=2.4"),
+    "2.13": ("torch==2.13.*", "triton==3.7.*", "numpy>=2.3"),
+    "2.14": ("torch==2.14.*", "triton==3.8.*", "numpy>=2.3"),
+}
+OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
+FILES = (
+    "interpreter", "linear_stats", "merge_stats", "collectives", "main_grad", "dtensor", "testing",
+    "autograd", "backward", "peer_copies", "peer_memory", "module", "module_state_dict", "filtered",
+    "rescue", "compiled", "torch_private",
+)  # fmt: skip
+
+
+def python_of(release: str) -> Path:
+    """Return the interpreter of the environment with this release of torch; make it if need be."""
+    folder, ready = FOLDER / release, FOLDER / release / "ready"
+    python = folder / "bin" / "python"
+    if not ready.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        packages = [*PAIRS[release], *OTHERS.split()]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+        ready.touch()
+    return python
+
+
+def run(release: str, arguments: Sequence[str]) -> dict[str, int]:
+    """Return how many tests passed, failed and so on."""
+    found: dict[str, int] = {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in FILES]:
+        command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+        print(done.stdout, file=sys.stderr, flush=True)
+        for outcome, n in counted(done.stdout).items():
+            found[outcome] = found.get(outcome, 0) + n
+        if done.returncode not in (0, 1):  # pytest itself failed
+            found["error"] = found.get("error", 0) + 1
+    return found
+
+
+def counted(output: str) -> dict[str, int]:
+    """Read pytest's last line: ``1 failed, 2 passed in 0.1s``."""
+    last = output.rstrip().rpartition("\n")[2]
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    return {outcome: int(n) for n, outcome in counts}
+
+
+def row(release: str, found: dict[str, int]) -> str:
+    failed = found.get("failed", 0) + found.get("error", 0)
+    pair = " | ".join(re.sub(r"[a-z]+(==)?|\.\*", "", one) for one in PAIRS[release])
+    return f"| {pair} | {found.get('passed', 0)} | {failed} | {found.get('skipped', 0)} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    releases = list(arguments)
+    rest: list[str] = []
+    if "--" in releases:
+        at = releases.index("--")
+        releases, rest = releases[:at], releases[at + 1 :]
+    results = {release: run(release, rest) for release in releases or PAIRS}
+    (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
+    print("\n".join(row(*one) for one in results.items()))
+    return int(any({"failed", "error"} & found.keys() for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
