@@ -33,7 +33,6 @@ OTHERS = {
     "faces": {"torch"},
     "op": {"torch"},
     "parallel": {"torch"},
-    "private": {"torch"},
     "kernels": {"torch", "triton"},
     "testing": {"torch"},
     "leaf": set[str](),

@@ -108,8 +108,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
 
     They can if they are processes of one host over NCCL, each with its own GPU and peer access to
     the others, each torch has symmetric memory, and no rank has ``FLCE_DIST_PEER_COPIES=0`` or
-    ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once per group by a collective, for
-    which hosts wait.
+    ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once per group by a collective,
+    for which hosts wait.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return None
