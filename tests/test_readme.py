@@ -1,4 +1,7 @@
-"""The README's Python runs as it is printed, on a CPU; its signature is that of the function."""
+"""The README's Python runs as it is printed, on a CPU; its signature is that of the function.
+
+So does the first example of docs/testing.md.
+"""
 
 import inspect
 import re
@@ -13,7 +16,8 @@ import torch.distributed as dist
 import flce_dist
 from flce_dist.testing import RankPool
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS: dict[str, str] = dict(
     re.findall(r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S)
 )
@@ -34,7 +38,6 @@ def test_every_block_is_tested() -> None:
         "Under tensor and sequence parallelism",
         "The function",
         "In a model of megatron-core",
-        "Simulated ranks for your own tests",
     }
 
 
@@ -85,5 +88,10 @@ def test_a_model_of_megatron(pools: dict[int, RankPool]) -> None:
 
 
 def test_simulated_ranks() -> None:
-    losses = example("Simulated ranks for your own tests")["losses"]
-    assert len(losses) == 4 and all(torch.equal(loss, losses[0]) for loss in losses)
+    page = (ROOT / "docs" / "testing.md").read_text()
+    (printed, *_) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(printed, names)
+    names["test_every_rank_returns_the_same_loss"]()
+    with pytest.raises(AssertionError), mock.patch.dict(names, run_ranks=lambda *_: [0, 1]):
+        names["test_every_rank_returns_the_same_loss"]()
