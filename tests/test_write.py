@@ -152,7 +152,7 @@ def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
         (verify, "out.json"),
         (train_origin, "run.json"),
         (train_comparison, "compare.json"),
-        (figures, "bench-peers-h200-latency.png"),
+        (figures, "bench-peers-h200-memory.png"),
     ],
 )
 @pytest.mark.parametrize("below", ["file", "file/new"])

@@ -31,17 +31,11 @@ TIMED_ROUNDS = 3
 
 
 class HeadInput(NamedTuple):
-    """What reaches the output layer for one batch.
+    """What reaches the output layer for one batch."""
 
-    Attributes:
-        hidden: [s, b, H]; under sequence parallelism this rank's [s / P, b, H]. A leaf.
-        weight: [V, H], this rank's rows of the output layer or of the tied embedding.
-        labels: [b, s] int64, global ids.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
+    hidden: Tensor  # [s, b, H], under sequence parallelism this rank's [s / P, b, H]; a leaf
+    weight: Tensor  # [V, H], this rank's rows of the output layer or of the tied embedding
+    labels: Tensor  # [b, s] int64, global ids
 
 
 Head = Callable[[Any, HeadInput], Tensor]
@@ -49,15 +43,10 @@ Head = Callable[[Any, HeadInput], Tensor]
 
 
 class HeadResult(NamedTuple):
-    """Per-token loss [b, s] or its sum, this rank's gradients of the sum, and their memory.
-
-    ``peak_bytes``, the gradients included, is that of the rank that needed most.
-    """
-
-    loss: Tensor
+    loss: Tensor  # [b, s], or its sum
     dhidden: Tensor
     dweight: Tensor
-    peak_bytes: int
+    peak_bytes: int  # of the rank that needed most, the gradients included
 
 
 def head_input(model: Any, tokens: Tensor, labels: Tensor) -> HeadInput:
@@ -166,11 +155,8 @@ def compare_heads(
     """Measure the heads and return the numbers, the same on all ranks of ``group``; collective.
 
     Ours runs twice: as the run had it, and with recompute in windows of a sixteenth of the logits,
-    the other end of memory against time, there without ``filter_eps``. Loss terms that Megatron
-    does not have are left out.
-    ``peak_mib`` is what forward and backward allocated at one time on the rank that needed most,
-    the gradients included. ``*_relative_rms`` is the norm of the difference from Megatron's
-    gradient over the norm of that, over all shards.
+    the other end of memory against time. Loss terms that Megatron does not have are left out.
+    ``*_relative_rms`` is the norm of the difference from Megatron's gradient over the norm of that.
     """
     given = head_input(model, tokens, labels)
     rows = given.weight.shape[0]
@@ -182,10 +168,8 @@ def compare_heads(
     }
     keywords = model.output_layer.loss_keywords
     heads: dict[str, Head] = {
-        f"linear_cross_entropy: {_named(**keywords)}": plain,
-        f"linear_cross_entropy: {_named(**small)}": partial(
-            plain, **small, filter_eps=None, reduction="none"
-        ),
+        f"ours: {_named(**keywords)}": plain,
+        f"ours: {_named(**small)}": partial(plain, **small, filter_eps=None, reduction="none"),
         "Megatron": megatron_head,
     }
     results = {name: run_head(head, model, given, group) for name, head in heads.items()}
@@ -195,7 +179,15 @@ def compare_heads(
             times_ms[name].append(time_head_ms(head, model, given, group))
 
     theirs = results["Megatron"]
-    gradients = (theirs.dhidden, theirs.dweight)
+
+    def differences(mine: HeadResult) -> dict[str, float | None]:
+        is_sum = mine.loss.dim() == 0
+        return {
+            "loss_difference": None if is_sum else (mine.loss - theirs.loss).abs().max().item(),
+            "dhidden_relative_rms": _relative_rms(mine.dhidden, theirs.dhidden, group),
+            "dweight_relative_rms": _relative_rms(mine.dweight, theirs.dweight, group),
+        }
+
     return {
         **about(given.hidden.device),
         "dtype": str(given.hidden.dtype).removeprefix("torch."),
@@ -204,19 +196,13 @@ def compare_heads(
         "rows_per_rank": rows,
         "ranks": group.size(),
         "logits_mib": logits_bytes / MIB,
-        "gradients_mib": sum(grad.nbytes for grad in gradients) / MIB,
+        "gradients_mib": (theirs.dhidden.nbytes + theirs.dweight.nbytes) / MIB,
         "heads": {
             name: {
                 "loss": result.loss.sum().item() / labels.numel(),
                 "time_ms": statistics.median(times_ms[name]),
                 "peak_mib": result.peak_bytes / MIB,
-                "loss_difference": (
-                    None  # of a sum
-                    if result.loss.dim() == 0
-                    else (result.loss - theirs.loss).abs().max().item()
-                ),
-                "dhidden_relative_rms": _relative_rms(result.dhidden, theirs.dhidden, group),
-                "dweight_relative_rms": _relative_rms(result.dweight, theirs.dweight, group),
+                **differences(result),
             }
             for name, result in results.items()
         },

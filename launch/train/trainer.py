@@ -61,18 +61,13 @@ class Trainer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        microbatches, group, size = (
-            self.config.data.microbatches,
-            self.groups.data,
-            self.config.data.batch_size,
-        )
-        numbers = []
+        data, group, numbers = self.config.data, self.groups.data, []
         self.distributed.zero_grad_buffer()
-        for i in range(microbatches):
-            first = self.samples + (i * group.size() + group.rank()) * size
-            tokens, labels = self.corpus.train_batch(first, size)
+        for i in range(data.microbatches):
+            first = self.samples + (i * group.size() + group.rank()) * data.batch_size
+            tokens, labels = self.corpus.train_batch(first, data.batch_size)
             loss = self._token_losses(tokens, labels).sum() / labels.numel()
-            (loss / microbatches).backward()
+            (loss / data.microbatches).backward()
             shares = filter_shares(self.model)
             numbers.append(torch.stack([loss.detach(), *shares.values()]))
         finalize_model_grads([self.distributed])
