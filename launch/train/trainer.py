@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, newest_whole, save
+from flce_dist.launch.train.compare import HeadAlone
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.model import (
@@ -92,10 +93,11 @@ class Trainer:
         dist.all_reduce(total)
         return total.item() / (data.validation_batches * dist.get_world_size())
 
-    def probe_batch(self) -> tuple[Tensor, Tensor]:
-        """The first validation batch on the device, the same on all replicas."""
+    def head_alone(self) -> HeadAlone:
+        """Return the head's input for the first validation batch, on all replicas; collective."""
         tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
-        return self._to_device(tokens), self._to_device(labels)
+        batch = self._to_device(tokens), self._to_device(labels)
+        return HeadAlone(self.model, *batch, self.groups.tensor)
 
     def memory(self) -> dict[str, float]:
         """Return this GPU's peak memory since the last call, other GPUs' view of it included."""
