@@ -242,7 +242,7 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     assert first == second
     assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
     newest = newest_whole(tmp_path / "checkpoints", print)
-    assert newest is not None and newest.position.step == 2
+    assert newest is not None and newest.step == 2
 
 
 def rank_run_without_a_disk(group: Any, out_dir: Path) -> str:

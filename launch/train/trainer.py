@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, newest_whole, save
+from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
 from flce_dist.launch.train.compare import HeadAlone
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
@@ -116,8 +116,8 @@ class Trainer:
         state = self.optimizer.state()
         if self.groups.data.rank() == 0:
             state |= self.optimizer.weights()
-        position = Position(step=self.step, samples=self.samples, config=self.identity)
-        save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
+        checkpoint = Checkpoint(self.checkpoints, self.step, self.samples, self.identity)
+        save(checkpoint, state, keep=self.config.keep_checkpoints)
 
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
@@ -128,7 +128,7 @@ class Trainer:
         checkpoint = on_rank_0(self._find)
         if checkpoint is not None:
             together(lambda: self._restore(checkpoint))
-            self.step, self.samples = checkpoint.position.step, checkpoint.position.samples
+            self.step, self.samples = checkpoint.step, checkpoint.samples
         return checkpoint
 
     def _find(self) -> Checkpoint | None:
@@ -137,7 +137,7 @@ class Trainer:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             checkpoint = newest_whole(self.checkpoints, say)
             if checkpoint is not None:
-                conflicts = resume_conflicts(checkpoint.position.config, self.identity)
+                conflicts = resume_conflicts(checkpoint.config, self.identity)
                 if conflicts:
                     raise ConfigError(
                         f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
