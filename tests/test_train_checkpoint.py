@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +60,9 @@ def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
     newest = newest_whole(directory, messages.append)
     assert newest == Checkpoint(directory, 15, 30, CONFIG)
     assert messages == []
+    manifest = json.loads((newest.path / MANIFEST).read_text())
+    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
+    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]
     for rank in range(2):
         state = newest.load(rank)
         assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
@@ -163,19 +165,6 @@ def test_all_damaged_is_refused(directory: Path) -> None:
     assert newest_whole(directory / "nowhere", messages.append) is None
 
 
-def test_strangers_are_left_alone(directory: Path) -> None:
-    strangers = ["step-000000020", "step-00000010 (copy)", "step-00000099", "step-note", "step.tmp"]
-    (directory / "step-00000099").write_text("a file")
-    for name in {*strangers} - {"step-00000099"}:
-        shutil.copytree(directory / "step-00000015", directory / name)
-    messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.step == 15
-    clean(directory, newest, messages.append)
-    assert messages == []
-    assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
-
-
 class Malice:
     def __reduce__(self) -> Any:
         return (exec, ("raise AssertionError('code was run')",))
@@ -189,14 +178,15 @@ def test_loading_runs_no_code(directory: Path) -> None:
         newest.load(0)
 
 
-def test_half_written_ones_are_not_candidates_and_are_removed(directory: Path) -> None:
-    shutil.copytree(directory / "step-00000015", directory / "step-00000020.tmp")
-    shutil.copytree(directory / "step-00000010", directory / "step-00000005.old")
+def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: Path) -> None:
+    strangers = ["step-000000020", "step-00000010 (copy)", "step-note", "step.tmp"]
+    for name in [*strangers, "step-00000020.tmp", "step-00000005.old"]:
+        shutil.copytree(directory / "step-00000015", directory / name)
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
     assert newest is not None and newest.step == 15
     clean(directory, newest, messages.append)
-    assert names(directory) == ["step-00000010", "step-00000015"]
+    assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
     (message,) = messages
     assert "step-00000020.tmp was never finished; removing it" in message
 
@@ -257,34 +247,22 @@ def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
         (directory / "step-00000020.tmp" / MANIFEST).symlink_to("/dev/full")
         return render(manifest)
 
-    def limited(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            return write_shard(path, state)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
     with pytest.MonkeyPatch.context() as patch:
         if where == "shard" and group.rank() == 1:
             patch.setattr(checkpoint, "write_shard", full_disk)
-        if where == "limit" and group.rank() == 0:
-            patch.setattr(checkpoint, "write_shard", limited)
         if where == "manifest":
             patch.setattr(checkpoint, "_render", full_manifest)
         return rank_error(group, directory)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "where, code", [("shard", errno.ENOSPC), ("limit", errno.EFBIG), ("manifest", errno.ENOSPC)]
-)
+@pytest.mark.parametrize("where", ["shard", "manifest"])
 def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
-    ranks: RankPool, directory: Path, where: str, code: int
+    ranks: RankPool, directory: Path, where: str
 ) -> None:
     before = names(directory)
     messages = ranks.run(rank_save_with_a_full_disk, directory, where)
-    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(code)}; "
+    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(errno.ENOSPC)}; "
     expected += r"it needs 19216 bytes, \d+ are free"  # 1200 + 1 int64 of each rank
     for message in messages:
         assert re.fullmatch(expected, message), message
@@ -315,9 +293,3 @@ def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
         assert message.startswith("checkpoints must lie where all ranks see them")
         assert "rank-00001.pt" in message
     assert names(directory / "apart" / "0") == []
-
-
-def test_the_manifest_says_what_is_in_it(directory: Path) -> None:
-    manifest = json.loads((directory / "step-00000015" / MANIFEST).read_text())
-    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
-    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]
