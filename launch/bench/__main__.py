@@ -14,7 +14,6 @@ import random
 import shlex
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flce_dist.launch.about import about
+from flce_dist.launch.about import about, version_of
 from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
@@ -209,13 +208,8 @@ def _environment() -> dict[str, str]:
 
 
 def _peer_versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for package in sorted({peer.package for peer in PEERS.values() if peer.package is not None}):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    packages = {peer.package for peer in PEERS.values() if peer.package is not None}
+    return {package: version_of(package) for package in sorted(packages)}
 
 
 if __name__ == "__main__":
