@@ -37,6 +37,7 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
     assert capsys.readouterr().out.count(said) == 1
 
     log = RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
+    assert "\n1 line beyond step 1 moved" in "\n" + capsys.readouterr().out
     log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
     log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
     log.close()

@@ -60,7 +60,8 @@ class RunLog:
             mininterval=0.5 if sys.stderr.isatty() else 10.0,  # seconds; a log file wants few
         )
         if cut:
-            self.say(f"{cut} lines beyond step {step} moved from {self.path} to {CUT}")
+            lines = "line" if cut == 1 else "lines"
+            self.say(f"{cut} {lines} beyond step {step} moved from {self.path} to {CUT}")
 
     def train(self, step: int, **values: float) -> None:
         """Record one training step; ``loss`` and ``tokens_per_s`` show in the bar."""
