@@ -20,8 +20,8 @@ def about(device: torch.device) -> dict[str, Any]:
         "flce_dist": flce_dist.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "megatron-core": _version("megatron-core"),
+        "triton": version_of("triton"),
+        "megatron-core": version_of("megatron-core"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
@@ -39,7 +39,7 @@ def caption(about: dict[str, Any], inches: float) -> str:
     return f"{hardware}\n{versions}"
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

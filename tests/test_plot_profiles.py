@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from flce_dist.launch.bench.files import write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
+from flce_dist.launch.plot.profiles import ProfiledRun, timeline
 from flce_dist.launch.yaml_config import ConfigError
-from tests.figures import ABOUT, drawn, texts
+from tests.figures import ABOUT, drawn
 
 STEP = [
     Activity("ncclDevKernel_AllGather_RING_LL", 0.0, 2e3),
@@ -39,21 +39,6 @@ def bars(figure: Figure | None, panel: int) -> list[tuple[float, float]]:
     return [(round(p.get_x(), 6), round(p.get_width(), 6)) for p in patches]
 
 
-def test_the_breakdown_stacks_what_a_call_spends_its_time_on() -> None:
-    figure = drawn(breakdown(PROFILED))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["T=8", "T=16"]
-    assert bars(figure, 0)[:4] == [(0, 7), (7, 0), (7, 0), (7, 0)]
-    assert bars(figure, 0)[4:] == [(0, 7), (7, 1), (8, 3), (11, 1)]
-    assert texts(figure) == ["7.00", "12.00, 3.00 of 7.00 exposed"]
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["gemm3", "triton cached SP"]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "matrix products", "other kernels", "exposed communication", "idle",
-    ]  # fmt: skip
-    assert breakdown(PROFILED[3:]) is None and breakdown([]) is None
-
-
 def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
     figure = drawn(timeline(PROFILED))
     patches: Any = drawn(figure).axes[0].patches
@@ -63,7 +48,11 @@ def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["triton cached SP"], "a floor is its products"
     assert patches[2].get_edgecolor() == patches[2].get_facecolor(), "seen where it is short"
-    assert timeline(PROFILED[3:]) is None
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "matrix products", "other kernels", "communication",
+    ]  # fmt: skip
+    assert timeline(PROFILED[3:]) is None and timeline([]) is None
 
 
 def test_a_profile_gives_its_pictures(tmp_path: Path) -> None:
@@ -72,7 +61,7 @@ def test_a_profile_gives_its_pictures(tmp_path: Path) -> None:
     write_profiles(tmp_path / "tp", {**ABOUT, "ranks": 4}, size, profiles)
     figures = tmp_path / "figures"
     assert plot.main([str(tmp_path / "tp.profile.json"), "--out", str(figures)]) == 0
-    assert {path.name for path in figures.iterdir()} == {"tp-breakdown.png", "tp-timeline.png"}
+    assert {path.name for path in figures.iterdir()} == {"tp-timeline.png"}
     _, read = plot.read_profiles(tmp_path / "tp.profile.json")
     assert [(shape, run) for shape, run, _ in read] == [
         ("T=8, H=4, V=16, bf16", run) for run in profiles

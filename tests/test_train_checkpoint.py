@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from flce_dist.launch.train import ranks as train_ranks
 from flce_dist.launch.train.checkpoint import (
     MANIFEST,
     Checkpoint,
-    Position,
     clean,
     newest_whole,
     save,
@@ -36,7 +34,7 @@ CONFIG = {"seed": 1, "world_size": 2}
 def rank_save(group: Any, directory: Path, steps: list[int], keep: int) -> None:
     for step in steps:
         state = {"weight": torch.full((300, 4), step + group.rank()), "step": torch.tensor(step)}
-        save(directory, Position(step, 2 * step, CONFIG), state, keep=keep)
+        save(Checkpoint(directory, step, 2 * step, CONFIG), state, keep=keep)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,11 @@ def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
     assert names(directory) == ["step-00000010", "step-00000015"]
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
-    assert newest == Checkpoint(directory / "step-00000015", Position(15, 30, CONFIG))
+    assert newest == Checkpoint(directory, 15, 30, CONFIG)
     assert messages == []
+    manifest = json.loads((newest.path / MANIFEST).read_text())
+    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
+    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]
     for rank in range(2):
         state = newest.load(rank)
         assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
@@ -108,7 +109,7 @@ def test_a_damaged_newest_is_skipped_by_name(
     damage(directory / "step-00000015" / file)
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.position.step == 10
+    assert newest is not None and newest.step == 10
     damaged, decision = messages
     assert damaged.startswith(f"checkpoint step 15 is damaged: {reason}")
     assert decision == "going back to checkpoint step 10"
@@ -144,7 +145,7 @@ def test_a_manifest_must_name_its_folder_and_the_file_of_every_rank(directory: P
     (directory / "step-00000010").rename(directory / "step-00000016")
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.position.step == 15
+    assert newest is not None and newest.step == 15
     assert messages[0] == "checkpoint step 16 is damaged: manifest.json is that of step 10"
     rewrite(manifest, files={"rank-00000.pt": files["rank-00000.pt"]})
     with pytest.raises(RunError, match=r"damaged: manifest\.json does not list the file of"):
@@ -164,19 +165,6 @@ def test_all_damaged_is_refused(directory: Path) -> None:
     assert newest_whole(directory / "nowhere", messages.append) is None
 
 
-def test_strangers_are_named_once_and_left_alone(directory: Path) -> None:
-    strangers = ["step-000000020", "step-00000010 (copy)", "step-00000099", "step-note", "step.tmp"]
-    (directory / "step-00000099").write_text("a file")
-    for name in {*strangers} - {"step-00000099"}:
-        shutil.copytree(directory / "step-00000015", directory / name)
-    messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.position.step == 15
-    clean(directory, newest, messages.append)
-    assert messages == [f"ignoring what is no checkpoint in {directory}: {', '.join(strangers)}"]
-    assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
-
-
 class Malice:
     def __reduce__(self) -> Any:
         return (exec, ("raise AssertionError('code was run')",))
@@ -190,14 +178,15 @@ def test_loading_runs_no_code(directory: Path) -> None:
         newest.load(0)
 
 
-def test_half_written_ones_are_not_candidates_and_are_removed(directory: Path) -> None:
-    shutil.copytree(directory / "step-00000015", directory / "step-00000020.tmp")
-    shutil.copytree(directory / "step-00000010", directory / "step-00000005.old")
+def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: Path) -> None:
+    strangers = ["step-000000020", "step-00000010 (copy)", "step-note", "step.tmp"]
+    for name in [*strangers, "step-00000020.tmp", "step-00000005.old"]:
+        shutil.copytree(directory / "step-00000015", directory / name)
     messages: list[str] = []
     newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.position.step == 15
+    assert newest is not None and newest.step == 15
     clean(directory, newest, messages.append)
-    assert names(directory) == ["step-00000010", "step-00000015"]
+    assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
     (message,) = messages
     assert "step-00000020.tmp was never finished; removing it" in message
 
@@ -234,7 +223,7 @@ def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
     ranks.run(rank_save_until_killed, directory)
     assert names(directory) == ["step-00000010", "step-00000015", "step-00000020.tmp"]
     newest = newest_whole(directory, lambda _: None)
-    assert newest is not None and newest.position.step == 15
+    assert newest is not None and newest.step == 15
     ranks.run(rank_save, directory, [20], 2)
     assert names(directory) == ["step-00000015", "step-00000020"]
 
@@ -258,40 +247,28 @@ def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
         (directory / "step-00000020.tmp" / MANIFEST).symlink_to("/dev/full")
         return render(manifest)
 
-    def limited(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            return write_shard(path, state)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
     with pytest.MonkeyPatch.context() as patch:
         if where == "shard" and group.rank() == 1:
             patch.setattr(checkpoint, "write_shard", full_disk)
-        if where == "limit" and group.rank() == 0:
-            patch.setattr(checkpoint, "write_shard", limited)
         if where == "manifest":
             patch.setattr(checkpoint, "_render", full_manifest)
         return rank_error(group, directory)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "where, code", [("shard", errno.ENOSPC), ("limit", errno.EFBIG), ("manifest", errno.ENOSPC)]
-)
+@pytest.mark.parametrize("where", ["shard", "manifest"])
 def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
-    ranks: RankPool, directory: Path, where: str, code: int
+    ranks: RankPool, directory: Path, where: str
 ) -> None:
     before = names(directory)
     messages = ranks.run(rank_save_with_a_full_disk, directory, where)
-    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(code)}; "
+    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(errno.ENOSPC)}; "
     expected += r"it needs 19216 bytes, \d+ are free"  # 1200 + 1 int64 of each rank
     for message in messages:
         assert re.fullmatch(expected, message), message
     assert names(directory) == before
     newest = newest_whole(directory, lambda _: None)
-    assert newest is not None and newest.position.step == 15
+    assert newest is not None and newest.step == 15
     assert ranks.run(rank_error, directory) == ["saved"] * 2
 
 
@@ -316,9 +293,3 @@ def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
         assert message.startswith("checkpoints must lie where all ranks see them")
         assert "rank-00001.pt" in message
     assert names(directory / "apart" / "0") == []
-
-
-def test_the_manifest_says_what_is_in_it(directory: Path) -> None:
-    manifest = json.loads((directory / "step-00000015" / MANIFEST).read_text())
-    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
-    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]

@@ -1,6 +1,7 @@
 """The order of training data, and the text it comes from."""
 
 import functools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from flce_dist.launch.program import RunError
+from flce_dist.launch.train import __main__ as program
 from flce_dist.launch.train import data as data_module
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus, load_tokenizer, open_corpus, tokenise
 from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -99,3 +103,28 @@ def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got 1000"):  # of a text whose tokens are there
         open_corpus(longer, tokenise(longer))
     assert path.exists()
+
+
+def rank_main(group: Any, text: Path, out_dir: Path) -> str:
+    """The program on one rank, in the group that there is."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    options = ["--parallel.tensor", "1", "--device", "cpu", "--data.text", str(text)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ranks.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["train", *options, "--out-dir", str(out_dir)])
+        patch.setattr(program, "join_ranks", lambda device: None)
+        with pytest.raises(RunError) as error:
+            program.main()
+    return str(error.value)
+
+
+def test_a_run_whose_text_will_not_do_leaves_no_folder(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    text, out_dir = tmp_path / "text", tmp_path / "run"
+    with RankPool(1) as rank:
+        text.write_text("a few words only")
+        assert "seq_length must leave one" in rank.run(rank_main, text, out_dir)[0]
+        text.write_bytes(b"\x7fELF\xff\xfe")
+        assert "must be UTF-8" in rank.run(rank_main, text, out_dir)[0]
+    assert not out_dir.exists()

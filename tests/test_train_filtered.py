@@ -88,8 +88,8 @@ def test_heads_are_compared_in_the_order(pool: RankPool, tmp_path: Path) -> None
         assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
         assert head["peak_mib"] > 0
     filtered, exact, _ = heads
-    assert filtered == "linear_cross_entropy: auto, filtered"
-    assert exact.startswith("linear_cross_entropy: recompute, ")
+    assert filtered == "ours: auto, filtered"
+    assert exact.startswith("ours: recompute, ")
     assert heads[exact]["dweight_relative_rms"] < 1e-5
     assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1
 

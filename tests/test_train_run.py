@@ -34,9 +34,7 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
     trainer = Trainer(config, corpus(), torch.device("cpu"))
     # Megatron's fused loss is compiled; its functions are the same without.
     with torch.compiler.set_stance("force_eager"):
-        # Leaves no trace.
-        probe, group = trainer.probe_batch(), trainer.groups.tensor
-        head_peak_mib(trainer.model, config.head.is_ours, *probe, group)
+        head_peak_mib(trainer.head_alone(), config.head.is_ours)  # leaves no trace
         numbers = [number for _ in range(2) for number in trainer.train_step()]
         validation = trainer.validate()
     numbers.append(validation)
@@ -244,7 +242,7 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     assert first == second
     assert str(first).startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
     newest = newest_whole(tmp_path / "checkpoints", print)
-    assert newest is not None and newest.position.step == 2
+    assert newest is not None and newest.step == 2
 
 
 def rank_run_without_a_disk(group: Any, out_dir: Path) -> str:

@@ -110,12 +110,6 @@ def bench_profiles(stem: Path, patch: pytest.MonkeyPatch) -> None:
     write_profiles(stem, {}, {}, {})
 
 
-def bench_filtered(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.bench import filtered
-
-    filtered._write(stem.with_suffix(".json"), {}, [])
-
-
 def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
     from flce_dist.launch.verify import __main__ as program
 
@@ -155,11 +149,10 @@ def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
     [
         (bench, "out.csv"),
         (bench_profiles, "out.profile.json"),
-        (bench_filtered, "out.json"),
         (verify, "out.json"),
         (train_origin, "run.json"),
         (train_comparison, "compare.json"),
-        (figures, "bench-peers-h200-latency.png"),
+        (figures, "bench-peers-h200-memory.png"),
     ],
 )
 @pytest.mark.parametrize("below", ["file", "file/new"])
@@ -192,7 +185,6 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ("module", "work", "arguments"),
     [
         ("bench.__main__", "start", ["--config", f"{CONFIGS}/bench/smoke.yaml", "--out", "{stem}"]),
-        ("bench.filtered", "start", ["--head", "head.pt", "--out", "{stem}"]),
         ("verify.__main__", "start", ["--output", "{stem}.json"]),
     ],
 )

@@ -16,7 +16,6 @@ import random
 import shlex
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flce_dist.launch.about import about
+from flce_dist.launch.about import about, version_of
 from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
     all_shapes,
     as_json,
+    check_shape,
     load_config,
     runs_of,
 )
@@ -42,7 +42,7 @@ from flce_dist.launch.bench.files import (
 )
 from flce_dist.launch.bench.measure import Measured, free_memory, over_ranks
 from flce_dist.launch.bench.peers import PEERS, close_peers, forget_compiled
-from flce_dist.launch.bench.problem import Truth, make_problem, make_truth
+from flce_dist.launch.bench.problem import TrainedHead, Truth, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import start
@@ -61,10 +61,14 @@ def main(args: list[str] | None = None) -> int:
     device_type = _device_type(config)
     if rank == 0:
         check_writable(with_suffix(config.out, ".json"))
+    head = None
+    if config.head is not None:
+        head = TrainedHead.load(config.head, config.widen)
+        check_shape(head.shape, runs_of(config, head.shape), int(os.environ.get("WORLD_SIZE", "1")))
     device, tp_group = start(device_type)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     try:
-        _bench(config, device, tp_group, console)
+        _bench(config, head, device, tp_group, console)
     finally:
         close_peers(tp_group)
     return 0
@@ -80,6 +84,7 @@ def _device_type(config: BenchConfig) -> str:
 
 def _bench(
     config: BenchConfig,
+    head: TrainedHead | None,
     device: torch.device,
     tp_group: dist.ProcessGroup | None,
     console: Console,
@@ -95,13 +100,13 @@ def _bench(
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
     done = {record.shape for record in records}
-    shapes = all_shapes(config)
+    shapes = all_shapes(config) if head is None else [head.shape]
     for number, shape in enumerate(shapes, start=1):
         if (shape.T, shape.H, shape.V, shape.dtype) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
-        found, profiles = _bench_shape(config, shape, device, tp_group, console)
+        found, profiles = _bench_shape(config, shape, head, device, tp_group, console)
         records += found
         if not console.quiet:  # rank 0
             write_results(config.out, facts, records)
@@ -121,12 +126,16 @@ def _bench(
 def _bench_shape(
     config: BenchConfig,
     shape: ShapeSpec,
+    head: TrainedHead | None,
     device: torch.device,
     tp_group: dist.ProcessGroup | None,
     console: Console,
 ) -> tuple[list[Record], dict[str, Profile]]:
     """Measure every run at one shape and, if asked for, profile it; collective."""
-    problem = make_problem(shape, device, config.seed, tp_group)
+    if head is None:
+        problem = make_problem(shape, device, config.seed, tp_group)
+    else:
+        problem = head.problem(device, tp_group)
     found = [Measured(run, problem, config) for run in runs_of(config, shape)]
     with _progress(console) as progress:
         bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
@@ -200,13 +209,8 @@ def _environment() -> dict[str, str]:
 
 
 def _peer_versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for package in sorted({peer.package for peer in PEERS.values() if peer.package is not None}):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    packages = {peer.package for peer in PEERS.values() if peer.package is not None}
+    return {package: version_of(package) for package in sorted(packages)}
 
 
 if __name__ == "__main__":

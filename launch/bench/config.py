@@ -41,7 +41,7 @@ class RunSpec:
     sequence_parallel: bool = False
     """Hidden is split by token over the ranks; one rank holds all of it."""
     filter_eps: Annotated[float | None, BELOW_ONE] = None
-    """Of ours. launch.bench.filtered has data on which it pays."""
+    """Of ours. It pays on the head of a trained model."""
 
     @property
     def is_ours(self) -> bool:
@@ -127,6 +127,10 @@ class BenchConfig:
     cross: Cross = field(default_factory=Cross)
     """Shapes behind those of ``shapes``."""
     runs: tuple[RunSpec, ...] = ()
+    head: Path | None = None
+    """Measure on this head of a trained model, a file of torch.save, in place of random data."""
+    widen: Annotated[int, SIZE] = 1
+    """How many times the head's features are repeated, so that H grows and logits stay."""
 
 
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
@@ -156,12 +160,15 @@ def check_config(config: BenchConfig, *, world_size: int) -> None:
     given = [bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)]
     _require(len(set(given)) == 1, "cross must name sizes of T, H and V, or none of them")
     problems = all_shapes(config)
+    if config.head is not None:
+        _require(not problems, "head has a shape of its own; shapes and cross must name none")
+        return
     _require(bool(problems), "shapes and cross must name at least one shape, got none")
     names = [shape.name for shape in problems]
     twice = sorted({name for name in names if names.count(name) > 1})
     _require(not twice, f"shapes and cross must name each shape once, got twice: {twice}")
     for shape in problems:
-        _check_shape(shape, runs_of(config, shape), world_size)
+        check_shape(shape, runs_of(config, shape), world_size)
 
 
 def all_shapes(config: BenchConfig) -> list[ShapeSpec]:
@@ -194,11 +201,13 @@ def floor_of(run: RunSpec) -> str:
 def as_json(config: BenchConfig) -> dict[str, Any]:
     """Return what decides the numbers: all but where they go."""
     values = dataclasses.asdict(config)
+    values["head"] = None if config.head is None else config.head.name
     del values["out"], values["fresh"], values["profile"], values["trace"]
     return values
 
 
-def _check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
+def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
+    """Raise ``ConfigError`` for runs that are impossible at a shape on P ranks."""
     known = [*OURS, *FLOORS, *PEERS]
     _require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
     _require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")

@@ -8,6 +8,7 @@ T = tokens, H = hidden size, V = vocabulary rows on this rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,18 +39,6 @@ def gemms(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) -> Ca
     return run
 
 
-def _gemm1(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return gemms(hidden, weight, logits=1, gradients=False)
-
-
-def _gemm3(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return gemms(hidden, weight, logits=1, gradients=True)
-
-
-def _gemm4(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    return gemms(hidden, weight, logits=2, gradients=True)
-
-
 def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
     """Sum the weight, as 32-bit numbers where it can be: the widest loads a reduction makes."""
     flat = weight.detach().flatten()
@@ -62,8 +51,8 @@ def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
 
 
 FLOORS = {
-    "gemm1": Floor(_gemm1, "forward"),
+    "gemm1": Floor(partial(gemms, logits=1, gradients=False), "forward"),
     "read_weight": Floor(_read_weight, "forward"),
-    "gemm3": Floor(_gemm3, "forward_backward"),
-    "gemm4": Floor(_gemm4, "forward_backward"),
+    "gemm3": Floor(partial(gemms, logits=1, gradients=True), "forward_backward"),
+    "gemm4": Floor(partial(gemms, logits=2, gradients=True), "forward_backward"),
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
@@ -35,6 +35,7 @@ class Measured:
         samples_ms: time of one call, the slowest rank's, a number for each round.
         peak_bytes: the most that one call needed above its inputs, on the rank that needed most.
         gradient_bytes: of it what the call returns.
+        filtered: kept_share and rank_one_mass of a run with filter_eps.
         failure: message of the first rank that failed, or None.
     """
 
@@ -47,6 +48,7 @@ class Measured:
         self.call_ms = 0.0
         self.samples_ms: list[float] = []
         self.loss_eps = 0.0
+        self.filtered: dict[str, float] = {}
         self.failure: str | None = None
         self._loss_of: LossFunction | None = None
         self._replay: Callable[[], Any] | None = None
@@ -95,16 +97,22 @@ class Measured:
         if not self.run.is_ours:
             self._loss_of = load_peer(self.run.impl, self.problem.tp_group)
             return
-        self._loss_of = partial(
-            linear_cross_entropy,
-            tp_group=self.problem.tp_group,
+        options: dict[str, Any] = {
+            "tp_group": self.problem.tp_group,
             # Alone there is no group to split over: one rank's tokens are all of them.
-            sequence_parallel=self.run.sequence_parallel and self.problem.tp_group is not None,
-            schedule=self.run.schedule,
-            max_logits_bytes=self.run.max_logits_bytes,
-            filter_eps=self.run.filter_eps,
-            impl=cast(Impl, self.run.impl),
-        )
+            "sequence_parallel": self.run.sequence_parallel and self.problem.tp_group is not None,
+            "schedule": self.run.schedule,
+            "max_logits_bytes": self.run.max_logits_bytes,
+            "filter_eps": self.run.filter_eps,
+            "impl": cast(Impl, self.run.impl),
+        }
+        self._loss_of = partial(linear_cross_entropy, **options)
+        if self.run.filter_eps is not None:
+            found = linear_cross_entropy_with_metrics(
+                *self._leaves(), self.problem.labels, **options
+            )
+            shares = {"kept_share": found.kept_share, "rank_one_mass": found.rank_one_mass}
+            self.filtered = {name: share.item() for name, share in shares.items()}
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""

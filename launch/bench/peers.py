@@ -15,6 +15,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from flce_dist.launch.bench import megatron_peer
 
+DROPPED_EPS = 2.0**-12
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
 
@@ -54,6 +56,49 @@ def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def canonical(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Logits by a GEMM in the operands' dtype, their loss in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+class _Dropped(torch.autograd.Function):
+    """An exact loss, and no gradients in tiles of 128 tokens by 256 rows that are all unlikely.
+
+    As Cut Cross-Entropy (arXiv:2411.09009) leaves out its blocks. A tile counts if it holds a label
+    or a probability of DROPPED_EPS. Both gradients are made in forward, in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, drops_dweight: bool
+    ) -> Tensor:
+        whole = weight.float()
+        losses, dhidden, dweight = [], torch.empty_like(hidden), torch.zeros_like(whole)
+        for here in torch.arange(len(hidden), device=hidden.device).split(2048):
+            x, token = hidden[here].float(), torch.arange(len(here), device=hidden.device)
+            logp = (x @ whole.T).log_softmax(1)
+            losses.append(-logp[token, labels[here]])
+            dz = logp.exp_()
+            tiles = F.pad(dz, (0, -dz.shape[1] % 256, 0, -len(dz) % 128))
+            kept = tiles.view(len(tiles) // 128, 128, -1, 256).amax((1, 3)) >= DROPPED_EPS
+            kept[token // 128, labels[here] // 256] = True
+            dz[token, labels[here]] -= 1.0
+            dz /= len(hidden)
+            if not drops_dweight:
+                dweight.addmm_(dz.T, x)
+            kept = kept.repeat_interleave(256, 1)[:, : dz.shape[1]]
+            dz *= kept.repeat_interleave(128, 0)[: len(dz)]
+            if drops_dweight:
+                dweight.addmm_(dz.T, x)
+            dhidden[here] = (dz @ whole).to(hidden.dtype)
+        ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        return torch.cat(losses).mean()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        return dhidden * dloss, dweight * dloss, None, None
+
+
+def _load_dropped(drops_dweight: bool, tp_group: object) -> LossFunction:
+    return lambda *operands: _Dropped.apply(*operands, drops_dweight)
 
 
 def _load_compiled(
@@ -103,6 +148,8 @@ PEERS: dict[str, Peer] = {
     "cce_kahan_full_c": Peer(
         functools.partial(_load_cce, {"impl": "cce_kahan_full_c"}), "cut-cross-entropy"
     ),
+    "dropped": Peer(functools.partial(_load_dropped, True)),
+    "dropped_dhidden": Peer(functools.partial(_load_dropped, False)),
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }

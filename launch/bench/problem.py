@@ -6,13 +6,16 @@ own rows and torch's collectives between them, so that it takes a few GiB at any
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import frequency_order
 from flce_dist.launch.bench.config import RunSpec, ShapeSpec
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import relative_rms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -86,6 +89,52 @@ def make_problem(
         of_label = _sum(weight[column.where(mine, 0)].float() * mine[:, None], problem)
         hidden[t] = (of_label * (-100 / (shape.H * 0.02**2))).to(dtype)
     return problem
+
+
+HEAD_T = 8192
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """What a trained model gives its output layer, and the layer; rows by frequency."""
+
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [T] int64
+
+    @classmethod
+    def load(cls, path: Path, widen: int) -> "TrainedHead":
+        """Return the first HEAD_T tokens of a file, on the CPU.
+
+        It is of ``torch.save`` and holds ``hidden``, ``labels``, ``weight`` in the tokenizer's
+        order, and ``counts`` [V], how often each token occurs in the training text. Features are
+        repeated ``widen`` times, so that H grows and logits stay.
+
+        Raises:
+            ConfigError: it is another file.
+        """
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            order = frequency_order(found["counts"])
+            hidden, weight = found["hidden"][:HEAD_T], found["weight"][order.token_of_row]
+            labels = order.row_of_token[found["labels"][:HEAD_T]]
+            hidden, weight = (x.repeat(1, widen) / widen**0.5 for x in (hidden, weight))
+            return cls(hidden, weight, labels)
+        except Exception as error:  # whatever a file of another kind leads to
+            raise ConfigError(
+                "head must be a file of torch.save with a dictionary of hidden, weight, labels and "
+                f"counts, got {path}: {error!r}"
+            ) from error
+
+    @property
+    def shape(self) -> ShapeSpec:
+        (V, H), names = self.weight.shape, {dtype: name for name, dtype in DTYPES.items()}
+        return ShapeSpec(len(self.labels), H, V, names[self.weight.dtype])  # type: ignore[arg-type]
+
+    def problem(self, device: torch.device, tp_group: dist.ProcessGroup | None) -> Problem:
+        P, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+        own = self.weight.chunk(P)[rank]
+        return Problem(self.hidden.to(device), own.to(device), self.labels.to(device), tp_group)
 
 
 @torch.no_grad()

@@ -57,6 +57,8 @@ class Record:
     status: str = "ok"  # ok, wrong or error
     message: str | None = None
     filter_eps: float | None = None
+    kept_share: float | None = None  # of the tiles
+    rank_one_mass: float | None = None  # of the probabilities
 
     @property
     def shape(self) -> tuple[int, int, int, str]:
@@ -126,6 +128,8 @@ def _make_record(
         loss_error=found.errors.loss,
         dhidden_error=found.errors.dhidden,
         dweight_error=found.errors.dweight,
+        kept_share=found.filtered.get("kept_share"),
+        rank_one_mass=found.filtered.get("rank_one_mass"),
         floor_ms=floor_ms,
         ratio=None if floor_ms is None else p50 / floor_ms,
         status="ok" if complaint is None else "wrong",
@@ -171,6 +175,9 @@ def table(records: list[Record]) -> Table:
     made.add_column("run", no_wrap=True)
     for heading in ("ms", "p20", "p80", "/ floor", "workspace MiB", "loss", "dhidden", "dweight"):
         made.add_column(heading, justify="right", no_wrap=True)
+    filtered = any(record.kept_share is not None for record in records)
+    for heading in ("kept", "rank one") if filtered else ():
+        made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", overflow="fold")
     last_op = first.op
     for record in records:
@@ -186,6 +193,7 @@ def table(records: list[Record]) -> Table:
             _cell(record.ratio, ".3f"),
             _cell(record.workspace_mib, ",.1f"),
             *(_cell(getattr(record, f"{x}_error"), ".1e") for x in ("loss", "dhidden", "dweight")),
+            *(_cell(x, ".4f") for x in (record.kept_share, record.rank_one_mass) if filtered),
             "" if record.status == "ok" else f"[red]{complaint}[/]",
         )  # fmt: skip
     return made

@@ -2,10 +2,10 @@
 
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
-Of each file ``<name>.json`` come the figures that its records are enough for:
-``<name>-latency.png``, ``-memory.png`` and ``-dial.png``. Of a profile, ``<name>.profile.json``,
-come ``<name>-breakdown.png`` and ``<name>-timeline.png``. Files of one grid, one commit and one
-kind of GPU on different numbers of ranks together give ``<first name>-scaling.png``.
+Of each file ``<name>.json`` come the figures that its records are enough for: ``<name>-memory.png``
+and ``-dial.png``. A profile, ``<name>.profile.json``, gives ``<name>-timeline.png``. Files of one
+grid, one commit and one kind of GPU on different numbers of ranks together give
+``<first name>-scaling.png``.
 """
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
@@ -19,15 +19,14 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.bars import latency, memory
+from flce_dist.launch.plot.bars import memory
 from flce_dist.launch.plot.dial import dial
-from flce_dist.launch.plot.profiles import ProfiledRun, breakdown, timeline
+from flce_dist.launch.plot.profiles import ProfiledRun, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import ConfigError
 
-FIGURES = {"latency": latency, "memory": memory, "dial": dial}
-PROFILE_FIGURES = {"breakdown": breakdown, "timeline": timeline}
+FIGURES = {"memory": memory, "dial": dial}
 PROFILE = ".profile"
 
 
@@ -62,7 +61,7 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         if path.stem.endswith(PROFILE):
             about, profiles = read_profiles(path)
             runs = [ProfiledRun(_with_ranks(s, about), name, found) for s, name, found in profiles]
-            figures = {name: figure_of(runs) for name, figure_of in PROFILE_FIGURES.items()}
+            figures = {"timeline": timeline(runs)}
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}

@@ -15,7 +15,6 @@ from flce_dist.launch.plot.drawing import (
     over,
     over_gemms,
     shape_title,
-    titled,
     with_gradients,
 )
 
@@ -43,7 +42,8 @@ def dial(records: list[Record]) -> Figure | None:
     for (shape, curve), axes in zip(curves.items(), stacked, strict=True):
         axes.set_title(shape_title(shape), fontsize=9, loc="left")
         _dial(axes, curve, ends.get(shape, {}))
-    return titled(figure, "Memory against time: the budget of schedule auto")
+    figure.suptitle("Memory against time: the budget of schedule auto", fontsize=10)
+    return figure
 
 
 def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None:

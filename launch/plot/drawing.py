@@ -1,12 +1,14 @@
 """What the figures of the benchmark share: colours, labels, and how records are grouped."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flce_dist.launch.bench.report import Record
+
+Item = TypeVar("Item")
 
 OUR_COLOR = "#2c7fb8"
 BLUE = "blue: linear_cross_entropy"
@@ -18,11 +20,19 @@ ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
 
 
-def finish(axes: Axes) -> None:
-    """Give a panel small ticks, a light grid, and no frame above and to the right."""
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
+def panels(
+    shapes: dict[str, list[Item]], width: float, height: float
+) -> tuple[Figure | None, list[tuple[Axes, list[Item]]]]:
+    """Return a figure with a panel for each shape, ``height`` inches for each of its runs."""
+    if not shapes:
+        return None, []
+    heights = [0.8 + height * len(found) for found in shapes.values()]
+    figure = Figure(figsize=(width, 0.8 + sum(heights)), layout="constrained")
+    stacked = figure.subplots(len(shapes), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for shape, axes in zip(shapes, stacked, strict=True):
+        axes.set_title(shape, fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, list(zip(stacked, shapes.values(), strict=True))
 
 
 def mark_gemms(line: Callable[..., Any]) -> None:
@@ -55,9 +65,3 @@ def over(ms: float | None, other_ms: float | None) -> float | None:
 def shape_title(shape: Shape) -> str:
     T, H, V, dtype, P = shape
     return f"T={T}, H={H}, V={V}, {dtype}" + (f", {P} ranks" if P > 1 else "")
-
-
-def titled(figure: Figure | None, title: str) -> Figure | None:
-    if figure is not None:
-        figure.suptitle(title, fontsize=10)
-    return figure

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,19 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a run stands. ``step`` updates are done and ``samples`` sequences were read."""
+class Checkpoint:
+    """Where a run stands: ``step`` updates are done and ``samples`` sequences were read."""
 
+    directory: Path
+    """Of this checkpoint and others."""
     step: int
     samples: int
     config: dict[str, Any]
     """The run's configuration, flat, and ``world_size``: how many ranks write a checkpoint."""
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    path: Path
-    position: Position
+    @property
+    def path(self) -> Path:
+        return self.directory / f"step-{self.step:08d}"
 
     def load(self, rank: int) -> dict[str, Tensor]:
         """Return what ``rank`` wrote, on the CPU."""
@@ -51,8 +51,8 @@ class Checkpoint:
         return state
 
 
-def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep: int) -> None:
-    """Write one checkpoint and remove all but the ``keep`` newest; collective over all ranks.
+def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None:
+    """Write a checkpoint and remove all but the ``keep`` newest; collective over all ranks.
 
     Args:
         state: what this rank writes into the file of its own.
@@ -61,8 +61,7 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
         RunError: on every rank, if one cannot write, or rank 0 does not find what others wrote.
             What was written of this checkpoint is removed, older ones stay.
     """
-    final = directory / f"step-{position.step:08d}"
-    partial = final.with_suffix(".tmp")
+    partial = checkpoint.path.with_suffix(".tmp")
     needed = sum(together(lambda: sum(tensor.nbytes for tensor in state.values())))
 
     def prepare() -> None:
@@ -83,11 +82,12 @@ def save(directory: Path, position: Position, state: dict[str, Tensor], *, keep:
                 f"{', '.join(unseen)} of other ranks in {partial}"
             )
         with writing(partial, needed):
-            write_synced(partial / MANIFEST, _render({**asdict(position), "files": files}))
+            values = {key: getattr(checkpoint, key) for key in ("step", "samples", "config")}
+            write_synced(partial / MANIFEST, _render({**values, "files": files}))
             sync_directory(partial)
-            partial.rename(final)
-            sync_directory(directory)
-            for old in _named(directory)[:-keep]:
+            partial.rename(checkpoint.path)
+            sync_directory(checkpoint.directory)
+            for old in _named(checkpoint.directory)[:-keep]:
                 remove(old)
 
     try:
@@ -111,7 +111,7 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | No
     damaged = []
     for path in reversed(_named(directory)):
         try:
-            checkpoint = Checkpoint(path, _verify(path))
+            checkpoint = _verify(path)
         except _Damaged as error:
             damaged.append(f"checkpoint step {_step(path)} is damaged: {error}")
             continue
@@ -133,21 +133,15 @@ def clean(directory: Path, resumed: Checkpoint | None, say: Callable[[str], None
 
     For one rank, at the start of a run: a damaged checkpoint must not count among those to keep.
     """
-    checkpoints, strangers = _named(directory), []
-    for path in sorted(directory.iterdir()):
+    for path in directory.iterdir():
         if path.is_dir() and re.fullmatch(_NAME + r"\.(tmp|old)", path.name):
             if path.suffix == ".tmp":
                 say(f"checkpoint {path} was never finished; removing it")
             shutil.rmtree(path)
-        elif path not in checkpoints and not re.fullmatch(_NAME + r"\.bad", path.name):
-            strangers.append(path.name)
-    if strangers:
-        say(f"ignoring what is no checkpoint in {directory}: {', '.join(strangers)}")
-    for path in checkpoints:
-        if resumed is None or _step(path) > resumed.position.step:
+    for path in _named(directory):
+        if resumed is not None and _step(path) > resumed.step:
             bad = path.with_suffix(".bad")
-            if bad.exists():
-                shutil.rmtree(bad)
+            shutil.rmtree(bad, ignore_errors=True)
             path.rename(bad)
 
 
@@ -159,7 +153,7 @@ class _Damaged(Exception):
     """Which file of a checkpoint is damaged, and how."""
 
 
-def _verify(path: Path) -> Position:
+def _verify(path: Path) -> Checkpoint:
     try:
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
@@ -169,23 +163,23 @@ def _verify(path: Path) -> Position:
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
         files = manifest.pop("files")
-        position = Position(**manifest)
+        found = Checkpoint(path.parent, **manifest)
     except OSError as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    if position.step != _step(path):
-        raise _Damaged(f"{MANIFEST} is that of step {position.step}")
-    if list(files) != [shard_name(rank) for rank in range(position.config["world_size"])]:
+    if found.step != _step(path):
+        raise _Damaged(f"{MANIFEST} is that of step {found.step}")
+    if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
         raise _Damaged(f"{MANIFEST} does not list the file of every rank")
     for name, expected in files.items():
         try:
-            found = digest(path / name)
+            intact = digest(path / name) == expected
         except OSError as error:
             raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
-        if found != expected:
+        if not intact:
             raise _Damaged(f"{name} has other contents than {MANIFEST} says")
-    return position
+    return found
 
 
 _NAME = r"step-(\d{8}|[1-9]\d{8,})"

@@ -6,8 +6,7 @@ accumulated, and no generator is used: a run does not notice.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +29,21 @@ MIB = 2**20
 TIMED_ROUNDS = 3
 
 
-class HeadInput(NamedTuple):
-    """What reaches the output layer for one batch.
+Head = Callable[[], Tensor]
+
+
+class HeadResult(NamedTuple):
+    loss: Tensor  # [b, s], or its sum
+    dhidden: Tensor  # of the sum
+    dweight: Tensor
+    peak_bytes: int  # of the rank that needed most, the gradients included
+
+
+class HeadAlone:
+    """What reaches a model's output layer for one batch, and heads to compute its loss by.
+
+    A head is a function without arguments that returns the loss [b, s], or its sum. Making one, and
+    ``run`` and ``time_ms``, are collective over ``group``.
 
     Attributes:
         hidden: [s, b, H]; under sequence parallelism this rank's [s / P, b, H]. A leaf.
@@ -39,184 +51,141 @@ class HeadInput(NamedTuple):
         labels: [b, s] int64, global ids.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
+    def __init__(self, model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup):
+        self.model, self.layer, self.labels, self.group = model, model.output_layer, labels, group
+        caught: list[tuple[Tensor, Tensor | None]] = []
 
+        def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            caught.append((args[0] if args else kwargs["input_"], kwargs.get("weight")))
 
-Head = Callable[[Any, HeadInput], Tensor]
-"""Takes the model and its input, returns the loss [b, s], or its sum."""
-
-
-class HeadResult(NamedTuple):
-    """Per-token loss [b, s] or its sum, this rank's gradients of the sum, and their memory.
-
-    ``peak_bytes``, the gradients included, is that of the rank that needed most.
-    """
-
-    loss: Tensor
-    dhidden: Tensor
-    dweight: Tensor
-    peak_bytes: int
-
-
-def head_input(model: Any, tokens: Tensor, labels: Tensor) -> HeadInput:
-    """Run the model and return what came into its output layer; collective."""
-    caught: list[tuple[Tensor, Tensor]] = []
-
-    def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        weight = kwargs.get("weight")
-        hidden = args[0] if args else kwargs["input_"]
-        caught.append((hidden, layer.weight if weight is None else weight))
-
-    handle = model.output_layer.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+        handle = self.layer.register_forward_pre_hook(catch, with_kwargs=True)
         with torch.no_grad():
             token_losses(model, tokens, labels)
-    finally:
         handle.remove()
-    hidden, weight = caught[0]
-    return HeadInput(hidden.detach().clone().requires_grad_(), weight, labels)
+        hidden, weight = caught[0]
+        self.hidden = hidden.detach().clone().requires_grad_()
+        self.weight: Tensor = self.layer.weight if weight is None else weight
 
+    def ours(self, **changes: Any) -> Tensor:
+        """Compute the loss by linear_cross_entropy with the model's keywords and some changes."""
+        labels = self.labels.transpose(0, 1)
+        loss: Tensor = self.layer.token_loss(self.hidden, self.weight, labels, **changes)
+        return loss.T if loss.dim() == 2 else loss
 
-def our_head(model: Any, given: HeadInput, **changes: Any) -> Tensor:
-    """Compute the loss by linear_cross_entropy with the model's keywords and some changes."""
-    layer = model.output_layer
-    with _gradients_returned(layer):
-        labels = given.labels.transpose(0, 1)
-        loss = layer.token_loss(given.hidden, given.weight, labels, **changes)
-    return loss.T if loss.dim() == 2 else loss
-
-
-def megatron_head(model: Any, given: HeadInput) -> Tensor:
-    """Compute the loss by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
-    layer, labels = model.output_layer, given.labels
-    rows = getattr(layer, "row_of_token", None)
-    with _gradients_returned(layer):
+    def megatrons(self) -> Tensor:
+        """Compute it by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
+        labels, rows = self.labels, getattr(self.layer, "row_of_token", None)
         if rows is None:
-            logits, _ = layer(given.hidden, given.weight)
+            logits, _ = self.layer(self.hidden, self.weight)
         else:  # putting logits into the tokenizer's order is no part of Megatron's loss
-            logits, _ = layer.row_logits(given.hidden, given.weight, None)
+            logits, _ = self.layer.row_logits(self.hidden, self.weight, None)
             labels = rows_of(labels, rows)
-    return type(model).compute_language_model_loss(model, labels, logits)
+        loss: Tensor = type(self.model).compute_language_model_loss(self.model, labels, logits)
+        return loss
+
+    def run(self, head: Head) -> HeadResult:
+        """Run forward and backward once, in memory that no other head has left."""
+        release_shared_memory()
+        with peak_memory(self.hidden.device) as peak:
+            results = self._differentiate(head)
+        peak_bytes = torch.tensor(peak.bytes + peak.shared_bytes, device=self.hidden.device)
+        dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=self.group)
+        return HeadResult(*results, int(peak_bytes))
+
+    def time_ms(self, head: Head) -> float:
+        """Return the time of one forward and backward, until the slowest rank is done."""
+        self._wait_for_all()
+        start = time.perf_counter()
+        self._differentiate(head)
+        self._wait_for_all()
+        return (time.perf_counter() - start) * 1e3
+
+    def _differentiate(self, head: Head) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients: added to the run's main_grad they would change it."""
+        fuses, self.layer.gradient_accumulation_fusion = (
+            self.layer.gradient_accumulation_fusion,
+            False,
+        )
+        try:
+            loss = head()
+            dhidden, dweight = torch.autograd.grad(loss.sum(), (self.hidden, self.weight))
+        finally:
+            self.layer.gradient_accumulation_fusion = fuses
+        return loss.detach(), dhidden, dweight
+
+    def _wait_for_all(self) -> None:
+        if self.hidden.device.type == "cuda":
+            torch.cuda.synchronize(self.hidden.device)
+        dist.barrier(self.group)
 
 
-@contextmanager
-def _gradients_returned(layer: Any) -> Iterator[None]:
-    """Without ``gradient_accumulation_fusion``, so that the run's main_grad stays as it is."""
-    fuses, layer.gradient_accumulation_fusion = layer.gradient_accumulation_fusion, False
-    try:
-        yield
-    finally:
-        layer.gradient_accumulation_fusion = fuses
-
-
-def head_peak_mib(
-    model: Any, is_ours: bool, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup
-) -> float:
-    """Return the peak memory of the model's own head on a batch; collective over ``group``.
+def head_peak_mib(alone: HeadAlone, is_ours: bool) -> float:
+    """Return the peak memory of the model's own head; collective.
 
     Raises:
         ValueError: on every rank, if the ranks' heads would not be called alike.
     """
-    given, layer = head_input(model, tokens, labels), model.output_layer
     if is_ours:
         check_ranks(
-            given.hidden,
-            given.weight,
-            labels.transpose(0, 1),
-            tp_group=group,
-            sequence_parallel=layer.sequence_parallel,
-            **layer.loss_keywords,
+            alone.hidden,
+            alone.weight,
+            alone.labels.transpose(0, 1),
+            tp_group=alone.group,
+            sequence_parallel=alone.layer.sequence_parallel,
+            **alone.layer.loss_keywords,
         )
-    head = our_head if is_ours else megatron_head
-    run_head(head, model, given, group)  # makes the workspaces that libraries keep on a GPU
-    return run_head(head, model, given, group).peak_bytes / MIB
+    head = alone.ours if is_ours else alone.megatrons
+    alone.run(head)  # makes the workspaces that libraries keep on a GPU
+    return alone.run(head).peak_bytes / MIB
 
 
-def run_head(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> HeadResult:
-    """Run forward and backward once; collective."""
-    release_shared_memory()  # of other heads
-    with peak_memory(given.hidden.device) as peak:
-        loss = head(model, given)
-        dhidden, dweight = torch.autograd.grad(loss.sum(), (given.hidden, given.weight))
-    peak_bytes = torch.tensor(peak.bytes + peak.shared_bytes, device=given.hidden.device)
-    dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=group)
-    return HeadResult(loss.detach(), dhidden, dweight, int(peak_bytes))
-
-
-def time_head_ms(head: Head, model: Any, given: HeadInput, group: dist.ProcessGroup) -> float:
-    """Return the time of one forward and backward, until the slowest rank is done; collective."""
-
-    def wait_for_all() -> None:
-        if given.hidden.device.type == "cuda":
-            torch.cuda.synchronize(given.hidden.device)
-        dist.barrier(group)
-
-    wait_for_all()
-    start = time.perf_counter()
-    torch.autograd.grad(head(model, given).sum(), (given.hidden, given.weight))
-    wait_for_all()
-    return (time.perf_counter() - start) * 1e3
-
-
-def compare_heads(
-    model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """Measure the heads and return the numbers, the same on all ranks of ``group``; collective.
+def compare_heads(alone: HeadAlone) -> dict[str, Any]:
+    """Measure the heads and return the numbers, the same on all ranks of the group; collective.
 
     Ours runs twice: as the run had it, and with recompute in windows of a sixteenth of the logits,
-    the other end of memory against time, there without ``filter_eps``. Loss terms that Megatron
-    does not have are left out.
-    ``peak_mib`` is what forward and backward allocated at one time on the rank that needed most,
-    the gradients included. ``*_relative_rms`` is the norm of the difference from Megatron's
-    gradient over the norm of that, over all shards.
+    the other end of memory against time. Loss terms that Megatron does not have are left out.
+    ``*_relative_rms`` is the norm of the difference from Megatron's gradient over the norm of that.
     """
-    given = head_input(model, tokens, labels)
-    rows = given.weight.shape[0]
-    logits_bytes = labels.numel() * rows * given.weight.element_size()
-    plain = partial(our_head, label_smoothing=0.0, z_loss_weight=0.0)
-    small: dict[str, Any] = {
-        "schedule": "recompute",
-        "max_logits_bytes": max(1, logits_bytes // 16),
-    }
-    keywords = model.output_layer.loss_keywords
+    tokens, (rows, hidden_size) = alone.labels.numel(), alone.weight.shape
+    logits_bytes = tokens * rows * alone.weight.element_size()
+    plain = partial(alone.ours, label_smoothing=0.0, z_loss_weight=0.0)
+    small: dict[str, Any] = {"schedule": "recompute", "max_logits_bytes": logits_bytes // 16 or 1}
     heads: dict[str, Head] = {
-        f"linear_cross_entropy: {_named(**keywords)}": plain,
-        f"linear_cross_entropy: {_named(**small)}": partial(
-            plain, **small, filter_eps=None, reduction="none"
-        ),
-        "Megatron": megatron_head,
+        f"ours: {_named(**alone.layer.loss_keywords)}": plain,
+        f"ours: {_named(**small)}": partial(plain, **small, filter_eps=None, reduction="none"),
+        "Megatron": alone.megatrons,
     }
-    results = {name: run_head(head, model, given, group) for name, head in heads.items()}
+    results = {name: alone.run(head) for name, head in heads.items()}
     times_ms: dict[str, list[float]] = {name: [] for name in heads}
     for _ in range(TIMED_ROUNDS):  # in turns, so that a busy machine is busy for all
         for name, head in heads.items():
-            times_ms[name].append(time_head_ms(head, model, given, group))
+            times_ms[name].append(alone.time_ms(head))
 
     theirs = results["Megatron"]
-    gradients = (theirs.dhidden, theirs.dweight)
+
+    def differences(mine: HeadResult) -> dict[str, float | None]:
+        is_sum = mine.loss.dim() == 0
+        return {
+            "loss_difference": None if is_sum else (mine.loss - theirs.loss).abs().max().item(),
+            "dhidden_relative_rms": _relative_rms(mine.dhidden, theirs.dhidden, alone.group),
+            "dweight_relative_rms": _relative_rms(mine.dweight, theirs.dweight, alone.group),
+        }
+
     return {
-        **about(given.hidden.device),
-        "dtype": str(given.hidden.dtype).removeprefix("torch."),
-        "tokens": labels.numel(),
-        "hidden_size": given.weight.shape[1],
+        **about(alone.hidden.device),
+        "dtype": str(alone.hidden.dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "hidden_size": hidden_size,
         "rows_per_rank": rows,
-        "ranks": group.size(),
+        "ranks": alone.group.size(),
         "logits_mib": logits_bytes / MIB,
-        "gradients_mib": sum(grad.nbytes for grad in gradients) / MIB,
+        "gradients_mib": (theirs.dhidden.nbytes + theirs.dweight.nbytes) / MIB,
         "heads": {
             name: {
-                "loss": result.loss.sum().item() / labels.numel(),
+                "loss": result.loss.sum().item() / tokens,
                 "time_ms": statistics.median(times_ms[name]),
                 "peak_mib": result.peak_bytes / MIB,
-                "loss_difference": (
-                    None  # of a sum
-                    if result.loss.dim() == 0
-                    else (result.loss - theirs.loss).abs().max().item()
-                ),
-                "dhidden_relative_rms": _relative_rms(result.dhidden, theirs.dhidden, group),
-                "dweight_relative_rms": _relative_rms(result.dweight, theirs.dweight, group),
+                **differences(result),
             }
             for name, result in results.items()
         },

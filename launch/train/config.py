@@ -170,7 +170,7 @@ def load_config(
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, tensor, optimizer = config.model, config.parallel.tensor, config.optimizer
+    model, tensor, rate = config.model, config.parallel.tensor, config.optimizer
     _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
     ranks = "the number of ranks that torchrun starts"
     _divides("parallel.tensor", tensor, ranks, world_size)
@@ -178,29 +178,34 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
     _divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     if config.parallel.sequence_parallel:
         _divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
-    _require(
-        model.hidden_size // model.num_heads % 2 == 0,
-        "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
-        f"{model.hidden_size // model.num_heads}",
-    )
-    _require(
-        config.data.text is None or os.path.isfile(config.data.text),
-        f"data.text must be a file, got {config.data.text}",
-    )
-    _require(
-        optimizer.min_lr <= optimizer.lr,
-        f"optimizer.min_lr must be at most optimizer.lr = {optimizer.lr}, got {optimizer.min_lr}",
-    )
-    _require(
-        optimizer.warmup_steps <= optimizer.decay_steps,
-        "optimizer.warmup_steps must be at most optimizer.decay_steps = "
-        f"{optimizer.decay_steps}, got {optimizer.warmup_steps}",
-    )
-    _require(
-        optimizer.lr * optimizer.weight_decay < 1,
-        "optimizer.weight_decay must be below 1 / optimizer.lr = "
-        f"{1 / optimizer.lr}, got {optimizer.weight_decay}",
-    )
+    head_size = model.hidden_size // model.num_heads
+    for holds, message in (
+        (
+            head_size % 2 == 0,
+            "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
+            f"{head_size}",
+        ),
+        (
+            config.data.text is None or os.path.isfile(config.data.text),
+            f"data.text must be a file, got {config.data.text}",
+        ),
+        (
+            rate.min_lr <= rate.lr,
+            f"optimizer.min_lr must be at most optimizer.lr = {rate.lr}, got {rate.min_lr}",
+        ),
+        (
+            rate.warmup_steps <= rate.decay_steps,
+            f"optimizer.warmup_steps must be at most optimizer.decay_steps = {rate.decay_steps}, "
+            f"got {rate.warmup_steps}",
+        ),
+        (
+            rate.lr * rate.weight_decay < 1,
+            f"optimizer.weight_decay must be below 1 / optimizer.lr = {1 / rate.lr}, got "
+            f"{rate.weight_decay}",
+        ),
+    ):
+        if not holds:
+            raise ConfigError(message)
     _check_head(config.head)
 
 
@@ -210,11 +215,11 @@ def _check_head(config: HeadConfig) -> None:
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
     for name, value in vars(config).items():
-        _require(
-            config.is_ours or name == "kind" or value == getattr(HeadConfig, name),
-            f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
-            f"head.kind={config.kind}",
-        )
+        if not (config.is_ours or name == "kind" or value == getattr(HeadConfig, name)):
+            raise ConfigError(
+                f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
+                f"head.kind={config.kind}"
+            )
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -243,12 +248,6 @@ def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
-    _require(
-        value % divisor == 0, f"{key} must be divisible by {divisor_key} = {divisor}, got {value}"
-    )
+    if value % divisor:
+        raise ConfigError(f"{key} must be divisible by {divisor_key} = {divisor}, got {value}")

@@ -28,30 +28,22 @@ PART = 1 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences of ``seq_length + 1`` tokens; labels are the inputs one token later.
+    """Sequences of ``seq_length + 1`` tokens; labels are the inputs one token later."""
 
-    Attributes:
-        train: [N, seq_length + 1] int32 or int64.
-        validation: [M, seq_length + 1], from the end of the text.
-        vocab_size: number of entries of the vocabulary, used or not.
-        sources: SHA-256 of the text and of the vocabulary, by name, for checkpoints to hold.
-    """
-
-    train: Tensor
-    validation: Tensor
-    vocab_size: int
+    train: Tensor  # [N, seq_length + 1] int32 or int64
+    validation: Tensor  # [M, seq_length + 1], from the end of the text
+    vocab_size: int  # entries of the vocabulary, used or not
     seed: int
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # digests, for checkpoints to hold
 
     def train_batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, [batch_size, seq_length] int64, of samples from the start.
 
         Each pass over the text has an order of its own, drawn from the seed and its number.
         """
-        rows = []
-        for sample in range(first_sample, first_sample + batch_size):
-            epoch, place = divmod(sample, len(self.train))
-            rows.append(_order(self.seed, epoch, len(self.train))[place])
+        samples = range(first_sample, first_sample + batch_size)
+        places = [divmod(sample, len(self.train)) for sample in samples]
+        rows = [_order(self.seed, epoch, len(self.train))[place] for epoch, place in places]
         return _split(self.train[rows])
 
     def validation_batch(self, index: int, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -110,9 +102,8 @@ def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
 
 def count_rows(config: RunConfig, tokens: int) -> tuple[int, int]:
     """Return the number of sequences, and of those for validation."""
-    width = config.model.seq_length + 1
-    rows, validation = tokens // width, int(tokens * config.data.validation_fraction) // width
-    validation = max(1, validation)
+    width, fraction = config.model.seq_length + 1, config.data.validation_fraction
+    rows, validation = tokens // width, max(1, int(tokens * fraction) // width)
     if rows <= validation:
         raise ConfigError(
             f"model.seq_length must leave one training and one validation sequence in the text's "

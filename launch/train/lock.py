@@ -45,9 +45,9 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            holder, _ = _read(path)
             raise RunError(
-                f"{folder} is in use by {_name(_read(path))}; wait for its end, or use another "
-                "--out-dir"
+                f"{folder} is in use by {holder}; wait for its end, or use another --out-dir"
             ) from None
         except OSError as error:
             raise RunError(
@@ -55,13 +55,16 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
                 "has flock"
             ) from error
         if path.stat().st_size > 0:
-            before = _read(path)
-            if not any(owner[key] and owner[key] == before.get(key) for key in _SAME):
+            holder, before = _read(path)
+            # If any is alike, the run that left its text is over: on this machine flock would tell
+            # of it, and Slurm starts a job again only after all its processes have ended.
+            same = ("host", "boot", "slurm_job")
+            if not any(owner[key] and owner[key] == before.get(key) for key in same):
                 raise RunError(
-                    f"{folder} is held by {_name(before)}, and {owner['host']} cannot see whether "
-                    f"that still runs. If it does not, remove {path}"
+                    f"{folder} is held by {holder}, and {owner['host']} cannot see whether that "
+                    f"still runs. If it does not, remove {path}"
                 )
-            say(f"{_name(before)} ended without giving {folder} back; taking it over")
+            say(f"{holder} ended without giving {folder} back; taking it over")
         with writing(path):
             file.truncate(0)
             file.write(json.dumps(owner) + "\n")
@@ -71,11 +74,6 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         finally:
             file.truncate(0)
             fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would leave it to forked children
-
-
-# If any of these is alike, the run that left its text is over: on this machine flock would tell of
-# it, and Slurm starts a job again only after all its processes have ended.
-_SAME = ("host", "boot", "slurm_job")
 
 
 def this_run() -> dict[str, Any]:
@@ -90,14 +88,11 @@ def this_run() -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return who wrote a lock's text, in words and as ``this_run`` has it."""
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        return {}
-
-
-def _name(owner: dict[str, Any]) -> str:
-    if not owner.keys() >= {"pid", "host", "since"}:
-        return f"an unknown run ({LOCK} cannot be read)"
-    return f"process {owner['pid']} on {owner['host']}, started {owner['since']}"
+        owner = dict(json.loads(path.read_text()))
+        words = f"process {owner['pid']} on {owner['host']}, started {owner['since']}"
+    except (ValueError, TypeError, KeyError):
+        return f"an unknown run ({LOCK} cannot be read)", {}
+    return words, owner

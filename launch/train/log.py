@@ -89,7 +89,8 @@ class RunLog:
     def close(self) -> None:
         """End the line of the progress bar: what is printed next begins a line of its own."""
         self._bar.close()
-        self._events.close()
+        with writing(self.path):
+            self._events.close()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         line = strict_json({"kind": kind, "step": step, **values}, indent=None) + "\n"

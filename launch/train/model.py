@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flce_dist import frequency_order
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.train.cpu import run_megatron_on_cpu
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -58,8 +57,9 @@ def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if device.type == "cpu":
-        run_megatron_on_cpu()
+    if device.type == "cpu":  # megatron-core asks for the current GPU, and takes any device
+        cuda: Any = torch.cuda
+        cuda.current_device, cuda.current_stream = lambda: device, lambda: None
     parallel_state.initialize_model_parallel(
         config.parallel.tensor, create_gloo_process_groups=False
     )

@@ -1,14 +1,15 @@
 """Megatron's distributed optimizer: AdamW on fp32 shards, each rank's its own."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import OptimizerConfig
-from flce_dist.launch.train.cpu import optimizer_names
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -36,7 +37,7 @@ class Optimizer:
         self.parameters = dict(model.module.named_parameters())
         dtype = next(iter(self.parameters.values())).dtype
         megatron.clip_grads.l2_norm_impl = _norm
-        with optimizer_names(device):
+        with _names(device):
             self.megatron = megatron.get_megatron_optimizer(
                 megatron.OptimizerConfig(
                     lr=config.lr,
@@ -63,7 +64,7 @@ class Optimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, self.config)
-        with optimizer_names(self.device):
+        with _names(self.device):
             _, norm, _ = self.megatron.step()
             self.megatron.zero_grad()
         return float(norm)
@@ -113,3 +114,22 @@ class Optimizer:
 def _norm(chunk: int, overflow: Tensor, grads: list[list[Tensor]], each: bool) -> Any:
     """Megatron's own, where APEX is not installed, reads the norm of each tensor on the host."""
     return torch.nn.utils.get_total_norm(grads[0])[None], None
+
+
+def _names(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which Megatron's optimizer, which asks for GPUs, runs on ``device``."""
+    return nullcontext() if device.type == "cuda" else _CpuForCuda()
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """``device="cuda"`` makes tensors on the CPU, whose ``type()`` is named as a GPU's."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        is_name = func is Tensor.type and isinstance(result, str)
+        return result.replace("torch.", "torch.cuda.", 1) if is_name else result

@@ -26,8 +26,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
         checkpoint = trainer.resume()
-        probe, group = trainer.probe_batch(), trainer.groups.tensor
-        head_mib = head_peak_mib(trainer.model, config.head.is_ours, *probe, group)
+        head_mib = head_peak_mib(trainer.head_alone(), config.head.is_ours)
     log: RunLog | None = None
 
     def begin() -> None:
@@ -46,7 +45,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     on_rank_0(lambda: plot_loss_curve(config.out_dir))
     compared = ""
     if config.compare and config.head.is_ours:
-        numbers = compare_heads(trainer.model, *probe, group)
+        numbers = compare_heads(trainer.head_alone())
         on_rank_0(lambda: report_comparison(config.out_dir, numbers))
         compared = ", the comparison of heads compare.png"
     if log:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.train.checkpoint import Checkpoint, Position, clean, newest_whole, save
+from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
+from flce_dist.launch.train.compare import HeadAlone
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.model import (
@@ -61,18 +62,13 @@ class Trainer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        microbatches, group, size = (
-            self.config.data.microbatches,
-            self.groups.data,
-            self.config.data.batch_size,
-        )
-        numbers = []
+        data, group, numbers = self.config.data, self.groups.data, []
         self.distributed.zero_grad_buffer()
-        for i in range(microbatches):
-            first = self.samples + (i * group.size() + group.rank()) * size
-            tokens, labels = self.corpus.train_batch(first, size)
+        for i in range(data.microbatches):
+            first = self.samples + (i * group.size() + group.rank()) * data.batch_size
+            tokens, labels = self.corpus.train_batch(first, data.batch_size)
             loss = self._token_losses(tokens, labels).sum() / labels.numel()
-            (loss / microbatches).backward()
+            (loss / data.microbatches).backward()
             shares = filter_shares(self.model)
             numbers.append(torch.stack([loss.detach(), *shares.values()]))
         finalize_model_grads([self.distributed])
@@ -97,10 +93,11 @@ class Trainer:
         dist.all_reduce(total)
         return total.item() / (data.validation_batches * dist.get_world_size())
 
-    def probe_batch(self) -> tuple[Tensor, Tensor]:
-        """The first validation batch on the device, the same on all replicas."""
+    def head_alone(self) -> HeadAlone:
+        """Return the head's input for the first validation batch, on all replicas; collective."""
         tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
-        return self._to_device(tokens), self._to_device(labels)
+        batch = self._to_device(tokens), self._to_device(labels)
+        return HeadAlone(self.model, *batch, self.groups.tensor)
 
     def memory(self) -> dict[str, float]:
         """Return this GPU's peak memory since the last call, other GPUs' view of it included."""
@@ -119,8 +116,8 @@ class Trainer:
         state = self.optimizer.state()
         if self.groups.data.rank() == 0:
             state |= self.optimizer.weights()
-        position = Position(step=self.step, samples=self.samples, config=self.identity)
-        save(self.checkpoints, position, state, keep=self.config.keep_checkpoints)
+        checkpoint = Checkpoint(self.checkpoints, self.step, self.samples, self.identity)
+        save(checkpoint, state, keep=self.config.keep_checkpoints)
 
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
@@ -131,7 +128,7 @@ class Trainer:
         checkpoint = on_rank_0(self._find)
         if checkpoint is not None:
             together(lambda: self._restore(checkpoint))
-            self.step, self.samples = checkpoint.position.step, checkpoint.position.samples
+            self.step, self.samples = checkpoint.step, checkpoint.samples
         return checkpoint
 
     def _find(self) -> Checkpoint | None:
@@ -140,7 +137,7 @@ class Trainer:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             checkpoint = newest_whole(self.checkpoints, say)
             if checkpoint is not None:
-                conflicts = resume_conflicts(checkpoint.position.config, self.identity)
+                conflicts = resume_conflicts(checkpoint.config, self.identity)
                 if conflicts:
                     raise ConfigError(
                         f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
