@@ -15,7 +15,7 @@ from flce_dist.op.backward import Results, backward
 from flce_dist.op.forward import Metrics, Saved, forward
 from flce_dist.op.in_forward import SavedGradients, in_forward, scaled
 from flce_dist.op.main_grad import MainGrad
-from flce_dist.op.prepare import Call, Operands, as_stored
+from flce_dist.op.prepare import Call, Operands
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -103,7 +103,8 @@ def run_backward(
     again. At least one of the ``upstream`` gradients is not None. ``main_grad`` and
     ``reuses_saved`` are as in ``backward`` and ``scaled``.
     """
-    upstream = [as_stored(g) for g in upstream]
+    # Kernels read memory, which holds a negated view without the sign.
+    upstream = [g.resolve_neg() if g is not None and g.is_neg() else g for g in upstream]
     with computing_on(next(g for g in upstream if g is not None)):
         if call.plan.schedule != "in_forward":
             n = len(Saved._fields)

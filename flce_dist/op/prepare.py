@@ -108,7 +108,7 @@ def gradients_needed(arguments: Arguments) -> list[bool]:
     return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
 
 
-def as_stored(x: Any) -> Any:
+def _as_stored(x: Any) -> Any:
     """Return tensor x, or a copy if it is a negated view: kernels read memory without the sign."""
     return x.resolve_neg() if x is not None and x.is_neg() else x
 
@@ -124,7 +124,7 @@ def prepare(
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
-    hidden, weight, bias, token_weight = map(as_stored, (hidden, weight, bias, token_weight))
+    hidden, weight, bias, token_weight = map(_as_stored, (hidden, weight, bias, token_weight))
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     V, H = weight.shape
     checks.check_parallel_shapes(hidden, labels, V, options, P=P, rank=rank)
