@@ -165,19 +165,19 @@ def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
         needs = rf"flce_dist\.launch\.{name} needs \w+: pip install 'flce_dist\[{extra}\]'"
         assert re.fullmatch(f"error: {needs}", line) and end == [f"{name} 2"], [line, *end]
     assert list(found) == [[f"{name} 0"] for name in EXTRAS if has_all]
-    assert set(PROGRAMS) > {"verify", "bench", "plot", "vocab_order", "train", "train.results"}
+    assert set(PROGRAMS) == {"verify", "bench", "plot", "vocab_order", "train"}
 
 
 @pytest.mark.parametrize("module, extra", [("tyro", "bench"), ("megatron", "train"), ("x", None)])
 def test_what_another_extra_brings(module, extra, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "PROGRAM", "flce_dist.launch.bench.branches")
+    monkeypatch.setattr(program, "PROGRAM", "flce_dist.launch.bench")
     main = raising(ModuleNotFoundError(f"No module named {module!r}", name=module))
     status, line = ended(main, 0, tmp_path / "error.json", monkeypatch)
     if extra is None:  # none of ours: a bug
         assert status == 1 and capsys.readouterr().err.startswith("Traceback")
     else:
         needs = f"needs {module}: pip install 'flce_dist[{extra}]'"
-        assert (status, line) == (2, f"error: flce_dist.launch.bench.branches {needs}")
+        assert (status, line) == (2, f"error: flce_dist.launch.bench {needs}")
 
 
 def test_extras_are_those_of_pyproject() -> None:
