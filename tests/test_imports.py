@@ -128,7 +128,13 @@ PRIVATE_OF_OTHERS = {
 def private_names(tree: ast.Module) -> list[str]:
     """Names with an underscore that the file neither makes itself nor has from those above."""
     nodes = list(ast.walk(tree))
-    own = PRIVATE_OF_OTHERS | set(dir(object)) | set(dir(lambda: None)) | set(dir(BaseException))
+    own = (
+        PRIVATE_OF_OTHERS
+        | set(dir(object))
+        | set(dir(lambda: None))
+        | set(dir(BaseException))
+        | set(dir(sys))
+    )
     used = set()
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
