@@ -47,22 +47,22 @@ def patched(owner: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def dropped(opened: Any, self: Any) -> tuple[Tensor, bool]:
-    main_grad, adds = opened(self)
+def dropped(opened: Any, self: Any, operand: Tensor) -> tuple[Tensor, bool]:
+    main_grad, adds = opened(self, operand)
     return torch.zeros_like(main_grad), adds
 
 
-def overwritten(opened: Any, self: Any) -> tuple[Tensor, bool]:
-    return opened(self)[0], False
+def overwritten(opened: Any, self: Any, operand: Tensor) -> tuple[Tensor, bool]:
+    return opened(self, operand)[0], False
 
 
-def returned_too(closed: Any, self: Any) -> Tensor | None:
+def returned_too(closed: Any, self: Any, dweight: Tensor) -> Tensor | None:
     self.weight.grad_added_to_main_grad = False
-    return self.opened()[0].clone()
+    return dweight.clone()
 
 
-def unflagged(closed: Any, self: Any) -> Tensor | None:
-    result = closed(self)
+def unflagged(closed: Any, self: Any, dweight: Tensor) -> Tensor | None:
+    result = closed(self, dweight)
     self.weight.grad_added_to_main_grad = False
     return result
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, vocab_range
-from flce_dist.kernels import eager
+from flce_dist.kernels import eager_filter
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
 from flce_dist.launch.verify.cases import (
@@ -166,7 +166,7 @@ def test_a_mistake_is_found(mutate: Patch, fault: str, dtype: torch.dtype) -> No
     """
     filtering = [case for case in CASES if case.filter_eps]
     assert all_pass(dtype)
-    mutate(eager, *FAULTS[fault])
+    mutate(eager_filter, *FAULTS[fault])
     for case in filtering:
         plain = case.variant.name == "filter_eps" or dtype != torch.bfloat16
         wanted = {"dhidden", "dweight"} if plain else {"dhidden"}
