@@ -18,7 +18,7 @@ from flce_dist.api import (
     linear_cross_entropy_with_metrics,
 )
 from flce_dist.op import checks
-from flce_dist.options import LossOptions, options_of
+from flce_dist.options import KEYWORDS, LossOptions, options_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_order import VocabOrder, row_of_id, rows_of
@@ -171,7 +171,6 @@ class LinearCrossEntropy(VocabShard):
         return ", ".join(parts)
 
     def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
-        options = dict(vars(self.options))
-        del options["with_metrics"]  # not a keyword, see LossOptions
+        options = {name: getattr(self.options, name) for name in KEYWORDS}
         options["ignore_index"] = self._ignored_row
         return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)

@@ -102,6 +102,7 @@ def declared(hint: Any) -> Declared:
 
 
 DECLARED = {field.name: declared(field.type) for field in fields(LossOptions)}
+KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
 
 
 def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any) -> LossOptions:
@@ -110,7 +111,7 @@ def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: 
     ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
     the TypeError that Python raises for a keyword that is not in a signature.
     """
-    allowed = DECLARED.keys() - fixed.keys() - {"with_metrics"}
+    allowed = set(KEYWORDS) - fixed.keys()
     for name in given:
         if name not in allowed:
             parameters = inspect.signature(function).parameters.values()

@@ -1,7 +1,8 @@
 """Programs of the ranks of fake_ranks.py that use the real PeerMemory; right in every order."""
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -203,8 +204,10 @@ def failed_capture(
 def failing(rank: Rank, at: int) -> Iterator[None]:
     """Let one of the calls in this block raise, and continue after the block."""
     rank.faults_in = at
-    with suppress(Fault):
+    try:
         yield
+    except Fault as fault:
+        traceback.clear_frames(fault.__traceback__)  # Python 3.12 keeps their tensors for longer
     rank.faults_in = -1
 
 
