@@ -35,10 +35,10 @@ PROGRAM = _SPEC.name.removesuffix(".__main__") if _SPEC else ""
 
 MODULES = {
     "verify": {"rich", "tyro", "yaml"},
-    "vocab-order": {"mistral_common", "numpy", "tyro", "yaml"},
-    "bench": {"matplotlib", "numpy", "rich", "tyro", "yaml"},
+    "vocab-order": {"mistral_common", "tyro", "yaml"},
+    "bench": {"matplotlib", "rich", "tyro", "yaml"},
     "train": {
-        "matplotlib", "megatron", "mistral_common", "numpy", "rich", "tensorboard", "tqdm", "tyro",
+        "matplotlib", "megatron", "mistral_common", "rich", "tensorboard", "tqdm", "tyro",
         "yaml",
     },
 }  # fmt: skip

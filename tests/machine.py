@@ -17,7 +17,6 @@ PACKAGES = {
     "matplotlib": ("matplotlib", "bench"),
     "megatron": ("megatron-core", "train"),
     "mistral_common": ("mistral-common", "train"),
-    "numpy": ("numpy", "train"),
     "pytest_timeout": ("pytest-timeout", "test"),
     "rich": ("rich", "bench"),
     "setuptools": ("setuptools", "test"),
