@@ -52,10 +52,6 @@ def value_of(arguments: list[str], option: str) -> str:
     return arguments[arguments.index(option) + 1]
 
 
-def test_bash_parses_it() -> None:
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-
-
 def test_options_for_slurm_come_before_any_command() -> None:
     lines = SCRIPT.read_text().splitlines()
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
@@ -64,16 +60,13 @@ def test_options_for_slurm_come_before_any_command() -> None:
     assert "#SBATCH --ntasks-per-node=1" in lines and "#SBATCH --requeue" in lines
 
 
-def test_it_names_a_module_and_a_configuration_that_exist(tmp_path: Path) -> None:
+def test_it_names_files_that_exist_and_all_nodes_meet_on_the_first(tmp_path: Path) -> None:
     arguments = torchrun_arguments(tmp_path)
     assert importlib.util.find_spec(value_of(arguments, "-m")) is not None
     assert (ROOT / value_of(arguments, "--config")).is_file()
     named = re.findall(r"(?:configs|docs)/[\w./-]+", SCRIPT.read_text())
     assert named and [name for name in named if not (ROOT / name).is_file()] == []
-
-
-def test_all_nodes_meet_on_the_first(tmp_path: Path) -> None:
-    arguments = torchrun_arguments(tmp_path)
+    # All nodes meet on the first.
     assert value_of(arguments, "--nnodes") == "3"
     assert value_of(arguments, "--nproc-per-node") == "gpu"
     assert value_of(arguments, "--rdzv-endpoint") == "n1:23456"

@@ -19,13 +19,7 @@ from torch import Tensor
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import checkpoint
 from flce_dist.launch.train import ranks as train_ranks
-from flce_dist.launch.train.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    clean,
-    newest_whole,
-    save,
-)
+from flce_dist.launch.train.checkpoint import MANIFEST, Checkpoint, clean, newest_whole, save
 from flce_dist.testing import RankPool
 
 CONFIG = {"seed": 1, "world_size": 2}

@@ -16,15 +16,10 @@ from flce_dist.launch.train.config import (
 )
 from flce_dist.launch.yaml_config import ConfigError
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-
-
-@pytest.mark.parametrize(
-    "path", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid(path: Path) -> None:
     config = load_config(["--config", str(path)], world_size=2)
     assert config.parallel.tensor == 2
@@ -34,11 +29,7 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides, world_size, message",
     [
-        (
-            ["--model.num-heads", "6"],
-            2,
-            r"model\.hidden_size must be divisible by model\.num_heads",
-        ),
+        (["--model.num-heads", "6"], 2, r"model\.hidden_size must be divisible by .* = 6"),
         ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
         (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
         (
@@ -67,7 +58,6 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
         (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
         (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
         (["--config", "nowhere.yaml"], 2, r"--config must .* got nowhere\.yaml: No such file or"),
-        (["--config", "x" * 300], 2, r"--config must .* got x+: File name too long"),
         (["--config", "."], 2, r"--config must name a file that can be read, got \.: Is a direc"),
         (["--config"], 2, "--config must be followed by a YAML file"),
     ],

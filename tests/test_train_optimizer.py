@@ -4,9 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.config import (
-    OptimizerConfig,
-)
+from flce_dist.launch.train.config import OptimizerConfig
 from flce_dist.launch.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -56,10 +56,7 @@ def layout(tensor: int, data: int, sp: bool, microbatches: int = 1, **model: Any
         CONFIG,
         model=replace(CONFIG.model, **model),
         data=replace(
-            CONFIG.data,
-            batch_size=size,
-            microbatches=microbatches,
-            validation_batches=microbatches,
+            CONFIG.data, batch_size=size, microbatches=microbatches, validation_batches=microbatches
         ),
         parallel=ParallelConfig(tensor=tensor, sequence_parallel=sp),
     )

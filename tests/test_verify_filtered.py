@@ -13,13 +13,7 @@ from flce_dist import linear_cross_entropy, vocab_range
 from flce_dist.kernels import eager
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
-from flce_dist.launch.verify.cases import (
-    FILTER_EPS,
-    Case,
-    cases,
-    filtered_shape,
-    filtered_variants,
-)
+from flce_dist.launch.verify.cases import FILTER_EPS, Case, cases, filtered_shape, filtered_variants
 from flce_dist.launch.verify.checks import Truth, make_truth, run_case
 from flce_dist.launch.verify.data import Data, make_data
 from tests.problems import Patch

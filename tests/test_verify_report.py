@@ -7,11 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from flce_dist.launch.verify import __main__ as verify
-from flce_dist.launch.verify.cases import (
-    Shape,
-    cases,
-    variants,
-)
+from flce_dist.launch.verify.cases import Shape, cases, variants
 from flce_dist.launch.verify.report import Record, summary, worst_of_ranks
 from flce_dist.testing import ErrorBudget
 

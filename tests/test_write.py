@@ -189,11 +189,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ],
 )
 def test_work_that_would_be_lost_does_not_begin(
-    module: str,
-    work: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, work: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("tyro", "rich", "megatron.core"):
         pytest.importorskip(package)
