@@ -1,4 +1,4 @@
-"""The configuration of a training run: shipped files, combinations, what a resume may change."""
+"""The configuration of a training run: shipped files, combinations, resuming, learning rate."""
 
 from pathlib import Path
 
@@ -9,11 +9,13 @@ pytest.importorskip("tyro")
 from flce_dist.launch.train.config import (
     MAY_CHANGE_ON_RESUME,
     ModelConfig,
+    OptimizerConfig,
     RunConfig,
     flatten,
     load_config,
     resume_conflicts,
 )
+from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.yaml_config import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -84,3 +86,12 @@ def test_what_a_resume_may_change() -> None:
         "seed is 1234 there and 2 here",
         "world_size is 2 there and 4 here",
     ]
+
+
+def test_learning_rate_rises_falls_and_stays() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=12)
+    assert [learning_rate(step, config) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert learning_rate(8, config) == pytest.approx(0.55)
+    assert learning_rate(12, config) == learning_rate(99, config) == pytest.approx(0.1)
+    flat = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=0, decay_steps=1)
+    assert learning_rate(1, flat) == pytest.approx(0.1)
