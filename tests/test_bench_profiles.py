@@ -50,8 +50,9 @@ def run(tmp_path: Path, *args: str) -> list[Any]:
     return json.loads(file.read_text())["profiles"] if file.exists() else []
 
 
-def test_each_run_of_each_shape_has_its_kernels(tmp_path):
-    profiles = run(tmp_path, "--profile")
+def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
+    assert run(tmp_path) == [], "without the option there is no file"
+    profiles = run(tmp_path, "--trace", "--fresh")
     assert [(p["shape"]["T"], p["run"]) for p in profiles] == [
         (12, "gemm4"), (12, "eager recompute"), (24, "gemm4"), (24, "eager recompute"),
     ]  # fmt: skip
@@ -61,13 +62,21 @@ def test_each_run_of_each_shape_has_its_kernels(tmp_path):
     products = {kernel["name"]: kernel for kernel in profiles[0]["kernels"]}["aten::mm"]
     assert products["launches"] == 4  # the logits twice and both gradients
 
+    files = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
+    assert files == sorted(
+        f"found.v1.T{T}-H16-V64-fp32.{run}.trace.json.gz"
+        for T in (12, 24)
+        for run in ("gemm4", "eager-recompute")
+    )
+    trace = json.loads(gzip.decompress((tmp_path / files[0]).read_bytes()))
+    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
 
-def test_measured_again_a_shape_replaces_its_own_profiles(tmp_path):
-    assert run(tmp_path) == [], "without the option there is no file"
-    before = run(tmp_path, "--profile", "--fresh")
-    after = run(tmp_path, "--profile", "--fresh")
-    assert len(after) == len(before)
-    assert run(tmp_path, "--profile") == after, "shapes measured before are not profiled again"
+    for name in files:
+        (tmp_path / name).unlink()
+    again = run(tmp_path, "--profile", "--fresh")
+    assert len(again) == 4 and again != profiles, "a shape replaces its own profiles"
+    assert run(tmp_path, "--profile") == again, "shapes measured before are not profiled again"
+    assert not list(tmp_path.glob("*.gz")), "a profile comes without a trace"
 
 
 def test_launches_and_times_are_those_of_one_call():
@@ -80,20 +89,6 @@ def test_launches_and_times_are_those_of_one_call():
     assert launches["aten::cumsum"] == pytest.approx(3)
     assert profile == Profile(profile.kernels), "a CPU has no time line of its own"
     assert describe(profile) == ""
-
-
-def test_a_trace_is_there_if_asked_for(tmp_path):
-    profiles = run(tmp_path, "--trace")
-    assert len(profiles) == 4, "a trace comes with a profile"
-    files = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
-    assert files == sorted(
-        f"found.v1.T{T}-H16-V64-fp32.{run}.trace.json.gz"
-        for T in (12, 24)
-        for run in ("gemm4", "eager-recompute")
-    )
-    trace = json.loads(gzip.decompress((tmp_path / files[0]).read_bytes()))
-    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
-    assert run(tmp_path, "--profile", "--fresh") and len(list(tmp_path.glob("*.gz"))) == 4
 
 
 def test_covered_is_what_counting_moments_finds():
