@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
-from tests.tiny_training import HELD_AFTER, program, records
-
 # All of it, so that forks need not import it.
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
 pytest.importorskip("flce_dist.launch.train.run")
+
+from flce_dist.launch.train.trainer import Trainer
+from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
+from tests.tiny_training import program, records
+
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -146,14 +148,23 @@ def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_p
 
 
 def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
-    uninterrupted: Path, tmp_path: Path
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the other waits for it in a step, two steps after a checkpoint."""
     out_dir, held = tmp_path / "run", tmp_path / "held"
-    command = torchrun(*program(tmp_path, held), nodes=2)
+    train_step = Trainer.train_step
+
+    def held_step(trainer: Trainer) -> tuple[float, float]:
+        if trainer.step == 5 and os.environ["RANK"] == "1" and not held.is_symlink():
+            held.symlink_to(str(os.getpid()))  # to be killed
+            signal.pause()
+        return train_step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", held_step)  # in forks, too
+    command = torchrun(*program(tmp_path), nodes=2)
     with started(command, tmp_path / "logs", copies=2, forks=True) as run:
-        run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
-        os.kill(int(held.read_text()), signal.SIGKILL)
+        run.until("rank 1 held", lambda: held.is_symlink() and last_step(out_dir) == 5)
+        os.kill(int(os.readlink(held)), signal.SIGKILL)
         statuses, outputs = run.finish()
     assert statuses == [0, 0], outputs
     begun = f"continuing {out_dir / 'checkpoints' / 'step-00000003'}"

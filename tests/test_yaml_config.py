@@ -103,10 +103,6 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     ("optimizer.beta1 optimizer.beta2", "a float within [0, 1)", [-0.1, 1.0, NAN]),
     ("data.validation_fraction", "a float above 0 and below 1", [0.0, 1.0, NAN]),
     ("head.max_logits_bytes", "None or an int within [1, 2**63)", [0, -1, 2**63]),
-    ("head.label_smoothing", "a float within [0, 1]", [-0.1, 1.1, NAN]),
-    ("head.z_loss_weight", "a float that is finite in fp32", [NAN, INF]),
-    ("head.softcap", "None or a float that is finite and above 0 in fp32", [0.0, NAN, INF]),
-    ("head.logit_scale", "a float that is finite and not 0 in fp32", [0.0, NAN, INF]),
     ("head.filter_eps", "None or a float within [0, 1)", [-0.1, 1.0, NAN]),
 ]
 
