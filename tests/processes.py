@@ -48,6 +48,14 @@ def torchrun(*program: str, nodes: int = 1) -> list[str]:
     return [*command, "--rdzv-id", "nodes", "--local-addr", "127.0.0.1", *program]
 
 
+def start(command: list[str], log: IO[str], forks: bool) -> "Process":
+    if forks:
+        from tests.forked_programs import Fork  # imports torch
+
+        return Fork(command, environment(), log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+
+
 class Running:
     """Processes of one command; ``logs`` has what each prints."""
 
@@ -56,17 +64,7 @@ class Running:
         self.processes: list[Process] = []
         for path in self.logs:
             with path.open("w") as log:
-                self.processes.append(self._start(command, log, forks))
-
-    @staticmethod
-    def _start(command: list[str], log: IO[str], forks: bool) -> "Process":
-        if forks:
-            from tests.forked_programs import Fork  # imports torch
-
-            return Fork(command, environment(), log)
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
-        )
+                self.processes.append(start(command, log, forks))
 
     def outputs(self) -> list[str]:
         return [path.read_text() for path in self.logs]

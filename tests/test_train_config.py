@@ -28,35 +28,27 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
     assert config.parallel.sequence_parallel
 
 
+THEIRS = ["--head.kind", "megatron_fused"]
+SMOOTH_CAP = ["--head.softcap", "30", "--head.label-smoothing", "0.1"]
+
+
 @pytest.mark.parametrize(
     "overrides, world_size, message",
     [
         (["--model.num-heads", "6"], 2, r"model\.hidden_size must be divisible by .* = 6"),
         ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
         (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
-        (
-            ["--head.kind", "megatron_fused", "--head.z-loss-weight", "1e-4"],
-            2,
-            r"head\.z_loss_weight is an option of head\.kind=linear_cross_entropy, got 0\.0001",
-        ),
+        ([*THEIRS, "--head.z-loss-weight", "1e-4"], 2, r"head\.z_loss_weight is an .* 0\.0001"),
         (["--model.ffn-hidden-size", "33"], 2, r"model\.ffn_hidden_size must be divisible by"),
         (["--model.seq-length", "33"], 2, r"seq_length must be divisible by .* = 2, got 33"),
         (["--model.num-heads", "128"], 2, r"even for rotary embeddings, got 1"),
         (["--optimizer.min-lr", "1"], 2, r"min_lr must be at most optimizer\.lr = 0\.003, got 1"),
         (["--optimizer.warmup-steps", "101"], 2, r"at most optimizer\.decay_steps = 100, got 101"),
         (["--optimizer.weight-decay", "500"], 2, r"weight_decay must be below 1 / .*, got 500"),
-        (
-            ["--head.schedule", "cached", "--head.softcap", "30", "--head.label-smoothing", "0.1"],
-            2,
-            r"^head\.schedule='cached' .* use schedule='recompute'",
-        ),
+        (["--head.schedule", "cached", *SMOOTH_CAP], 2, r"^head\.schedule='cached' .*='recompute'"),
         (["--head.filter-eps", "1"], 2, r"^head\.filter_eps must be .* got 1"),
         (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, r"^head\..*filter_eps"),
-        (
-            ["--head.kind", "megatron_fused", "--head.vocab-order"],
-            2,
-            r"head\.vocab_order is an option of head\.kind=linear_cross_entropy, got True",
-        ),
+        ([*THEIRS, "--head.vocab-order"], 2, r"head\.vocab_order is an option of .*, got True"),
         (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
         (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
         (["--config", "nowhere.yaml"], 2, r"--config must .* got nowhere\.yaml: No such file or"),
