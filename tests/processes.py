@@ -27,12 +27,12 @@ ROOT = Path(__file__).parent.parent
 LAST_RESORT_S = 600.0  # for one step of a test; a slow or busy machine needs a tenth of it
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """That of programs: ranks meet over the loopback, each computes on one core."""
     # torchrun's own store outlives a restart and has the addresses of the old ranks:
     # https://github.com/pytorch/pytorch/issues/135712
     mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine | more
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine
 
 
 def torchrun(*program: str, nodes: int = 1) -> list[str]:

@@ -29,24 +29,12 @@ OWN_PART = "Memcpy DtoD (Device -> Device)"
 GPU = DeviceType.CUDA
 PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 
-GRID = """
-device: cpu
-check: none
-warmup: 1
-rounds: 1
-sample_ms: 0.5
-settle_ms: 0.0
-shapes:
-  - {T: 12, H: 16, V: 64, dtype: fp32}
-  - {T: 24, H: 16, V: 64, dtype: fp32}
-runs:
-"""
 RECOMPUTE = "  - {impl: eager, schedule: recompute}\n"
 
 
 def run(tmp_path: Path, *args: str) -> list[Any]:
-    assert bench_run.run(tmp_path, RECOMPUTE, *args, grid=GRID, out="found.v1") == 0
-    file = tmp_path / "found.v1.profile.json"
+    assert bench_run.run(tmp_path, RECOMPUTE, *args) == 0
+    file = tmp_path / "out" / "found.v1.profile.json"
     return json.loads(file.read_text())["profiles"] if file.exists() else []
 
 
@@ -54,7 +42,7 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
     assert run(tmp_path) == [], "without the option there is no file"
     profiles = run(tmp_path, "--trace", "--fresh")
     assert [(p["shape"]["T"], p["run"]) for p in profiles] == [
-        (12, "gemm4"), (12, "eager recompute"), (24, "gemm4"), (24, "eager recompute"),
+        (24, "gemm4"), (24, "eager recompute"), (12, "gemm4"), (12, "eager recompute"),
     ]  # fmt: skip
     for profile in profiles:
         times = [kernel["time_us"] for kernel in profile["kernels"]]
@@ -62,21 +50,21 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
     products = {kernel["name"]: kernel for kernel in profiles[0]["kernels"]}["aten::mm"]
     assert products["launches"] == 4  # the logits twice and both gradients
 
-    files = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
-    assert files == sorted(
+    files = sorted(tmp_path.glob("out/*.trace.json.gz"))
+    assert [path.name for path in files] == sorted(
         f"found.v1.T{T}-H16-V64-fp32.{run}.trace.json.gz"
         for T in (12, 24)
         for run in ("gemm4", "eager-recompute")
     )
-    trace = json.loads(gzip.decompress((tmp_path / files[0]).read_bytes()))
+    trace = json.loads(gzip.decompress(files[0].read_bytes()))
     assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
 
-    for name in files:
-        (tmp_path / name).unlink()
+    for path in files:
+        path.unlink()
     again = run(tmp_path, "--profile", "--fresh")
     assert len(again) == 4 and again != profiles, "a shape replaces its own profiles"
     assert run(tmp_path, "--profile") == again, "shapes measured before are not profiled again"
-    assert not list(tmp_path.glob("*.gz")), "a profile comes without a trace"
+    assert not list(tmp_path.glob("out/*.gz")), "a profile comes without a trace"
 
 
 def test_launches_and_times_are_those_of_one_call():

@@ -28,12 +28,6 @@ from tests.tiny_training import program, records
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Run on one node to the end; return the output."""
-    with started(torchrun(*program(folder), *overrides), folder / "logs", forks=True) as run:
-        return output_of(run, status)
-
-
 def output_of(run: Running, status: int = 0) -> str:
     statuses, (output,) = run.finish()
     assert statuses == [status], output
@@ -124,7 +118,9 @@ def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Pa
     assert status == 1 and re.search(r"exitcode +: -15 ", output), output
     last = last_step(out_dir)
 
-    output = train(tmp_path, "--steps", str(last + 1))
+    to_the_end = torchrun(*program(tmp_path), "--steps", str(last + 1))
+    with started(to_the_end, tmp_path / "logs", forks=True) as run:
+        output = output_of(run)
     assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
     said = ["loading libraries, vocabulary and text ...", "building the model: ", "continuing"]
     assert sorted(said, key=output.index) == said and output.count(said[0]) == 1
