@@ -24,11 +24,9 @@ runs:
 EAGER = "  - {impl: eager, schedule: cached}\n"
 
 
-def run(
-    tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID, out: str = "out/found.v1"
-) -> int:
+def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
     (tmp_path / "grid.yaml").write_text(grid + runs)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / out)]
+    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
     return bench.main([*paths, *args])
 
 

@@ -27,12 +27,12 @@ ROOT = Path(__file__).parent.parent
 LAST_RESORT_S = 600.0  # for one step of a test; a slow or busy machine needs a tenth of it
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """That of programs: ranks meet over the loopback, each computes on one core."""
     # torchrun's own store outlives a restart and has the addresses of the old ranks:
     # https://github.com/pytorch/pytorch/issues/135712
     mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine | more
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine
 
 
 def torchrun(*program: str, nodes: int = 1) -> list[str]:
@@ -48,6 +48,14 @@ def torchrun(*program: str, nodes: int = 1) -> list[str]:
     return [*command, "--rdzv-id", "nodes", "--local-addr", "127.0.0.1", *program]
 
 
+def start(command: list[str], log: IO[str], forks: bool) -> "Process":
+    if forks:
+        from tests.forked_programs import Fork  # imports torch
+
+        return Fork(command, environment(), log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+
+
 class Running:
     """Processes of one command; ``logs`` has what each prints."""
 
@@ -56,17 +64,7 @@ class Running:
         self.processes: list[Process] = []
         for path in self.logs:
             with path.open("w") as log:
-                self.processes.append(self._start(command, log, forks))
-
-    @staticmethod
-    def _start(command: list[str], log: IO[str], forks: bool) -> "Process":
-        if forks:
-            from tests.forked_programs import Fork  # imports torch
-
-            return Fork(command, environment(), log)
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
-        )
+                self.processes.append(start(command, log, forks))
 
     def outputs(self) -> list[str]:
         return [path.read_text() for path in self.logs]

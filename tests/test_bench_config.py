@@ -46,11 +46,8 @@ def test_the_grid_for_several_ranks_is_the_same_on_any_number(world_size: int) -
     config = load_config(["--config", str(path)], world_size=world_size)
     for shape in all_shapes(config):
         runs = runs_of(config, shape)
-        assert {run.impl for run in runs if not run.sequence_parallel} == {
-            "gemm1",
-            "gemm3",
-            "gemm4",
-        }
+        whole = {run.impl for run in runs if not run.sequence_parallel}
+        assert whole == {"gemm1", "gemm3", "gemm4"}
         assert {"megatron_fused", "megatron_unfused"} <= {run.impl for run in runs}
 
 
@@ -87,19 +84,11 @@ def test_the_floors_that_ratios_need_are_added_and_come_first() -> None:
     assert tuple(found[3:]) == runs
 
 
-def test_the_floor_of_each_run() -> None:
-    assert floor_of(RunSpec("triton", mode="forward", schedule="recompute")) == "gemm1"
-    assert floor_of(RunSpec("triton", "recompute")) == "gemm4"
-    assert floor_of(RunSpec("triton", "cached")) == "gemm3"
-    assert floor_of(RunSpec("cce")) == "gemm3"
-
-
-def test_where_results_go_does_not_belong_to_what_they_mean() -> None:
-    one, other = BenchConfig(), BenchConfig(out=Path("elsewhere"), fresh=True)
-    assert as_json(one) == as_json(other) != as_json(BenchConfig(rounds=99))
-    assert json.loads(json.dumps(as_json(one)))["cross"] == {
-        "T": [], "H": [], "V": [], "dtype": "bf16",
-    }  # fmt: skip
+def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_does_not() -> None:
+    """A file that was begun with other numbers is not gone on with."""
+    assert as_json(BenchConfig()) == as_json(BenchConfig(out=Path("elsewhere"), fresh=True))
+    configs = [BenchConfig(), BenchConfig(settle_ms=0.0), BenchConfig(cuda_graph=True)]
+    assert len({json.dumps(as_json(config)) for config in configs}) == 3
 
 
 @pytest.mark.parametrize(
@@ -109,10 +98,7 @@ def test_where_results_go_does_not_belong_to_what_they_mean() -> None:
         ("shapes: [3]", r"shapes\[0\] must hold keys and values, got 3"),
         ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
         ("shapes: [{T: many}]", r"shapes\[0\]\.T must be int, got 'many'"),
-        (
-            "shapes: [{dtype: fp8}]",
-            r"shapes\[0\]\.dtype must be one of bf16, fp16, fp32, got 'fp8'",
-        ),
+        ("shapes: [{dtype: fp8}]", r"shapes\[0\]\.dtype must be one of bf16, .*, got 'fp8'"),
         ("cross: {T: [1, x]}", r"cross\.T\[1\] must be int, got 'x'"),
         ("runs: [{mode: backward}]", r"runs\[0\]\.mode must be one of forward, forward_backward"),
         ("shapes: [{runs: [{impl: 3}]}]", r"shapes\[0\]\.runs\[0\]\.impl must be str, got 3"),
@@ -123,7 +109,7 @@ def test_wrong_yaml(tmp_path: Path, text: str, message: str) -> None:
         from_yaml(tmp_path, text)
 
 
-SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
+SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
 
 @pytest.mark.parametrize(
@@ -135,59 +121,20 @@ SHAPE, RUN = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),)
         (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
         (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
         (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
-        (
-            BenchConfig(shapes=(ShapeSpec(T=0),), runs=RUN),
-            1,
-            r"^shapes\[0\]\.T must be an int within \[1, 2\*\*31\), got 0",
-        ),
+        (BenchConfig(shapes=(ShapeSpec(T=0),)), 1, r"^shapes\[0\]\.T must be an int .* got 0"),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
-        (
-            BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=(RunSpec(sequence_parallel=True),)),
-            2,
-            "T must be divisible by the 2 ranks, got 5",
-        ),
-        (
-            BenchConfig(shapes=SHAPE, runs=RUN, rounds=0),
-            1,
-            r"rounds must be an int within \[1, .*, got 0",
-        ),
-        (
-            BenchConfig(shapes=SHAPE, runs=(RunSpec("eager", max_logits_bytes=0),)),
-            1,
-            r"runs\[0\]\.max_logits_bytes must be None or an int within .*, got 0",
-        ),
+        (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
+        (BenchConfig(rounds=0), 1, r"rounds must be an int within \[1, .*, got 0"),
+        (BenchConfig(runs=(RunSpec(max_logits_bytes=0),)), 1, r"runs\[0\]\.max_logits_bytes .* 0"),
         (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),
-        (
-            BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=-1.0),
-            1,
-            r"settle_ms must be a float that is finite and at least 0, got -1\.0",
-        ),
+        (BenchConfig(settle_ms=-1.0), 1, r"settle_ms must be a float that is finite .* got -1\.0"),
         (BenchConfig(sample_ms=float("nan")), 1, "sample_ms must be a float that is .*, got nan"),
         (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
         (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
         (BenchConfig(seed=-1), 1, "seed must be an int within .*, got -1"),
-        (
-            BenchConfig(shapes=SHAPE, runs=RUN, cuda_graph=True, device="cpu"),
-            1,
-            "cuda_graph needs a GPU, got device=cpu",
-        ),
+        (BenchConfig(cuda_graph=True, device="cpu"), 1, "cuda_graph needs a GPU, got device=cpu"),
     ],
 )
 def test_impossible_grids(config: BenchConfig, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config, world_size=world_size)
-
-
-def test_a_card_need_not_settle() -> None:
-    check_config(BenchConfig(shapes=SHAPE, runs=RUN, settle_ms=0.0), world_size=1)
-
-
-def test_how_samples_are_taken_belongs_to_what_they_mean() -> None:
-    """A file that was begun with other numbers is not gone on with."""
-    configs = [BenchConfig(), BenchConfig(settle_ms=0.0), BenchConfig(cuda_graph=True)]
-    assert len({json.dumps(as_json(config)) for config in configs}) == 3
-
-
-def test_config_without_a_file_is_explained() -> None:
-    with pytest.raises(ConfigError, match="--config must be followed by a YAML file"):
-        load_config(["--config"], world_size=1)

@@ -1,18 +1,13 @@
 """What ``launch.bench`` leaves on disk: two forms, whole or not at all, and how it goes on."""
 
 import csv
-import dataclasses
-import math
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
-from flce_dist.launch.bench.files import read_results, write_results
-from flce_dist.launch.bench.report import FIELDS, Record
-from flce_dist.launch.program import RunError
+from flce_dist.launch.bench.report import FIELDS
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, records, run
 
@@ -59,34 +54,6 @@ def test_results_of_another_commit_are_not_mixed(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
     with pytest.raises(ConfigError, match="commit is "):
         run(tmp_path)
-
-
-def test_a_number_that_is_not_finite_is_null_in_json(tmp_path):
-    record = Record("floor", "gemm1", None, "fp32", 1, 2, 3, 1, "forward", None, False)
-    broken = dataclasses.replace(record, loss_error=math.nan, ratio=math.inf, floor_ms=2.0)
-    write_results(tmp_path / "found", {"n": (1, -math.inf)}, [broken])
-    path = tmp_path / "found.json"
-    assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
-    about, (found,) = read_results(path)
-    assert about == {"n": [1, None]}
-    assert found == dataclasses.replace(broken, loss_error=None, ratio=None)
-
-
-def test_a_result_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    out = tmp_path / "found"
-    record = Record("floor", "gemm1", None, "fp32", 1, 2, 3, 1, "forward", None, False)
-    write_results(out, {"n": 1}, [record])
-    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(before) == {"found.json", "found.csv"}
-
-    def full_disk(path, text, **kwargs):
-        path.write_bytes(text[:10].encode())
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(RunError, match=r"cannot write .*found\.csv: no space left"):
-        write_results(out, {"n": 2}, [record, record])
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])

@@ -13,7 +13,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from flce_dist.launch.bench.files import trace_file
 from flce_dist.launch.bench.profiles import (
     Activity,
     Profile,
@@ -30,31 +29,20 @@ OWN_PART = "Memcpy DtoD (Device -> Device)"
 GPU = DeviceType.CUDA
 PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 
-GRID = """
-device: cpu
-check: none
-warmup: 1
-rounds: 1
-sample_ms: 0.5
-settle_ms: 0.0
-shapes:
-  - {T: 12, H: 16, V: 64, dtype: fp32}
-  - {T: 24, H: 16, V: 64, dtype: fp32}
-runs:
-"""
 RECOMPUTE = "  - {impl: eager, schedule: recompute}\n"
 
 
 def run(tmp_path: Path, *args: str) -> list[Any]:
-    assert bench_run.run(tmp_path, RECOMPUTE, *args, grid=GRID, out="found") == 0
-    file = tmp_path / "found.profile.json"
+    assert bench_run.run(tmp_path, RECOMPUTE, *args) == 0
+    file = tmp_path / "out" / "found.v1.profile.json"
     return json.loads(file.read_text())["profiles"] if file.exists() else []
 
 
-def test_each_run_of_each_shape_has_its_kernels(tmp_path):
-    profiles = run(tmp_path, "--profile")
+def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
+    assert run(tmp_path) == [], "without the option there is no file"
+    profiles = run(tmp_path, "--trace", "--fresh")
     assert [(p["shape"]["T"], p["run"]) for p in profiles] == [
-        (12, "gemm4"), (12, "eager recompute"), (24, "gemm4"), (24, "eager recompute"),
+        (24, "gemm4"), (24, "eager recompute"), (12, "gemm4"), (12, "eager recompute"),
     ]  # fmt: skip
     for profile in profiles:
         times = [kernel["time_us"] for kernel in profile["kernels"]]
@@ -62,16 +50,21 @@ def test_each_run_of_each_shape_has_its_kernels(tmp_path):
     products = {kernel["name"]: kernel for kernel in profiles[0]["kernels"]}["aten::mm"]
     assert products["launches"] == 4  # the logits twice and both gradients
 
+    files = sorted(tmp_path.glob("out/*.trace.json.gz"))
+    assert [path.name for path in files] == sorted(
+        f"found.v1.T{T}-H16-V64-fp32.{run}.trace.json.gz"
+        for T in (12, 24)
+        for run in ("gemm4", "eager-recompute")
+    )
+    trace = json.loads(gzip.decompress(files[0].read_bytes()))
+    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
 
-def test_without_the_option_there_is_no_file(tmp_path):
-    assert run(tmp_path) == []
-
-
-def test_measured_again_a_shape_replaces_its_own_profiles(tmp_path):
-    before = run(tmp_path, "--profile")
-    after = run(tmp_path, "--profile", "--fresh")
-    assert len(after) == len(before)
-    assert run(tmp_path, "--profile") == after, "shapes measured before are not profiled again"
+    for path in files:
+        path.unlink()
+    again = run(tmp_path, "--profile", "--fresh")
+    assert len(again) == 4 and again != profiles, "a shape replaces its own profiles"
+    assert run(tmp_path, "--profile") == again, "shapes measured before are not profiled again"
+    assert not list(tmp_path.glob("out/*.gz")), "a profile comes without a trace"
 
 
 def test_launches_and_times_are_those_of_one_call():
@@ -86,44 +79,10 @@ def test_launches_and_times_are_those_of_one_call():
     assert describe(profile) == ""
 
 
-def test_a_trace_is_there_if_asked_for(tmp_path):
-    profiles = run(tmp_path, "--trace")
-    assert len(profiles) == 4, "a trace comes with a profile"
-    files = sorted(path.name for path in tmp_path.glob("*.trace.json.gz"))
-    assert files == sorted(
-        f"found.T{T}-H16-V64-fp32.{run}.trace.json.gz"
-        for T in (12, 24)
-        for run in ("gemm4", "eager-recompute")
-    )
-    trace = json.loads(gzip.decompress((tmp_path / files[0]).read_bytes()))
-    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
-    assert run(tmp_path, "--profile", "--fresh") and len(list(tmp_path.glob("*.gz"))) == 4
-
-
-def test_a_trace_has_a_name_for_any_shell():
-    name = trace_file(Path("a/b.v1"), "T=8 H=4 V=16 bf16", "triton auto 64 MiB SP").as_posix()
-    assert name == "a/b.v1.T8-H4-V16-bf16.triton-auto-64-MiB-SP.trace.json.gz"
-
-
-@pytest.mark.parametrize(
-    "spans, expected",
-    [
-        ([], 0),
-        ([(1, 3)], 2),
-        ([(1, 3), (5, 6)], 3),
-        ([(5, 6), (1, 3), (2, 4)], 4),
-        ([(0, 10), (2, 3), (4, 12)], 12),
-        ([(0, 2), (2, 4), (4, 4)], 4),
-    ],
-)
-def test_time_that_several_share_counts_once(spans, expected):
-    assert covered(spans) == expected
-
-
 def test_covered_is_what_counting_moments_finds():
     draw = random.Random(0)
     for _ in range(50):
-        starts = [draw.randrange(40) for _ in range(draw.randrange(1, 12))]
+        starts = [draw.randrange(40) for _ in range(draw.randrange(12))]
         spans = [(start, start + draw.randrange(9)) for start in starts]
         moments = {moment for start, end in spans for moment in range(start, end)}
         assert covered(spans) == len(moments)
@@ -154,6 +113,12 @@ def test_each_moment_of_a_step_counts_once():
     parts = profile.products_us + profile.other_us + profile.exposed_comm_us + profile.idle_us
     assert parts == profile.step_us
     assert profile.kernels[0].time_us == 35 and profile.kernels[0].name == NCCL
+    assert describe(profile) == (
+        "0.098 ms: products 0.060, other kernels 0.007, exposed communication 0.027 (27.6%) of "
+        "0.047, idle 4.1%"
+    )
+    profile = profile_of([Activity(PRODUCT, 0, 10), Activity("fill", 10, 12)], calls=2)
+    assert (profile.comm_us, profile.exposed_comm_us, profile.idle_us) == (0, 0, 0)
 
 
 def copies_aside(start: float) -> list[Activity]:
@@ -279,17 +244,3 @@ def test_a_gpu_tells_products_from_the_rest():
     assert parts == pytest.approx(profile.step_us)
     starts = [start for _, start, _ in profile.timeline]
     assert starts == sorted(starts) and starts[0] == 0
-
-
-def test_without_communication_there_is_none_exposed():
-    profile = profile_of([Activity(PRODUCT, 0, 10), Activity("fill", 10, 12)], calls=2)
-    assert (profile.comm_us, profile.exposed_comm_us, profile.idle_us) == (0, 0, 0)
-    assert profile_of([], calls=2) == Profile(())
-
-
-def test_a_line_says_what_the_time_went_to():
-    profile = profile_of(one_step(0.0), calls=1)
-    assert describe(profile) == (
-        "0.098 ms: products 0.060, other kernels 0.007, exposed communication 0.027 (27.6%) of "
-        "0.047, idle 4.1%"
-    )

@@ -1,7 +1,8 @@
-"""Figures of benchmark records: what they say, and that nothing in them overlaps."""
+"""Figures of records and profiles: what they say, and that nothing in them overlaps."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,14 @@ import pytest
 pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
-from flce_dist.launch.bench.files import write_results
+from flce_dist.launch.about import caption
+from flce_dist.launch.bench.files import write_profiles, write_results
+from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
 from flce_dist.launch.plot.bars import memory
 from flce_dist.launch.plot.dial import dial
+from flce_dist.launch.plot.profiles import ProfiledRun, timeline
+from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts
 
@@ -48,6 +53,9 @@ def test_memory_names_what_is_wrong_or_failed() -> None:
     assert all(x.get_bbox_patch() for x in figure.axes[0].texts), "lines run behind them"
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["triton cached", "canonical", "cce", "cce_exact"]
+    assert figure.axes[-1].get_xlabel().endswith("\nnot installed: liger")
+    assert figure.axes[0].get_xscale() == "log"
+    assert_readable(figure)
 
 
 def test_shapes_have_panels_with_one_axis() -> None:
@@ -57,14 +65,6 @@ def test_shapes_have_panels_with_one_axis() -> None:
         "T=16, H=16, V=64, bf16",
     ]
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
-
-
-def test_memory_has_a_place_for_nothing() -> None:
-    figure = drawn(memory(GRADIENTS))
-    assert figure.axes[0].get_xscale() == "log"
-    assert texts(figure)[:2] == ["0", "100"]
-    assert figure.axes[-1].get_xlabel().endswith("\nnot installed: liger")
-    assert_readable(figure)
 
 
 def test_the_dial_runs_from_recompute_to_cached() -> None:
@@ -91,3 +91,133 @@ def test_what_is_no_result_file_is_named(tmp_path: Path) -> None:
     write_results(tmp_path / "a", ABOUT, GRADIENTS)
     with pytest.raises(ConfigError, match="names of their own"):
         plot.main([str(tmp_path / "a.json")] * 2)
+
+
+def test_the_caption_says_what_the_numbers_hold_for() -> None:
+    assert caption(ABOUT, 8.0) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
+    assert caption({**ABOUT, "ranks": 4}, 8.0).startswith("Some GPU, 4 ranks\n")
+    assert max(len(line) for line in caption(ABOUT, 2.0).splitlines()) <= 32
+
+
+# --- over the number of ranks
+
+OVER_RANKS = [
+    record(impl, ms, P=P, workspace_mib=mib, **fields)
+    for impl, fields, times, mib in (
+        ("gemm3", {}, (40.0, 20.0, 10.0), None),
+        ("megatron_fused", {"sequence_parallel": True}, (60.0, 33.0, 20.0), 900.0),
+        ("triton", {"schedule": "cached", "sequence_parallel": True}, (40.0, 25.0, 12.5), 200.0),
+        ("gemm4", {}, (50.0, 25.0, 12.5), None),
+    )
+    for P, ms in zip((1, 2, 4), times, strict=True)
+]
+
+
+def test_scaling_shows_time_and_memory_against_ranks() -> None:
+    equal = [replace(r, impl="eager") for r in OVER_RANKS if r.impl == "triton"]
+    figure = drawn(scaling([*OVER_RANKS, *equal]))
+    times, memory_axes = figure.axes
+    found = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in times.lines}
+    rows = [label.get_text() for label in times.get_yticklabels()]
+    assert rows == ["gemm3", "triton cached SP", "eager cached SP", "megatron_fused SP"]
+    assert found["1 rank"] == [1.0, 1.0, 1.0, 1.5]
+    assert found["4 ranks"] == [1.0, 1.25, 1.25, 2.0]
+    assert texts(figure) == ["100%, 100%", "80%, 80%", "80%, 80%", "91%, 75%"]
+    of_memory = [line for line in memory_axes.lines if line.get_marker() != "None"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in of_memory] == [
+        [200.0, 200.0, 900.0]
+    ] * 3
+    assert_readable(figure)
+    for axes in figure.axes:
+        markers = [line for line in axes.lines if line.get_marker() != "None"]
+        places = np.concatenate([axes.transData.transform(line.get_xydata()) for line in markers])
+        gaps = np.linalg.norm(places[:, None] - places, axis=-1) + 1e9 * np.eye(len(places))
+        largest = 2**0.5 * markers[0].get_markersize() * figure.dpi / 72  # a diamond
+        assert gaps.min() > largest, "one covers another"
+
+
+def test_scaling_needs_several_numbers_of_ranks() -> None:
+    assert scaling([r for r in OVER_RANKS if r.P == 2]) is None
+    assert scaling([]) is None
+    failed = [replace(r, p50_ms=None, status="error") for r in OVER_RANKS if r.P > 1]
+    assert scaling([r for r in OVER_RANKS if r.P == 1] + failed) is None
+    two_and_four = {r.P: r for r in OVER_RANKS[1:3]}
+    assert efficiency(two_and_four) == {4: 1.0}
+
+
+def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "FIGURES", {})
+    for name, P, fields in (
+        ("first", 1, {}),
+        ("second", 2, {}),
+        ("fourth", 4, {"commit": "def5678"}),
+        ("elsewhere", 4, {"hardware": "B"}),
+    ):
+        about = {**ABOUT, "ranks": P, **fields}
+        write_results(tmp_path / name, about, [r for r in OVER_RANKS if r.P == P])
+    write_results(tmp_path / "other", {**ABOUT, "commit": "0ld"}, GRADIENTS)
+
+    def drawn_from(*names: str) -> list[str]:
+        files = [tmp_path / f"{name}.json" for name in (*names, "elsewhere", "other")]
+        return [path.name for path in plot.draw(files, tmp_path / "figures")]
+
+    assert drawn_from("first") == [], "ranks of different hardware"
+    got = "first.json of abc1234, second.json of abc1234, fourth.json of def5678"
+    with pytest.raises(ConfigError, match=f"must be of one commit to be compared, got {got}"):
+        drawn_from("first", "second", "fourth")
+    assert not (tmp_path / "figures").exists()
+    assert drawn_from("first", "second") == ["first-scaling.png"]
+
+
+# --- profiles
+
+STEP = [
+    Activity("ncclDevKernel_AllGather_RING_LL", 0.0, 2e3),
+    Activity("nvjet_tst_128x256", 2e3, 9e3),
+    Activity("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 5e3, 10e3),
+    Activity("vectorized_elementwise_kernel", 11e3, 12e3),
+]
+
+
+PROFILED = [
+    ProfiledRun("T=8", "gemm3", profile_of(STEP[1:2], 1)),
+    ProfiledRun("T=8", "triton cached SP", profile_of(STEP, 1)),
+    ProfiledRun("T=16", "triton cached SP", profile_of(STEP[:2], 1)),
+    ProfiledRun("T=8", "on a CPU", Profile(())),
+]
+
+
+def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
+    figure = drawn(timeline(PROFILED))
+    patches: Any = figure.axes[0].patches[:4]
+    bars = [(round(patch.get_x(), 6), round(patch.get_width(), 6)) for patch in patches]
+    assert bars == [(0, 2), (2, 7), (5, 5), (11, 1)]
+    rows = [patch.get_y() + patch.get_height() / 2 for patch in patches]
+    assert rows == pytest.approx([0.2, -0.2, 0.2, -0.2])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["triton cached SP"], "a floor is its products"
+    assert patches[2].get_edgecolor() == patches[2].get_facecolor(), "seen where it is short"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "matrix products", "other kernels", "communication",
+    ]  # fmt: skip
+    assert timeline(PROFILED[3:]) is None and timeline([]) is None
+
+
+def test_a_profile_gives_its_pictures(tmp_path: Path) -> None:
+    size = {"T": 8, "H": 4, "V": 16, "dtype": "bf16"}
+    profiles = {x.run: x.profile for x in PROFILED if x.shape == "T=8"}
+    write_profiles(tmp_path / "tp", {**ABOUT, "ranks": 4}, size, profiles)
+    figures = tmp_path / "figures"
+    assert plot.main([str(tmp_path / "tp.profile.json"), "--out", str(figures)]) == 0
+    assert {path.name for path in figures.iterdir()} == {"tp-timeline.png"}
+    _, read = plot.read_profiles(tmp_path / "tp.profile.json")
+    assert [(shape, run) for shape, run, _ in read] == [
+        ("T=8, H=4, V=16, bf16", run) for run in profiles
+    ]
+    assert [profile for *_, profile in read] == list(profiles.values())
+    write_results(tmp_path / "other.profile", ABOUT, [])
+    with pytest.raises(ConfigError, match="must be a profile of the benchmark"):
+        plot.main([str(tmp_path / "other.profile.json")])

@@ -16,20 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
-from tests.tiny_training import HELD_AFTER, program, records
-
 # All of it, so that forks need not import it.
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
 pytest.importorskip("flce_dist.launch.train.run")
+
+from flce_dist.launch.train.trainer import Trainer
+from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
+from tests.tiny_training import program, records
+
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Run on one node to the end; return the output."""
-    with started(torchrun(*program(folder), *overrides), folder / "logs", forks=True) as run:
-        return output_of(run, status)
 
 
 def output_of(run: Running, status: int = 0) -> str:
@@ -122,7 +118,9 @@ def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Pa
     assert status == 1 and re.search(r"exitcode +: -15 ", output), output
     last = last_step(out_dir)
 
-    output = train(tmp_path, "--steps", str(last + 1))
+    to_the_end = torchrun(*program(tmp_path), "--steps", str(last + 1))
+    with started(to_the_end, tmp_path / "logs", forks=True) as run:
+        output = output_of(run)
     assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
     said = ["loading libraries, vocabulary and text ...", "building the model: ", "continuing"]
     assert sorted(said, key=output.index) == said and output.count(said[0]) == 1
@@ -146,14 +144,23 @@ def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_p
 
 
 def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
-    uninterrupted: Path, tmp_path: Path
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the other waits for it in a step, two steps after a checkpoint."""
     out_dir, held = tmp_path / "run", tmp_path / "held"
-    command = torchrun(*program(tmp_path, held), nodes=2)
+    train_step = Trainer.train_step
+
+    def held_step(trainer: Trainer) -> tuple[float, float]:
+        if trainer.step == 5 and os.environ["RANK"] == "1" and not held.is_symlink():
+            held.symlink_to(str(os.getpid()))  # to be killed
+            signal.pause()
+        return train_step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", held_step)  # in forks, too
+    command = torchrun(*program(tmp_path), nodes=2)
     with started(command, tmp_path / "logs", copies=2, forks=True) as run:
-        run.until("rank 1 held", lambda: held.exists() and last_step(out_dir) == HELD_AFTER)
-        os.kill(int(held.read_text()), signal.SIGKILL)
+        run.until("rank 1 held", lambda: held.is_symlink() and last_step(out_dir) == 5)
+        os.kill(int(os.readlink(held)), signal.SIGKILL)
         statuses, outputs = run.finish()
     assert statuses == [0, 0], outputs
     begun = f"continuing {out_dir / 'checkpoints' / 'step-00000003'}"

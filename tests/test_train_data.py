@@ -84,47 +84,35 @@ def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
         identity("c", b"abc\xff")
 
 
-def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path: Path) -> None:
-    pytest.importorskip("mistral_common")
-    text = tmp_path / "text"
-    config = replace(
-        CONFIG, out_dir=tmp_path / "runs" / "one", data=replace(CONFIG.data, text=text)
-    )
-    text.write_text("a few words only")
-    with pytest.raises(ConfigError, match=r"seq_length must leave one .* got 8"):
-        tokenise(config)
-    text.write_bytes(b"\x7fELF\xff\xfe")
-    with pytest.raises(ConfigError, match=r"text:1: must be UTF-8, got byte 0xff"):
-        tokenise(config)
-    assert list(tmp_path.iterdir()) == [text]
-    text.write_text("words, words, words " * 20)
-    path, *_ = tokenise(config)
-    longer = replace(config, model=replace(config.model, seq_length=1000))
-    with pytest.raises(ConfigError, match=r"got 1000"):  # of a text whose tokens are there
-        open_corpus(longer, tokenise(longer))
-    assert path.exists()
-
-
-def rank_main(group: Any, text: Path, out_dir: Path) -> str:
+def rank_main(group: Any, text: Path, *options: str) -> str:
     """The program on one rank, in the group that there is."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    options = ["--parallel.tensor", "1", "--device", "cpu", "--data.text", str(text)]
+    options = (*options, "--parallel.tensor", "1", "--device", "cpu", "--data.text", str(text))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ranks.items():
             patch.setenv(name, value)
-        patch.setattr(sys, "argv", ["train", *options, "--out-dir", str(out_dir)])
+        patch.setattr(sys, "argv", ["train", *options, "--out-dir", str(text.parent / "runs/one")])
         patch.setattr(program, "join_ranks", lambda device: None)
         with pytest.raises(RunError) as error:
             program.main()
     return str(error.value)
 
 
-def test_a_run_whose_text_will_not_do_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path: Path) -> None:
     pytest.importorskip("mistral_common")
-    text, out_dir = tmp_path / "text", tmp_path / "run"
+    text = tmp_path / "text"
     with RankPool(1) as rank:
-        text.write_text("a few words only")
-        assert "seq_length must leave one" in rank.run(rank_main, text, out_dir)[0]
         text.write_bytes(b"\x7fELF\xff\xfe")
-        assert "must be UTF-8" in rank.run(rank_main, text, out_dir)[0]
-    assert not out_dir.exists()
+        (said,) = rank.run(rank_main, text)
+        assert said == f"{text}:1: must be UTF-8, got byte 0xff"
+        text.write_text("a few words only")
+        (said,) = rank.run(rank_main, text)
+        assert "seq_length must leave one training" in said and said.endswith("got 256")
+        assert list(tmp_path.iterdir()) == [text]
+
+        text.write_text("words, words, words " * 20)
+        config = replace(CONFIG, data=replace(CONFIG.data, text=text))
+        path, *_ = tokenise(replace(config, out_dir=tmp_path / "runs" / "other"))
+        (said,) = rank.run(rank_main, text, "--model.seq-length", "1000")
+        assert said.endswith("got 1000")  # of a text whose tokens are there
+        assert list((tmp_path / "runs").iterdir()) == [path.parent]

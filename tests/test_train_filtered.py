@@ -1,7 +1,6 @@
 """Training runs with ``head.filter_eps`` and ``head.vocab_order``, on two simulated ranks."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,6 @@ FILTERED = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as two:
-        yield two
-
-
 def spread_corpus(shift: int = 0) -> Corpus:
     few = corpus()
     return replace(
@@ -57,15 +50,15 @@ def rank_run(group: Any, config: RunConfig, shift: int = 0) -> int | str:
         return str(error)
 
 
-def train(pool: RankPool, out_dir: Path, **changes: Any) -> list[dict[str, Any]]:
+def train(ranks: RankPool, out_dir: Path, **changes: Any) -> list[dict[str, Any]]:
     config = replace(FILTERED, out_dir=out_dir, **changes)
-    assert pool.run(rank_run, config) == [0, 0]
+    assert ranks.run(rank_run, config) == [0, 0]
     measured = ("head_peak_mib",)
     return [{k: v for k, v in x.items() if k not in measured} for x in records(out_dir)]
 
 
-def test_a_run_records_what_is_approximated_and_resumes(pool: RankPool, tmp_path: Path) -> None:
-    whole = train(pool, tmp_path / "whole", compare=False)
+def test_a_run_records_what_is_approximated_and_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    whole = train(ranks, tmp_path / "whole", compare=False)
     losses = [entry for entry in whole if entry["kind"] == "train"]
     assert losses[-1]["loss"] < losses[0]["loss"]
     # All tokens that occur are in one tile, which their labels keep.
@@ -74,15 +67,15 @@ def test_a_run_records_what_is_approximated_and_resumes(pool: RankPool, tmp_path
     assert losses[-1]["rank_one_mass"] < losses[0]["rank_one_mass"]
     assert all("kept_share" not in entry for entry in whole if entry["kind"] == "validation")
 
-    train(pool, tmp_path / "resumed", steps=4, compare=False)
-    assert train(pool, tmp_path / "resumed") == whole
-    (message, _) = pool.run(rank_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1)
+    train(ranks, tmp_path / "resumed", steps=4, compare=False)
+    assert train(ranks, tmp_path / "resumed") == whole
+    (message, _) = ranks.run(rank_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1)
     assert message.startswith("cannot continue ") and "head.vocab_order is '" in message
 
 
-def test_heads_are_compared_in_the_order(pool: RankPool, tmp_path: Path) -> None:
+def test_heads_are_compared_in_the_order(ranks: RankPool, tmp_path: Path) -> None:
     """The differences of the filtered head are its approximation; exact gradients have none."""
-    train(pool, tmp_path, steps=1)
+    train(ranks, tmp_path, steps=1)
     heads = json.loads((tmp_path / "compare.json").read_text())["heads"]
     for head in heads.values():
         assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
@@ -95,17 +88,17 @@ def test_heads_are_compared_in_the_order(pool: RankPool, tmp_path: Path) -> None
 
 
 def test_without_an_order_tiles_of_frequent_tokens_are_everywhere(
-    pool: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path
 ) -> None:
     head = HeadConfig(filter_eps=2.0**-9)
-    first, *_ = train(pool, tmp_path, head=head, steps=1, compare=False)
+    first, *_ = train(ranks, tmp_path, head=head, steps=1, compare=False)
     assert first["kept_share"] > 0.8 and first["rank_one_mass"] < 0.2
 
 
-def test_an_order_alone_changes_no_number(pool: RankPool, tmp_path: Path) -> None:
+def test_an_order_alone_changes_no_number(ranks: RankPool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"compare": False, "steps": 3}
-    plain = train(pool, tmp_path / "plain", head=HeadConfig(), **changes)
-    ordered = train(pool, tmp_path / "ordered", head=HeadConfig(vocab_order=True), **changes)
+    plain = train(ranks, tmp_path / "plain", head=HeadConfig(), **changes)
+    ordered = train(ranks, tmp_path / "ordered", head=HeadConfig(vocab_order=True), **changes)
     for one, other in zip(plain, ordered, strict=True):
         assert one.pop("kind") == other.pop("kind")
         assert other == pytest.approx(one, rel=1e-4)

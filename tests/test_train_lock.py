@@ -52,27 +52,21 @@ def test_what_a_killed_run_held_is_taken_over_with_a_word(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "changes, slurm_job, refused",
+    "changes, job, refused",
     [
-        ({}, None, "held by process 7 on elsewhere, started then, and "),
+        ({}, "", "held by process 7 on elsewhere, started then, and "),
         ({}, "12", "held by process 7 on elsewhere"),
         ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
-        ({"boot": this_run()["boot"]}, None, None),  # another container of this machine
-        ({"host": this_run()["host"]}, None, None),  # this machine before it was started anew
-        ({"host": None}, None, "held by process 7 on None"),
-        (None, None, r"an unknown run \(run.lock cannot be read\)"),
+        ({"boot": this_run()["boot"]}, "", None),  # another container of this machine
+        ({"host": this_run()["host"]}, "", None),  # this machine before it was started anew
+        ({"host": None}, "", "held by process 7 on None"),
+        (None, "", r"an unknown run \(run.lock cannot be read\)"),
     ],
 )
 def test_what_was_held_on_another_machine_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, str] | None,
-    slurm_job: str | None,
-    refused: str | None,
+    tmp_path: Path, monkeypatch: Any, changes: dict[str, Any] | None, job: str, refused: str | None
 ) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    if slurm_job:
-        monkeypatch.setenv("SLURM_JOB_ID", slurm_job)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
     owner = {"pid": 7, "host": "elsewhere", "since": "then", "boot": "other", "slurm_job": None}
     path = tmp_path / LOCK
     path.write_text("[" if changes is None else json.dumps(owner | changes))

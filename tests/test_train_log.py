@@ -1,4 +1,4 @@
-"""The records of a run that is continued."""
+"""What a run leaves to look at: records, the loss curve, the comparison of heads."""
 
 import json
 import math
@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from flce_dist.launch.train.compare import comparison_figure
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
+from tests.figures import RESULTS, assert_readable, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -54,3 +56,13 @@ def test_a_curve_without_a_number_is_drawn_in_silence(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         plot_loss_curve(tmp_path)
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_the_comparison_of_heads_says_what_it_is_of() -> None:
+    numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
+    figure = comparison_figure({**numbers, "commit": "abc1234"})
+    below = figure.get_supxlabel()
+    assert below.startswith("8192 tokens, hidden 4096, 65536 vocabulary rows on each of 2 ranks")
+    assert "NVIDIA H200, 2 ranks" in below and "commit abc1234" in below
+    assert texts(figure, 0) == ["1,888.5", "928.4", "3,072.3"]
+    assert_readable(figure)

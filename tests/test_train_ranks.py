@@ -1,70 +1,77 @@
-"""No rank outlives its torchrun."""
+"""Ranks: how the training program starts its own, and that none outlives who started it."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+pytest.importorskip("tyro")
+
+from flce_dist.launch.program import run_program
+from flce_dist.launch.train import __main__ as train
 from flce_dist.launch.train.ranks import RANK, end_with_torchrun, is_orphan
-from tests.processes import LAST_RESORT_S, forked
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-
-
+TRAIN = "flce_dist.launch.train"
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
 
-def be_torchrun(pipe: Connection) -> None:
-    """Start a rank and wait for ever; the rank alone keeps the pipe open."""
-    if os.fork() == 0:
-        os.environ["TORCHELASTIC_RUN_ID"] = "1"
-        end_with_torchrun()
-        pipe.send(os.getpid())
-        signal.pause()
-    pipe.close()
-    signal.pause()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.hiden-size", "64"], "hiden-size"),
+        (["--head.schedule", "fast"], "fast"),
+        (["--model.num-heads", "6"], "error: model.hidden_size must be divisible"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ranks_start(
+    arguments: list[str], message: str, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_program(train.main)
+    assert ended.value.code == 2
+    assert message in "".join(capfd.readouterr())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_rank_ends_when_its_torchrun_is_killed() -> None:
-    torchrun, pipe = forked(be_torchrun)
-    assert pipe.poll(LAST_RESORT_S)
-    rank = pipe.recv()
-    torchrun.kill()
-    ended = pipe.poll(LAST_RESORT_S)  # the kernel closed the rank's end
-    if not ended:
-        os.kill(rank, signal.SIGKILL)
-    assert ended
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [
+        (None, 0, ""),
+        (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, 2, "")}), 2, ""),  # a rank has said why
+        (
+            ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}),
+            137,
+            "error: rank 1 was killed by SIGKILL\n",
+        ),
+        (SignalException("to the agent", signal.SIGTERM), 143, ""),
+    ],
+)
+def test_ranks_started_here_end_as_the_first_one_that_failed(
+    ended: Any, status: int, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def torchrun(arguments: list[str]) -> None:
+        assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
+        assert arguments[-4:] == [str(os.getpid()), TRAIN, *overrides]
+        if ended is not None:
+            raise ended
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    before, after = ctypes.c_int(-1), ctypes.c_int(-1)
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
-    end_with_torchrun()
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(after))
-    assert after.value == before.value != signal.SIGKILL
-
-
-def test_who_is_an_orphan(tmp_path: Path) -> None:
-    command = tmp_path / "1" / "cmdline"
-    command.parent.mkdir()
-    command.write_bytes(b"/sbin/init\0")
-    assert is_orphan(1, tmp_path) and not is_orphan(2, tmp_path)
-    for torchrun in (
-        b"/usr/bin/python3\0/usr/bin/torchrun\0",
-        b"python\0-m\0torch.distributed.run",
-    ):
-        command.write_bytes(torchrun)
-        assert not is_orphan(1, tmp_path)
-    command.unlink()
-    assert is_orphan(1, tmp_path)
+    overrides = ["--parallel.tensor", "4"]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *overrides])
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert train.main() == status
+    assert capsys.readouterr() == ("", said)
 
 
 STUB = """\
@@ -75,7 +82,7 @@ print(number.value, "torch" in sys.modules, *sys.argv[1:])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+@on_linux
 def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path) -> None:
     (tmp_path / "stub.py").write_text(STUB)
 
@@ -86,3 +93,31 @@ def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path
 
     assert started_by(os.getpid()) == (0, f"{int(signal.SIGKILL)} False --steps 3\n")
     assert started_by(os.getppid()) == (128 + signal.SIGKILL, "")  # its own was killed before
+
+
+@on_linux
+def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For torchrun's ranks see test_train.py."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before, after = ctypes.c_int(-1), ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
+    end_with_torchrun()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(after))
+    assert after.value == before.value != signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("parent", "command", "orphan"),
+    [
+        (2, b"/sbin/init\0", False),
+        (1, b"/sbin/init\0", True),
+        (1, None, True),
+        (1, b"/usr/bin/python3\0/usr/bin/torchrun\0", False),
+        (1, b"python\0-m\0torch.distributed.run", False),
+    ],
+)
+def test_who_is_an_orphan(parent: int, command: bytes | None, orphan: bool, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    if command is not None:
+        (tmp_path / "1" / "cmdline").write_bytes(command)
+    assert is_orphan(parent, tmp_path) == orphan

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from flce_dist.launch.verify import __main__ as verify
-from flce_dist.launch.verify import checks as verify_checks
-from flce_dist.launch.verify.cases import (
-    Case,
-    Shape,
-    cases,
-    default_shapes,
-    part_cached_budget,
-    variants,
-)
+from flce_dist.launch.verify.cases import Shape, cases, default_shapes, part_cached_budget, variants
+from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.op import prepare
 from flce_dist.op.plan import Plan, plan
@@ -32,33 +25,23 @@ def test_every_schedule_reduction_and_option_has_a_case():
     assert not any(case.sequence_parallel for case in alone)
 
 
-def plans_of(case: Case, shape: Shape, dtype: torch.dtype, monkeypatch: Any) -> list[Plan]:
-    """Run ``case`` on one rank and return what its calls planned."""
+@pytest.mark.parametrize("dtype", verify.DTYPES.values(), ids=str)
+def test_a_part_is_really_cached_by_default(dtype, mutate):
+    """Whatever the window takes of a budget: columns are cached and others recomputed."""
+    *_, wide = default_shapes("cpu", 1)
+    (plain, *_) = variants()
+    (_, part) = cases(plain, ("cached",), 1, part_cached_budget(wide, 1, dtype))
     seen: list[Plan] = []
 
-    def spy(**kwargs: Any) -> Plan:
+    def spy(plan, **kwargs):
         seen.append(plan(**kwargs))
         return seen[-1]
 
-    monkeypatch.setattr(prepare, "plan", spy)
-    data = make_data(case.variant, shape, 1, dtype, torch.device("cpu"), seed=0)
-    truth = verify_checks.make_truth(
-        data, case.variant, metric_gradients=False, filter_eps=None, P=1
-    )
-    checks = verify_checks.run_case(case, data, truth, None, None)
-    assert all(check.met for check in checks.values()), checks
-    return seen
-
-
-@pytest.mark.parametrize("dtype", verify.DTYPES.values(), ids=str)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_part_is_really_cached_by_default(device_type, dtype, monkeypatch):
-    """Whatever the window takes of a budget: columns are cached and others recomputed."""
-    *_, wide = default_shapes(device_type, 1)
-    budget = part_cached_budget(wide, 1, dtype)
-    found = [c for v in variants() for c in cases(v, ("cached",), 1, budget) if c.max_logits_bytes]
-    assert [case.variant.reduction for case in found] == ["mean", "sum", "none"]
-    (chosen,) = plans_of(found[0], wide, dtype, monkeypatch)
+    mutate(prepare, "plan", spy)
+    data = make_data(plain, wide, 1, dtype, torch.device("cpu"), seed=0)
+    truth = make_truth(data, plain, metric_gradients=False, filter_eps=None, P=1)
+    assert all(check.met for check in run_case(part, data, truth, None, None).values())
+    (chosen,) = seen
     assert (chosen.T, chosen.V) == (wide.T, wide.V_all)
     assert 0 < chosen.cached_v < chosen.V
 

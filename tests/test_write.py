@@ -5,15 +5,13 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable
-from functools import partial
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flce_dist.launch.program import RunError, run_program
+from flce_dist.launch.program import RunError
 from flce_dist.launch.write import check_writable, replacing, write_json, writing
 
 
@@ -92,116 +90,32 @@ def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
         check_writable(tmp_path)
 
 
-# --- how programs end that cannot write their results; each with a stem of result files
-
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
-Write = Callable[[Path, pytest.MonkeyPatch], Any]
+LAUNCH = Path(__file__).parent.parent / "launch"
 
 
-def bench(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.bench.files import write_results
-
-    write_results(stem, {}, [])
-
-
-def bench_profiles(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.bench.files import write_profiles
-
-    write_profiles(stem, {}, {}, {})
-
-
-def verify(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    from flce_dist.launch.verify import __main__ as program
-
-    patch.setattr(program, "_tables", lambda *args: [])
-    patch.setattr(program, "check_writable", lambda path: None)  # it could be, before
-    program.main(["--device", "cpu", "--output", f"{stem}.json"])
-
-
-def train_origin(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from flce_dist.launch.train import log
-
-    patch.setattr(log, "about", lambda device: {})
-    patch.setattr("torch.distributed.get_world_size", lambda: 1)
-    patch.setattr(log, "flatten", lambda config: {})
-    config: Any = SimpleNamespace(out_dir=stem.parent)
-    log.write_origin(config, config)
-
-
-def train_comparison(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    from flce_dist.launch.train import compare
-
-    patch.setattr(compare, "_print_table", lambda numbers: None)
-    compare.report_comparison(stem.parent, {})
-
-
-def figures(stem: Path, patch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    from flce_dist.launch.plot import __main__ as plot
-
-    plot.draw([RESULTS / "bench-peers-h200.json"], stem.parent)
+def test_results_are_written_in_no_other_way() -> None:
+    """But for files of a checkpoint, which has a folder of its own, and torchrun's error file."""
+    in_place = re.compile(r"\.savefig\(|(?<!scratch)\.(write_(text|bytes)\(|open\(.w)")
+    found = [path for path in LAUNCH.rglob("*.py") if in_place.search(path.read_text())]
+    names = {path.relative_to(LAUNCH).as_posix() for path in found}
+    assert names == {"write.py", "train/files.py", "program.py"}
 
 
 @pytest.mark.parametrize(
-    ("write", "name"),
+    ("name", "arguments"),
     [
-        (bench, "out.csv"),
-        (bench_profiles, "out.profile.json"),
-        (verify, "out.json"),
-        (train_origin, "run.json"),
-        (train_comparison, "compare.json"),
-        (figures, "bench-peers-h200-memory.png"),
-    ],
-)
-@pytest.mark.parametrize("below", ["file", "file/new"])
-def test_a_result_that_cannot_be_written_is_one_line(
-    write: Write,
-    name: str,
-    below: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("tyro")
-    pytest.importorskip("rich")
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / below
-    with pytest.raises(SystemExit) as exit:
-        run_program(partial(write, folder / "out", monkeypatch))
-    assert exit.value.code == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[-1] == (
-        f"error: cannot write {folder / name}: {tmp_path / 'file'} is not a directory"
-    )
-    assert not any(line.startswith("Traceback") for line in errors)
-
-
-CONFIGS = Path(__file__).parent.parent / "configs"
-
-
-@pytest.mark.parametrize(
-    ("module", "work", "arguments"),
-    [
-        ("bench.__main__", "start", ["--config", f"{CONFIGS}/bench/smoke.yaml", "--out", "{stem}"]),
-        ("verify.__main__", "start", ["--output", "{stem}.json"]),
+        ("bench", ["--config", f"{LAUNCH.parent}/configs/bench/smoke.yaml", "--out", "{stem}"]),
+        ("verify", ["--output", "{stem}.json"]),
     ],
 )
 def test_work_that_would_be_lost_does_not_begin(
-    module: str,
-    work: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("tyro", "rich", "megatron.core"):
         pytest.importorskip(package)
-    program = importlib.import_module(f"flce_dist.launch.{module}")
-    begun: list[Any] = []
-    monkeypatch.setattr(program, work, lambda *args: begun.append(args))
+    program = importlib.import_module(f"flce_dist.launch.{name}.__main__")
+    monkeypatch.setattr(program, "start", lambda *args: pytest.fail("begun"))
     (tmp_path / "file").write_text("in the way")
-    stem = tmp_path / "file" / "out"
-    with pytest.raises(RunError, match=rf"cannot write {stem}\.json: .*/file is not a directory"):
+    stem = tmp_path / "file" / "new" / "out"
+    with pytest.raises(RunError, match=rf"cannot write {stem}\.json: .*/file is not a directory$"):
         program.main([text.format(stem=stem) for text in arguments])
-    assert not begun

@@ -1,7 +1,7 @@
 """Strict YAML, and numbers out of range."""
 
 from collections.abc import Iterator
-from dataclasses import is_dataclass, make_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -11,20 +11,10 @@ import yaml
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench.config import BenchConfig
-from flce_dist.launch.train.config import (
-    HeadConfig,
-    RunConfig,
-    flatten,
-    load_config,
-)
+from flce_dist.launch.train.config import HeadConfig, RunConfig, flatten, load_config
 from flce_dist.launch.verify.__main__ import Settings
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import DECLARED
-
-ROOT = Path(__file__).parents[1]
-
-
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def from_yaml(tmp_path: Path, text: str | bytes, *overrides: str, world_size: int = 2) -> RunConfig:
@@ -44,7 +34,7 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -
 
 def test_every_value_can_be_overridden() -> None:
     values = {"model.dtype": "bfloat16", "head.schedule": "cached", "head.impl": "eager"}
-    values |= {"device": "cpu", "out_dir": "elsewhere", "data.text": str(QUICKSTART)}
+    values |= {"device": "cpu", "out_dir": "elsewhere", "data.text": __file__}
     values |= {"optimizer.min_lr": "1e-4", "head.kind": "megatron_fused"}
     defaults = flatten(RunConfig())
     for key, default in defaults.items():
@@ -63,33 +53,23 @@ def test_every_value_can_be_overridden() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        (
-            "model:\n  hiden_size: 64",
-            r"unknown key model\.hiden_size; did you mean model\.hidden_s",
-        ),
+        ("model:\n  hiden_size: 64", r"unknown key model\.hiden_size; did you mean model\.hidde"),
         ("stepz: 1", r"unknown key stepz; did you mean steps\?"),
         ("zzz: 1", "unknown key zzz; known: out_dir, steps"),
-        ("steps: many", r"steps must be int, got 'many'"),
         ("steps: true", r"steps must be int, got True"),
         ("optimizer:\n  lr: 1e-3", r"optimizer\.lr must be float, got '1e-3'; .*write 1\.0e-3"),
         ("head:\n  schedule: fast", r"head\.schedule must be one of auto, .*got 'fast'"),
-        ("head:\n  impl: cuda", r"head\.impl must be one of triton, eager, got 'cuda'"),
         ("model: 3", r"model must hold keys and values, got 3"),
         ("steps: 1\nmodel: [", r"run\.yaml:2: must be YAML: .*expected the node content"),
         ("steps: 1\n\tseed: 2", r"run\.yaml:2: must be YAML: .*found character '\\t'"),
-        ("steps: 1\nseed: 1\nsteps: 2", r"run\.yaml:3: .* key steps is given twice, .* line 1$"),
         ("optimizer:\n  lr: 1.0\n  lr: 2.0", r"run\.yaml:3: .* key lr is given twice, .* line 2$"),
-        (
-            "seed: 1\nsteps: 2026-13-01",
-            r"run\.yaml:2: .*'2026-13-01' cannot be read: month must be in 1\.\.12",
-        ),
+        ("seed: 1\nsteps: 2026-13-01", r"run\.yaml:2: .*'2026-13-01' cannot be read: month must"),
         ("seed: 1\ncompare: !!bool maybe", r"run\.yaml:2: .*'maybe'"),
         ("seed: 1\nsteps: \0", r"run\.yaml:2: must be YAML: special characters are not allowed"),
         (b"seed: 1\nout_dir: \xff", r"run\.yaml:2: must be UTF-8, got byte 0xff"),
         (b"\x7fELF\x02\x01\x01\x00", r"run\.yaml:1: must be YAML: special characters"),
         ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
         ("optimizer:\n  lr: true", r"optimizer\.lr must be float, got True"),
-        ("steps: !!timestamp x", r"run\.yaml:1: must be YAML: 'x' cannot be read: "),
         ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
         ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
         ("[]", r"the top level must hold keys and values, got \[\]"),
@@ -101,13 +81,10 @@ def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+NAN, INF = float("nan"), float("inf")
 SIZES = """steps validate_every checkpoint_every keep_checkpoints model.hidden_size model.num_layers
 model.num_heads model.ffn_hidden_size model.seq_length data.batch_size data.microbatches
 data.validation_batches optimizer.decay_steps parallel.tensor"""
-
-
-NAN, INF = float("nan"), float("inf")
-
 
 OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     (SIZES, "an int within [1, 2**31)", [0, -1, 2**31]),
@@ -126,17 +103,12 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     ("optimizer.beta1 optimizer.beta2", "a float within [0, 1)", [-0.1, 1.0, NAN]),
     ("data.validation_fraction", "a float above 0 and below 1", [0.0, 1.0, NAN]),
     ("head.max_logits_bytes", "None or an int within [1, 2**63)", [0, -1, 2**63]),
-    ("head.label_smoothing", "a float within [0, 1]", [-0.1, 1.1, NAN]),
-    ("head.z_loss_weight", "a float that is finite in fp32", [NAN, INF]),
-    ("head.softcap", "None or a float that is finite and above 0 in fp32", [0.0, NAN, INF]),
-    ("head.logit_scale", "a float that is finite and not 0 in fp32", [0.0, NAN, INF]),
     ("head.filter_eps", "None or a float within [0, 1)", [-0.1, 1.0, NAN]),
 ]
 
 
 @pytest.mark.parametrize(
-    "key, expected, values",
-    [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()],
+    "key, expected, values", [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()]
 )
 def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: list[float]) -> None:
     for value in values:
@@ -148,13 +120,6 @@ def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: li
             with pytest.raises(ConfigError) as error:
                 from_yaml(tmp_path, text, *overrides)
             assert str(error.value) == f"{key} must be {expected}, got {value}"
-
-
-def test_every_number_of_a_run_has_wrong_values_here() -> None:
-    listed = {key for keys, *_ in OUT_OF_RANGE for key in keys.split()}
-    numbers = {key for key, value in flatten(RunConfig()).items() if type(value) in (int, float)}
-    assert listed - numbers == {"head.max_logits_bytes", "head.softcap", "head.filter_eps"}
-    assert numbers <= listed
 
 
 def without_range(hint: Any, key: str = "") -> Iterator[str]:
@@ -174,8 +139,3 @@ def without_range(hint: Any, key: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("schema", [RunConfig, BenchConfig, Settings])
 def test_every_number_declares_its_range(schema: type) -> None:
     assert list(without_range(schema)) == []
-
-
-def test_a_number_without_a_range_is_found() -> None:
-    schema = make_dataclass("Schema", [("a", Annotated[int, None]), ("b", tuple[int | None, ...])])
-    assert list(without_range(schema)) == [".b"]

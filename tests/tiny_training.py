@@ -1,16 +1,6 @@
-"""A training run of seconds whose rank 1 can be held in a step, and what it leaves.
-
-    torchrun ... -m tests.tiny_training HELD --config tiny.yaml --out-dir OUT
-
-is ``flce_dist.launch.train``, but in step 6 rank 1 writes its process id into the file HELD and
-waits to be killed, while rank 0 waits for it. Where HELD is there already the run goes through.
-"""
+"""Training runs of seconds, under torchrun and in simulated ranks, and what they leave."""
 
 import json
-import os
-import runpy
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +20,6 @@ model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_l
 data: {batch_size: 1, validation_batches: 1}
 optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 9}
 """
-HELD_AFTER = 5  # steps, two of them after a checkpoint
-
 VOCAB = 64
 CONFIG = RunConfig(
     model=ModelConfig(
@@ -65,31 +53,8 @@ def records(out_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in timed} for entry in entries]
 
 
-def program(folder: Path, held: Path | None = None) -> list[str]:
+def program(folder: Path) -> list[str]:
     """Return the run's module and arguments, for torchrun; ``folder / "run"`` is its output."""
     (folder / "tiny.yaml").write_text(TINY)
     arguments = ["--config", str(folder / "tiny.yaml"), "--out-dir", str(folder / "run")]
-    if held is None:
-        return ["-m", "flce_dist.launch.train", *arguments]
-    return ["-m", "tests.tiny_training", str(held), *arguments]
-
-
-def hold_rank_1(held: Path) -> None:
-    from flce_dist.launch.train.run import Trainer
-
-    train_step = Trainer.train_step
-
-    def held_step(trainer: Trainer, **options: Any) -> tuple[float, float]:
-        if trainer.step == HELD_AFTER and os.environ["RANK"] == "1" and not held.exists():
-            scratch = held.with_suffix(".tmp")
-            scratch.write_text(str(os.getpid()))
-            scratch.rename(held)
-            signal.pause()
-        return train_step(trainer, **options)
-
-    Trainer.train_step = held_step  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    hold_rank_1(Path(sys.argv.pop(1)))
-    runpy.run_module("flce_dist.launch.train", run_name="__main__", alter_sys=True)
+    return ["-m", "flce_dist.launch.train", *arguments]

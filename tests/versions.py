@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,46 +43,33 @@ def python_of(release: str) -> Path:
     return python
 
 
-def run(release: str, arguments: Sequence[str]) -> dict[str, int]:
-    """Return how many tests passed, failed and so on."""
-    found: dict[str, int] = {}
+def run(release: str, arguments: Sequence[str]) -> Counter[str]:
+    """Return how many tests passed, failed and so on, by the last line that pytest prints."""
+    found: Counter[str] = Counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in FILES]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr, flush=True)
-        for outcome, n in counted(done.stdout).items():
-            found[outcome] = found.get(outcome, 0) + n
-        if done.returncode not in (0, 1):  # pytest itself failed
-            found["error"] = found.get("error", 0) + 1
+        last = done.stdout.rstrip().rpartition("\n")[2]
+        for n, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", last):
+            found[outcome] += int(n)
+        found["error"] += done.returncode not in (0, 1)  # pytest itself failed
     return found
 
 
-def counted(output: str) -> dict[str, int]:
-    """Read pytest's last line: ``1 failed, 2 passed in 0.1s``."""
-    last = output.rstrip().rpartition("\n")[2]
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last)
-    return {outcome: int(n) for n, outcome in counts}
-
-
-def row(release: str, found: dict[str, int]) -> str:
-    failed = found.get("failed", 0) + found.get("error", 0)
+def row(release: str, found: Counter[str]) -> str:
     pair = " | ".join(re.sub(r"[a-z]+(==)?|\.\*", "", one) for one in PAIRS[release])
-    return f"| {pair} | {found.get('passed', 0)} | {failed} | {found.get('skipped', 0)} |"
+    failed = found["failed"] + found["error"]
+    return f"| {pair} | {found['passed']} | {failed} | {found['skipped']} |"
 
 
 def main(arguments: Sequence[str]) -> int:
-    releases = list(arguments)
-    rest: list[str] = []
-    if "--" in releases:
-        at = releases.index("--")
-        releases, rest = releases[:at], releases[at + 1 :]
-    results = {release: run(release, rest) for release in releases or PAIRS}
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    results = {release: run(release, arguments[at + 1 :]) for release in arguments[:at] or PAIRS}
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
     print("\n".join(row(*one) for one in results.items()))
-    return int(any({"failed", "error"} & found.keys() for found in results.values()))
+    return int(any(found["failed"] + found["error"] for found in results.values()))
 
 
 if __name__ == "__main__":
