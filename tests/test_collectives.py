@@ -9,7 +9,6 @@ import torch.distributed as dist
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
 from flce_dist.parallel import collectives
-from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import (
     EVEN,
@@ -160,59 +159,3 @@ class TestCollectives:
         run_ranks(rank, 2)
         assert len(works) >= 2 * (2 + sequence_parallel)
         assert all(work.waited for work in works)
-
-
-class TestMutations:
-    """The comparison that all these tests use must detect wrong results."""
-
-    def outcome(self, rank) -> Outcome:
-        ranks = run_ranks(rank, 4)
-        whole = ranks[0]._replace(
-            dweight=torch.cat([r.dweight for r in ranks]), dbias=torch.cat([r.dbias for r in ranks])
-        )
-        return whole
-
-    def test_the_unspoiled_one_passes(self):
-        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN) == []
-
-    @pytest.mark.parametrize("gradient", ["dhidden", "dweight", "dbias"])
-    def test_zero_gradients(self, gradient):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
-        zeros: Any = {gradient: torch.zeros_like(getattr(outcome, gradient))}
-        spoiled = outcome._replace(**zeros)
-        assert [miss.split(":")[0] for miss in misses(spoiled, UNEVEN)] == [gradient]
-
-    @pytest.mark.parametrize("name", ["all_reduce_sum", "start_all_reduce"])
-    def test_one_ranks_share_missing(self, name, monkeypatch):
-        real = getattr(collectives, name)
-
-        def without_rank_2(x, group):
-            return real(x.zero_() if dist.get_rank() == 2 else x, group)
-
-        monkeypatch.setattr(collectives, name, without_rank_2)
-        assert misses(self.outcome(lambda group: rank_step(group, UNEVEN)), UNEVEN)
-
-    def test_wrong_vocab_start_index(self):
-        def rank(group):
-            start, end = vocab_range(507, group.rank(), 4)
-            shift = group.rank() == 1
-            return rank_step(group, UNEVEN, rows=(start + shift, end + shift))
-
-        assert misses(self.outcome(rank), UNEVEN)
-
-    def test_labels_owned_by_every_rank(self):
-        def rank(group):
-            start, end = vocab_range(507, group.rank(), 4)
-            labels = UNEVEN.tensors[3]
-            own = (start + labels % (end - start)).where(labels >= 0, labels)
-            return rank_step(group, UNEVEN, labels=own)
-
-        assert misses(self.outcome(rank), UNEVEN)
-
-    def test_dhidden_summed_twice(self):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN))
-        assert misses(outcome._replace(dhidden=4 * outcome.dhidden), UNEVEN)
-
-    def test_smoothing_over_the_shard(self):
-        outcome = self.outcome(lambda group: rank_step(group, UNEVEN, label_smoothing=0.1))
-        assert misses(outcome, UNEVEN.changed(options={"label_smoothing": 0.1 / 4}))

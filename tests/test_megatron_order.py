@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
 from flce_dist.launch.train.model import token_losses
-from flce_dist.megatron import use_linear_cross_entropy, vocab_rows
+from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.testing import RankPool, relative_rms
 from tests.megatron_models import (
@@ -101,30 +101,6 @@ def test_loss_and_every_gradient_are_those_without_an_order(
 
 def test_a_padded_vocabulary(pools: dict[int, RankPool]) -> None:
     pools[2].run(rank_training, 2, True, True, 1)
-
-
-def rank_mutated(group: Any, mutation: str) -> Any:
-    if mutation == "rows":
-        vocab_rows._move_rows = lambda *given: None
-    plain, model = models(2, True, True)
-    words = model.embedding.word_embeddings
-    if mutation == "inputs":
-        words._forward_pre_hooks.clear()
-    if mutation == "labels":
-        model.output_layer.vocab_order = None
-    loss, gradients = loss_and_gradients(model)
-    expected = loss_and_gradients(plain)
-    return (expected[0], gather_tokens(expected[1][EMBEDDING], group)), (
-        loss, by_token(gradients[EMBEDDING], model.output_layer),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("mutation", ["rows", "inputs", "labels"])
-def test_what_is_not_mapped_is_noticed(mutation: str) -> None:
-    with RankPool(2) as pool:
-        for expected, found in pool.run(rank_mutated, mutation):
-            assert not torch.allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
-            assert relative_rms(found[1], expected[1]) > 1e-3
 
 
 def rank_ignored(group: Any) -> None:

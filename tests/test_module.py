@@ -278,14 +278,6 @@ def test_wrong_padding_is_named():
         make(None, padded_vocab_size=500)
 
 
-def test_mutation_a_shard_of_the_wrong_rows_is_noticed(pools):
-    """The comparison of initial weights detects rows of another rank."""
-    whole = pools[1].run(init_rank)[0][0]
-    shards = pools[4].run(init_rank)
-    start, end = vocab_range(VOCAB, 1, 4)
-    assert not torch.equal(shards[0][0], whole[start:end])
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import RankPool, run_ranks
-from tests.problems import Patch
 
 T, H, V_ALL = 12, 8, 20
 BEGINS = "ranks must call alike: "
@@ -355,20 +354,3 @@ def test_all_facts_are_known_here() -> None:
         options, None,
     )  # fmt: skip
     assert sorted(rank_check._facts(arguments, options, [True, True, False])) == sorted(FACTS)
-
-
-@pytest.mark.parametrize("case", [*DISAGREEMENTS, *OPTIONS])
-def test_a_fact_left_out_would_be_noticed(case: str, mutate: Patch) -> None:
-    """If the fact of a case is not compared, its error does not appear."""
-    changes, expected = DISAGREEMENTS.get(case, ({case: OPTIONS.get(case)}, f"{case} is "))
-    if case in ("gap", "overlap"):
-        mutate(rank_check, "_seams", lambda _, summaries: [])
-    else:
-        name = expected.split(" is ")[0]
-        mutate(rank_check, "_facts", lambda facts, *args: without(facts(*args), name))
-    assert expected not in (say(changes) or "")
-
-
-def without(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    assert name in facts
-    return {key: value for key, value in facts.items() if key != name}
