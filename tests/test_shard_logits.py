@@ -43,6 +43,13 @@ def pad_rows(x: Tensor) -> Tensor:
     return F.pad(x, (0, 1))[..., :-1]
 
 
+def negated(x: Tensor) -> Tensor:
+    """A view of the memory of -x, as of the imaginary part of a conjugate: kernels read memory."""
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg() and not view.resolve_neg().is_neg()
+    return view
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row stride + 1": pad_rows,
     "column major": lambda x: x.t().contiguous().t(),
@@ -72,6 +79,45 @@ def test_layouts_of_hidden_and_weight(layout, of, impl):
 
         results = run(call, inputs.to(device_of(impl)), Upstream(), impl=impl, schedule=schedule)
         compare({name: x.cpu() for name, x in results.items()}, inputs, Upstream())
+
+
+@both
+@each_schedule
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "token_weight"])
+def test_negated_operands(name, schedule, impl):
+    inputs = make_inputs(20, 70, 16, bias=True, token_weight=True)
+
+    def call(labels, **given):
+        given[name] = negated(given[name])
+        return (linear_cross_entropy(labels=labels, **given),)
+
+    results = run(call, inputs.to(device_of(impl)), Upstream(), impl=impl, schedule=schedule)
+    compare({name: x.cpu() for name, x in results.items()}, inputs, Upstream())
+
+
+@both
+@each_schedule
+def test_negated_upstream_gradients(schedule, impl):
+    inputs, options = make_inputs(20, 70, 16, bias=True), {"reduction": "none"}
+    upstream = Upstream(per_token_upstream(20), metric_upstream(20, *METRICS))
+    given = Upstream(negated(upstream.loss), {k: negated(g) for k, g in upstream.metrics.items()})
+    if schedule == "in_forward":
+        options, upstream, given = {}, Upstream(0.7), Upstream(negated(torch.tensor(0.7)))
+    results = run_op(inputs, given, impl=impl, schedule=schedule, **options)
+    compare(results, inputs, upstream, **options)
+
+
+def test_negated_views_under_compile():
+    torch._dynamo.reset()
+    inputs, upstream = make_inputs(20, 70, 16), Upstream(per_token_upstream(20))
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+
+    def call(hidden, weight, labels, **options):
+        return (compiled(negated(hidden), negated(weight), labels, impl="triton", **options),)
+
+    given = Upstream(negated(per_token_upstream(20)))
+    results = run(call, inputs, given, schedule="recompute", reduction="none")
+    compare(results, inputs, upstream, reduction="none")
 
 
 @both
