@@ -3,7 +3,7 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -124,25 +124,25 @@ def rank_step(
     *,
     call: Callable[..., Tensor] = linear_cross_entropy,
     upstream_factor: float = 1.0,
-    rows: tuple[int, int] | None = None,
-    labels: Tensor | None = None,
+    frozen: Collection[str] = (),
     **options: Any,
 ) -> Outcome:
-    """Loss and gradients of this rank's share of ``problem``."""
+    """Loss and gradients of this rank's share of ``problem``; zeros for operands in ``frozen``."""
     sequence_parallel = options.get("sequence_parallel", False)
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
-    leaves = [x.requires_grad_() for x in share[:3]]
+    leaves = [getattr(share, x).requires_grad_(x not in frozen) for x in share._fields[:3]]
     loss = call(
         leaves[0],
         leaves[1],
-        share.labels if labels is None else labels,
+        share.labels,
         bias=leaves[2],
         vocab_size=problem.V_all,
-        vocab_range=rows or share.vocab_range,
+        vocab_range=share.vocab_range,
         tp_group=group,
         **{**problem.options, **options},
     )
-    loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
+    if loss.requires_grad:
+        loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
     calls = tuple(getattr(group, "calls", ()))
     return Outcome(loss.detach(), *gradients(leaves), calls=calls)
 
