@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -27,26 +28,14 @@ hidden_sizes = st.one_of(st.just(0), st.integers(1, 20_000))  # 0: there is no d
 
 
 def make(
-    T: int = 8192,
-    V: int = 128256,
-    itemsize: int = 2,
-    schedule: Schedule = "auto",
-    max_logits_bytes: int | None = None,
-    expressible: bool = True,
-    H: int = 0,
-    reduces: bool = False,
-) -> Plan:
+    T: int = 8192, V: int = 128256, itemsize: int = 2, schedule: Schedule = "auto",
+    max_logits_bytes: int | None = None, *, H: int = 0, **facts: Any,
+) -> Plan:  # fmt: skip
     """A plan; with ``H`` > 0 dweight [V, H] may lend its memory."""
     return plan(
-        T=T,
-        V=V,
-        itemsize=itemsize,
-        schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-        expressible=expressible,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
-        reduces=reduces,
-    )
+        T=T, V=V, itemsize=itemsize, schedule=schedule, max_logits_bytes=max_logits_bytes,
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)), **facts,
+    )  # fmt: skip
 
 
 def lending_of(chosen: Plan) -> tuple[tuple[int, int], ...]:
@@ -124,11 +113,11 @@ def test_cached_columns_and_windows_cover_the_shard_of_every_rank(
 def test_more_bytes_never_cache_less(T, V, itemsize, schedule, data):
     some = data.draw(st.integers(1, 2 * T * V * itemsize + 1))
     more = data.draw(st.integers(some, 4 * T * V * itemsize + 2))
-    assert (
-        make(T, V, itemsize, schedule, some).cached_v
-        <= make(T, V, itemsize, schedule, more).cached_v
+    whole = max(1, T) * V * itemsize
+    least, most, all_of_it = (
+        make(T, V, itemsize, schedule, budget).cached_v for budget in (some, more, whole)
     )
-    assert make(T, V, itemsize, schedule, max(1, T) * V * itemsize).cached_v == V
+    assert least <= most and all_of_it == V
 
 
 @given(sizes, rows, itemsizes, st.sampled_from(["auto", "recompute", "cached"]), budgets)
@@ -281,15 +270,6 @@ def test_what_exponentials_do_not_express_is_recomputed_by_auto(T, V, itemsize, 
     assert (chosen.schedule, chosen.cached_v) == ("recompute", 0)
 
 
-@given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
-def test_same_facts_same_plan(T, V, itemsize, schedule, budget, H):
-    arguments = (T, V, itemsize, schedule, budget, True, H)
-    one = make(*arguments)
-    plan.cache_clear()
-    assert one == make(*arguments)
-    assert hash(one) == hash(make(*arguments))
-
-
 def test_a_plan_knows_nothing_of_the_rank_or_the_machine():
     """If ranks planned from their own free memory or rows, their collectives would differ."""
     assert set(inspect.signature(plan).parameters) == {
@@ -333,13 +313,3 @@ def test_chunks_are_of_like_size():
     chosen = make(9000, schedule="in_forward", max_logits_bytes=GIB)
     lengths = [end - start for start, end in chosen.chunks()]
     assert max(lengths) - min(lengths) <= SMALLEST * len(lengths)
-
-
-def test_a_plan_is_frozen_and_says_what_it_does():
-    chosen = make(schedule="auto", V=32064)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        chosen.cached_v = 0  # type: ignore[misc]
-    assert repr(chosen) == (
-        "Windows(T=8192, V=32064, cached_v=32064, window_v=16896, logits_bytes=525336576, "
-        "limit=None, converts=False)"
-    )
