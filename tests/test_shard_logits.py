@@ -293,20 +293,3 @@ def test_ignore_index_may_be_a_token_of_the_vocabulary(impl, schedule, ignore_in
     inputs.labels[::3] = ignore_index
     check(inputs, Upstream(), impl=impl, schedule=schedule, ignore_index=ignore_index,
           label_smoothing=0.1)  # fmt: skip
-
-
-@both
-@each_schedule
-def test_int32_labels(impl, schedule):
-    inputs = small(impl)
-    results = run_op(replace(inputs, labels=inputs.labels.int()), Upstream(), impl=impl,
-                     schedule=schedule)  # fmt: skip
-    assert_same(run_op(inputs, Upstream(), impl=impl, schedule=schedule), results)
-
-
-@both
-@each_schedule
-def test_labels_in_the_first_and_last_column(impl, schedule):
-    inputs = small(impl, ignored=0.0).to(torch.device("cpu"))
-    inputs.labels[::2], inputs.labels[1::2] = 0, 149
-    check(inputs, Upstream(), impl=impl, schedule=schedule, with_metrics=True)
