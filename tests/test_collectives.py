@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
@@ -20,6 +21,10 @@ from tests.parallel_problem import (
     on_threads,
     rank_step,
 )
+
+
+def loss_with_metrics(*args: Any, **options: Any) -> Tensor:
+    return linear_cross_entropy_with_metrics(*args, **options).loss
 
 
 class NotedWork:
@@ -95,17 +100,9 @@ class TestCollectives:
 
     def test_smoothing_and_metrics_travel_in_the_same_message(self):
         problem = UNEVEN.changed(options={"label_smoothing": 0.1})
-        assert "allreduce SUM float32[48]" in on_threads(4, problem).calls
-
-        def rank(group):
-            hidden, weight, _, labels = EVEN.tensors
-            shard = weight.chunk(4)[group.rank()]
-            linear_cross_entropy_with_metrics(
-                hidden, shard, labels, tp_group=group, label_smoothing=0.1
-            )
-            return tuple(group.calls)
-
-        assert set(run_ranks(rank, 4)) == {(*self.STATS, "allreduce SUM float32[72]")}
+        assert on_threads(4, problem).calls[:3] == (*self.STATS, "allreduce SUM float32[48]")
+        calls = on_threads(4, problem, call=loss_with_metrics).calls
+        assert calls[:3] == (*self.STATS, "allreduce SUM float32[72]")
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("max_logits_bytes", [1, 1 << 14, 1 << 15, 1 << 20])
@@ -141,21 +138,8 @@ class TestCollectives:
         for name in ("all_gather", "reduce_scatter"):
             monkeypatch.setattr(collectives, name, note(getattr(collectives, name)))
 
-        def rank(group):
-            hidden, weight, _, labels = EVEN.tensors
-            if sequence_parallel:
-                hidden = hidden.chunk(2)[group.rank()]
-            hidden = hidden.clone().requires_grad_(frozen != "hidden")
-            weight = weight.chunk(2)[group.rank()].clone().requires_grad_(frozen != "weight")
-            call: Any = linear_cross_entropy
-            if with_metrics:
-                call = linear_cross_entropy_with_metrics
-            out = call(
-                hidden, weight, labels, tp_group=group, schedule=schedule,
-                sequence_parallel=sequence_parallel,
-            )  # fmt: skip
-            (out.loss if with_metrics else out).backward()
-
-        run_ranks(rank, 2)
+        call = loss_with_metrics if with_metrics else linear_cross_entropy
+        options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
+        run_ranks(lambda group: rank_step(group, EVEN, call=call, frozen={frozen}, **options), 2)
         assert len(works) >= 2 * (2 + sequence_parallel)
         assert all(work.waited for work in works)
