@@ -4,7 +4,6 @@ megatron-core keeps its process groups in globals of the process, so threads wou
 """
 
 import sys
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,20 +16,17 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.train.config import ParallelConfig
-from flce_dist.launch.train.model import build_model, token_losses
 from flce_dist.megatron import fused_layer, use_linear_cross_entropy
 from flce_dist.testing import RankPool, relative_rms
-from tests.megatron_models import CONFIG, VOCAB, as_megatron_has_it, batch, build
+from tests.megatron_models import VOCAB, H, S, batch, megatron, plugged, token_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def rank_largest(group: Any, sp: bool) -> None:
     fused_layer._WINDOW = 10  # several windows, the last one short
-    model, _ = build(group.size(), sp, tied=False)
-    layer = model.output_layer
-    hidden = torch.randn(12 // (group.size() if sp else 1), 3, CONFIG.model.hidden_size)
+    layer = plugged(group.size(), sp).output_layer
+    hidden = torch.randn(S // (group.size() if sp else 1), 3, H)
     logits, gathered = layer(hidden)[0], layer(hidden, runtime_gather_output=True)[0]
     assert gathered.shape[-1] == VOCAB
     layer.is_lazy = True
@@ -54,7 +50,7 @@ def test_the_largest_logit_without_logits(pools: dict[int, RankPool], tp: int, s
 
 def rank_padded(group: Any) -> tuple[Tensor, Tensor]:
     # 95 entries on two ranks: 48 rows each, the last one is padding.
-    model, _ = build(2, sp=True, tied=False, vocab=VOCAB - 1)
+    model = plugged(2, sp=True, vocab_size=VOCAB - 1)
     tokens, labels = (ids.clamp(max=VOCAB - 2) for ids in batch())
     before = token_losses(model, tokens, labels)
     with torch.no_grad():
@@ -68,18 +64,14 @@ def test_padding_of_the_vocabulary_takes_no_part(pools: dict[int, RankPool]) -> 
 
 
 def rank_two_models(group: Any) -> None:
-    model, _ = build(1, sp=False, tied=False)
-    single = ParallelConfig(tensor=1, sequence_parallel=False)
-    untied = replace(CONFIG.model, tie_embeddings=False)
-    config = replace(CONFIG, model=untied, parallel=single)
-    other: Any = build_model(config, VOCAB, torch.device("cpu"))
+    model, other = plugged(1, sp=False), plugged(1, sp=False)
     names = sorted(model.state_dict())
     with torch.no_grad():
         other.output_layer.weight.zero_()
     uniform = token_losses(other, *batch())
     torch.testing.assert_close(uniform, torch.full_like(uniform, VOCAB).log())
     assert not torch.allclose(uniform, token_losses(model, *batch()))
-    assert names == sorted(as_megatron_has_it(model).state_dict())
+    assert names == sorted(megatron(1, False, False).state_dict())
 
 
 def test_models_do_not_mix_and_parameter_names_stay(pools: dict[int, RankPool]) -> None:
@@ -87,11 +79,11 @@ def test_models_do_not_mix_and_parameter_names_stay(pools: dict[int, RankPool]) 
 
 
 def rank_frozen(group: Any) -> None:
-    model = build(2, sp=True, tied=False)[0]
+    model = plugged(2, sp=True)
     model.output_layer.gradient_accumulation_fusion = True
     weight = model.output_layer.weight
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
-    hidden = torch.randn(6, 3, CONFIG.model.hidden_size, requires_grad=True)
+    hidden = torch.randn(S // 2, 3, H, requires_grad=True)
     labels = batch()[1].T
 
     def backward(weight: Any) -> None:
@@ -140,7 +132,7 @@ def development_layer() -> Any:
 def rank_development_branch(group: Any) -> None:
     """Its layer is a subclass that can return a loss itself."""
     LinearCrossEntropyModule = development_layer()
-    model = as_megatron_has_it(build(2, sp=True, tied=False)[0])
+    model = megatron(2, sp=True, tied=False)
     model.output_layer.__class__ = LinearCrossEntropyModule
     layer = use_linear_cross_entropy(model).output_layer
     assert type(layer).__name__ == "LinearCrossEntropyModule"
@@ -183,7 +175,7 @@ def problem(s: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def rank_blocks(group: Any, tp: int, sp: bool) -> None:
     rank, s = group.rank(), TILE_T * (tp if sp else 1)
-    model = as_megatron_has_it(build(tp, sp, False)[0])
+    model = megatron(tp, sp, False)
     use_linear_cross_entropy(model, filter_eps=2.0**-10, impl="eager", metrics=True)
     layer = model.output_layer
     hidden, weight, labels = problem(s)

@@ -8,22 +8,20 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
-from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.testing import RankPool, relative_rms
+from tests.contract.models import uneven
 from tests.megatron_models import (
     VOCAB,
     H,
     S,
-    as_megatron_has_it,
     batch,
-    build,
-    build_with_mtp,
-    fuse,
     inputs_of,
     loss_and_gradients,
-    uneven,
+    megatron,
+    plugged,
+    token_losses,
 )
 from tests.ordered_models import EMBEDDING, first_stage, models, order_of
 
@@ -189,8 +187,7 @@ def rank_mtp(group: Any) -> Any:
     results = []
     orders: list[Any] = [None, order_of()]
     for order in orders:
-        model = as_megatron_has_it(build_with_mtp(True, depths=2))
-        use_linear_cross_entropy(model, vocab_order=order)
+        model = plugged(2, True, tied=True, mtp=2, vocab_order=order)
         loss, gradients = loss_and_gradients(model)
         results.append((loss, in_tokenizers_order(model, True, gradients)))
     return results
@@ -204,7 +201,7 @@ def test_multi_token_prediction(pools: dict[int, RankPool]) -> None:
 def rank_fusion(group: Any, tied: bool) -> None:
     found = []
     for model in models(2, True, tied):
-        fuse(model, head_only=True)
+        model.output_layer.gradient_accumulation_fusion = True
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
         for step in range(2):
@@ -223,7 +220,7 @@ def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> 
 
 def rank_first_stage(group: Any) -> None:
     """A pipeline stage with a tied embedding and no output layer."""
-    expected = as_megatron_has_it(build(2, sp=False, tied=True)[0])
+    expected = megatron(2, sp=False, tied=True)
     (stage,) = use_linear_cross_entropy([first_stage(2)], vocab_order=order_of())
     tokens, positions, _ = inputs_of(batch()[0])
     assert not torch.equal(stage.embedding.word_embeddings.weight,
@@ -270,10 +267,10 @@ def rank_refusals(group: Any) -> None:
         ([None, torch.arange(3)][group.rank()], r"None on rank 0 and an invalid one .* on rank 1"),
     ]
     for order, message in wrong:
-        model = as_megatron_has_it(build(2, True, False)[0])
+        model = megatron(2, True, False)
         with pytest.raises(ValueError, match=f"^vocab_order must .*{message}"):
             use_linear_cross_entropy(model, vocab_order=order)
-    model = as_megatron_has_it(build(2, True, False)[0]).to("meta")
+    model = megatron(2, True, False).to("meta")
     with pytest.raises(NotImplementedError, match="meta device; build it on the CPU"):
         use_linear_cross_entropy(model, vocab_order=order_of())
 

@@ -11,27 +11,18 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist import linear_cross_entropy_with_metrics
-from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import RankPool, relative_rms
-from tests.megatron_models import (
-    VOCAB,
-    H,
-    S,
-    as_megatron_has_it,
-    batch,
-    build,
-    build_with_mtp,
-    inputs_of,
-    uneven,
-)
+from tests.contract.models import uneven
+from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, token_losses
+from tests.megatron_models import plugged as plugged_into
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def plugged(sp: bool = True, tied: bool = False, **options: Any) -> Any:
-    return use_linear_cross_entropy(as_megatron_has_it(build(2, sp, tied)[0]), **options)
+def plugged(sp: bool = True, **options: Any) -> Any:
+    return plugged_into(2, sp, **options)
 
 
 # --- when logits are real
@@ -74,7 +65,7 @@ def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
 
 def rank_mtp_step(group: Any) -> None:
     """What 0.18 and later do in ``compute_mtp_single_step``."""
-    model = build_with_mtp(sp=False, depths=1)
+    model = plugged(sp=False, tied=True, mtp=1)
     weight = model.shared_embedding_or_output_weight()
     hidden = torch.randn(4, 1, H)
     with torch.inference_mode():
@@ -131,7 +122,7 @@ def rank_tail(group: Any) -> None:
 
     ours = results(model)
     assert isinstance(model.seen, LazyLogits) and model.seen.scale == 0.5
-    theirs = results(as_megatron_has_it(model))
+    theirs = results(tail_of(megatron(2, True, False)))
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_rms(mine, other) < 1e-5
 
@@ -184,7 +175,7 @@ def rank_identity(group: Any) -> None:
     model = plugged()
     ours = type(model.output_layer)
     assert pickle.loads(pickle.dumps(ours)) is ours
-    theirs = as_megatron_has_it(model)
+    theirs = megatron(2, True, False)
     assert type(theirs.output_layer).__name__ == ours.__name__
     early = nn.Module()
     early.post_process = False  # type: ignore[assignment]
