@@ -167,8 +167,8 @@ def test_one_rank_without_gradients_is_named() -> None:
 
 def test_even_shards_of_different_sizes_are_named() -> None:
     def rank(group: dist.ProcessGroup) -> None:
-        changes = dict(bias=None, vocab_range=None, vocab_size=None)
-        changes["weight"] = leaf(6 + group.rank(), H)
+        weight = leaf(6 + group.rank(), H)
+        changes = dict(weight=weight, bias=None, vocab_range=None, vocab_size=None)
         check_ranks(**call(0, 1) | changes, tp_group=group)
 
     # Labels up to 11 fit into either: it is the rows that disagree.
@@ -292,8 +292,8 @@ def test_over_gloo(pools: dict[int, RankPool]) -> None:
 def test_all_facts_are_known_here() -> None:
     """New options of LossOptions are compared automatically; each needs a case above."""
     mine, options = call(0, 1), rank_check.LossOptions()
-    tensors = (mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight"))
-    arguments = rank_check.Arguments(*tensors, options, None)
+    named = {name: mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight")}
+    arguments = rank_check.Arguments(**named, options=options, tp_group=None)
     known = {*OPTIONS, "torch.is_grad_enabled()", "sequence_parallel", "sequence_dim"}
     known |= {"with_metrics", "tp_invariant", "accumulate_dweight"}
     known |= {name for _, said in DISAGREEMENTS.values() for name in re.findall(NAMED, said)}

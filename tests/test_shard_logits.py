@@ -98,13 +98,14 @@ def test_negated_operands(name, schedule, impl):
 @both
 @each_schedule
 def test_negated_upstream_gradients(schedule, impl):
-    inputs, options = make_inputs(20, 70, 16, bias=True), {"reduction": "none"}
-    upstream = Upstream(per_token_upstream(20), metric_upstream(20, *METRICS))
-    given = Upstream(negated(upstream.loss), {k: negated(g) for k, g in upstream.metrics.items()})
+    inputs = make_inputs(20, 70, 16, bias=True)
+    g, metrics = per_token_upstream(20), metric_upstream(20, *METRICS)
+    options = {"reduction": "none"}
     if schedule == "in_forward":
-        options, upstream, given = {}, Upstream(0.7), Upstream(negated(torch.tensor(0.7)))
+        g, metrics, options = torch.tensor(0.7), {}, {}
+    given = Upstream(negated(g), {name: negated(x) for name, x in metrics.items()})
     results = run_op(inputs, given, impl=impl, schedule=schedule, **options)
-    compare(results, inputs, upstream, **options)
+    compare(results, inputs, Upstream(g, metrics), **options)
 
 
 def test_negated_views_under_compile():
