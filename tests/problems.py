@@ -270,14 +270,6 @@ def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -
     return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
 
 
-def label_below(nats: float) -> Inputs:
-    """Tokens whose label lies ``nats`` below another column; the rescue begins at 50."""
-    z = torch.randn(8, 70, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(8)
-    z[F.one_hot((labels + 1) % 70, 70).bool()] = nats
-    return with_logits(z, labels)
-
-
 def every_other(x: Tensor, dim: int) -> Tensor:
     """``x`` again, as every other slice of a tensor twice as long."""
     return x.repeat_interleave(2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
