@@ -16,9 +16,8 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.problems import forget_plans, without_infinities
+from tests.problems import Inputs, Upstream, forget_plans, run_reference, without_infinities
 
 
 class Outcome(NamedTuple):
@@ -81,12 +80,10 @@ class Problem:
     def textbook(self, dtype: torch.dtype) -> Outcome:
         """Loss and gradients of the reference in ``dtype``."""
         hidden, weight, bias, labels = self.tensors
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
-        loss, *_ = reference_linear_cross_entropy(
-            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=self.V_all, **self.options
-        )
-        loss.backward(self.upstream.to(loss.dtype))
-        return Outcome(loss.detach(), *gradients(leaves))
+        options = {"vocab_size": self.V_all, **self.options}
+        inputs = Inputs(hidden, weight, labels, bias, options.pop("token_weight", None))
+        found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
+        return Outcome(*(found[name] for name in Outcome._fields[:4]))
 
 
 def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
