@@ -51,32 +51,11 @@ def test_no_window_is_overwritten_before_it_was_used(T, V, H, budget):
     assert done == sum(columns for columns, _ in chosen.lending) <= chosen.cached_v <= V
 
 
-def test_a_chunk_that_fits_borrows_nothing():
-    assert not in_forward(8192, 16032, 4096).lending
-
-
 def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
     chosen = in_forward(8192, 128256, 4096)
     assert chosen.lending and len(chosen.chunks()) == 1
     assert chosen.logits_bytes <= 1 << 30 and chosen.cached_v == 128256
     assert len(chosen.lending) == 5
-
-
-def test_more_tokens_take_few_chunks():
-    """The first is longer if that saves a chunk; the others are as long as the budget allows."""
-    chosen = in_forward(16384, 128256, 4096)
-    assert chosen.chunks() == [(0, 8192), (8192, 12288), (12288, 16384)]
-
-
-def test_a_chunk_borrows_only_where_that_spares_one():
-    """32768 tokens, a quarter of the rows: two chunks of half the tokens fit without borrowing."""
-    chosen = in_forward(32768, 32064, 4096)
-    assert chosen.chunks() == [(0, 16384), (16384, 32768)] and not chosen.lending
-
-
-def test_without_dweight_there_is_nothing_to_borrow():
-    chosen = plan(T=8192, V=128256, itemsize=2, schedule="in_forward", max_logits_bytes=None)
-    assert isinstance(chosen, InForward) and not chosen.lending and len(chosen.chunks()) > 1
 
 
 @pytest.fixture
