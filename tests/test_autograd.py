@@ -26,27 +26,31 @@ from tests.problems import (
     small,
 )
 
+each_way = pytest.mark.parametrize(
+    "way", [*({"schedule": schedule} for schedule in SCHEDULES), {"filter_eps": 0.1}], ids=str
+)
+
 # --- frozen operands
 
 
 @both
-@each_schedule
+@each_way
 @poisoned_memory()
-def test_frozen_operands(impl, schedule):
+def test_frozen_operands(impl, way):
     """Every subset of trainable operands gets the same gradients as all together."""
     inputs = make_inputs(20, 70, 32, bias=True).to(device_of(impl))
     operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
-    expected = run_op(inputs, Upstream(), impl=impl, schedule=schedule, label_smoothing=0.1)
+    expected = run_op(inputs, Upstream(), impl=impl, label_smoothing=0.1, **way)
     for trainable in itertools.product([False, True], repeat=3):
         leaves: dict[str, Any] = {
             name: x.detach().clone().requires_grad_(live)  # type: ignore[union-attr]
             for (name, x), live in zip(operands.items(), trainable, strict=True)
         }
         loss = linear_cross_entropy(
-            labels=inputs.labels, impl=impl, schedule=schedule, label_smoothing=0.1, **leaves
+            labels=inputs.labels, impl=impl, label_smoothing=0.1, **way, **leaves
         )
         # Without gradients in_forward has nothing to do and sums tokens in another order.
-        same_order = any(trainable) or schedule != "in_forward"
+        same_order = any(trainable) or way != {"schedule": "in_forward"}
         assert relative_rms(loss.cpu(), expected["loss"]) <= (0.0 if same_order else 1e-6)
         assert loss.requires_grad == any(trainable)
         if any(trainable):
@@ -73,11 +77,11 @@ def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 @both
-@each_schedule
+@each_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_second_backward_is_equal_to_the_first(impl, schedule, dtype):
+def test_a_second_backward_is_equal_to_the_first(impl, way, dtype):
     """A backward with another upstream gradient in between leaves nothing behind."""
-    loss, leaves = graph(small(impl).to(dtype), impl=impl, schedule=schedule, label_smoothing=0.1)
+    loss, leaves = graph(small(impl).to(dtype), impl=impl, label_smoothing=0.1, **way)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     torch.autograd.grad(2 * loss, leaves, retain_graph=True)
     second = torch.autograd.grad(loss, leaves)
