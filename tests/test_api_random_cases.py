@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
+from tests.problems import METRICS, Inputs, Upstream, run_reference
 
 # The same examples in every run, so that a failure is the fault of the change under test.
 SETTINGS: dict[str, Any] = dict(
@@ -128,20 +128,11 @@ class Whole:
         self.dmetrics = torch.randn(3, s, b, generator=g)
 
     def textbook(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        hidden = self.hidden.to(dtype, copy=True).requires_grad_()
-        weight = self.weight.to(dtype, copy=True).requires_grad_()
-        bias = None if self.bias is None else self.bias.to(dtype, copy=True).requires_grad_()
-        out = reference_linear_cross_entropy(
-            hidden,
-            weight,
-            self.labels,
-            bias=bias,
-            token_weight=self.token_weight,
-            vocab_size=self.drawn.V_all,
-            reduction=self.drawn.reduction,
-            **dict(self.drawn.options),
-        )
-        return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
+        inputs = Inputs(self.hidden, self.weight, self.labels, self.bias, self.token_weight)
+        metrics = dict(zip(METRICS, self.dmetrics, strict=True))
+        upstream = Upstream(self.dloss, metrics if self.drawn.metric_gradients else None)
+        options = {"vocab_size": self.drawn.V_all, "reduction": self.drawn.reduction}
+        return run_reference(inputs.to(dtype), upstream, **options, **dict(self.drawn.options))
 
     def rank(
         self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu"
