@@ -34,7 +34,7 @@ def line(title: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Decision:
     """``result`` is "pass", "fail" or "n/a"; ``error`` the largest of those compared."""
 
     result: str
@@ -42,14 +42,14 @@ class Outcome:
     reason: str = ""
 
 
-def decide(group: Any, title: str, at: Setting) -> Outcome:
+def decide(group: Any, title: str, at: Setting) -> Decision:
     """Decide one line on one rank."""
     try:
-        return Outcome("pass", LINES[title](at))
+        return Decision("pass", LINES[title](at))
     except NotInThisVersion as missing:
-        return Outcome("n/a", reason=str(missing))
+        return Decision("n/a", reason=str(missing))
     except AssertionError as found:
-        return Outcome("fail", reason=str(found) or "assertion")
+        return Decision("fail", reason=str(found) or "assertion")
 
 
 def against_megatron(
