@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
