@@ -83,7 +83,7 @@ class Problem:
         options = {"vocab_size": self.V_all, **self.options}
         inputs = Inputs(hidden, weight, labels, bias, options.pop("token_weight", None))
         found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
-        return Outcome(*(found[name] for name in Outcome._fields[:4]))
+        return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
 
 def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
