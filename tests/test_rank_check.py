@@ -15,6 +15,7 @@ import torch.distributed as dist
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import RankPool, run_ranks
+from tests.test_options import CHANGED
 
 T, H, V_ALL = 12, 8, 20
 BEGINS = "ranks must call alike: "
@@ -112,19 +113,9 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 NAMED = r"(?:^|; )(\S+(?: given)?) is "
 
-OPTIONS: dict[str, Any] = dict(
-    reduction="sum",
-    ignore_index=-1,
-    label_smoothing=0.1,
-    z_loss_weight=1e-4,
-    softcap=30.0,
-    logit_scale=0.5,
-    reduce_dhidden=False,
-    reduce_in_fp32=True,
-    filter_eps=2.0**-12,
-    schedule="recompute",
-    max_logits_bytes=1 << 20,
-)
+# Of these every rank names the value; others have consequences that come first.
+ALONE = {"vocab_size", "vocab_range", "sequence_parallel", "sequence_dim", "tp_invariant", "impl"}
+OPTIONS = {k: x for k, x in CHANGED.items() if k not in {*ALONE, "accumulate_dweight"}}
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
