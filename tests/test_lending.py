@@ -13,19 +13,13 @@ from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import Plan, plan
 from tests.parallel_problem import Problem, misses, on_threads
 from tests.problems import Upstream, both, check, make_inputs, pairwise, poisoned_memory
+from tests.test_plan import make
 
 sizes = st.integers(1, 60_000)
 
 
-def in_forward(T: int, V: int, H: int, budget: int | None = None, itemsize: int = 2) -> InForward:
-    chosen = plan(
-        T=T,
-        V=V,
-        itemsize=itemsize,
-        schedule="in_forward",
-        max_logits_bytes=budget,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
-    )
+def in_forward(T: int, V: int, H: int, budget: int | None = None) -> InForward:
+    chosen = make(T, V, 2, "in_forward", budget, H=H)
     assert isinstance(chosen, InForward)
     return chosen
 
