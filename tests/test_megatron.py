@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 def rank_largest(group: Any, sp: bool) -> None:
     fused_layer._WINDOW = 10  # several windows, the last one short
     layer = plugged(group.size(), sp).output_layer
+    layer.bias = torch.nn.Parameter(torch.randn(len(layer.weight)))
     hidden = torch.randn(S // (group.size() if sp else 1), 3, H)
     logits, gathered = layer(hidden)[0], layer(hidden, runtime_gather_output=True)[0]
     assert gathered.shape[-1] == VOCAB
