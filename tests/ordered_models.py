@@ -7,7 +7,7 @@ from torch import nn
 
 from flce_dist import VocabOrder, frequency_order
 from flce_dist.megatron import use_linear_cross_entropy
-from tests.megatron_models import VOCAB, as_megatron_has_it, build, build_another
+from tests.megatron_models import VOCAB, megatron
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -19,18 +19,17 @@ def order_of(vocab: int = VOCAB, seed: int = 0) -> VocabOrder:
 def models(tp: int, sp: bool, tied: bool, vocab: int = VOCAB, **options: Any) -> tuple[Any, Any]:
     """Models of the same weights, without an order and with one; the head has a bias."""
 
-    def with_bias(model: Any, **more: Any) -> Any:
-        layer = as_megatron_has_it(model).output_layer
+    def with_bias(**more: Any) -> Any:
+        layer = (model := megatron(tp, sp, tied)).output_layer
         bias = torch.randn(layer.output_size, generator=torch.Generator().manual_seed(3))
         layer.bias = nn.Parameter(bias.chunk(tp)[layer.tp_group.rank()].clone())
         return use_linear_cross_entropy(model, **options, **more)
 
-    plain = with_bias(build(tp, sp, tied, vocab)[0])
-    return plain, with_bias(build_another(tp, sp, tied, vocab), vocab_order=order_of(vocab))
+    return with_bias(), with_bias(vocab_order=order_of(vocab))
 
 
 def first_stage(tp: int) -> Any:
-    stage = as_megatron_has_it(build_another(tp, sp=False, tied=True))
+    stage = megatron(tp, sp=False, tied=True)
     stage.post_process = False
     del stage.output_layer
     return stage

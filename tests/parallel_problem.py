@@ -3,7 +3,7 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +16,8 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy
 from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.problems import forget_plans, without_infinities
+from tests.problems import Inputs, Upstream, forget_plans, run_reference, without_infinities
 
 
 class Outcome(NamedTuple):
@@ -81,12 +80,10 @@ class Problem:
     def textbook(self, dtype: torch.dtype) -> Outcome:
         """Loss and gradients of the reference in ``dtype``."""
         hidden, weight, bias, labels = self.tensors
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
-        loss, *_ = reference_linear_cross_entropy(
-            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=self.V_all, **self.options
-        )
-        loss.backward(self.upstream.to(loss.dtype))
-        return Outcome(loss.detach(), *gradients(leaves))
+        options = {"vocab_size": self.V_all, **self.options}
+        inputs = Inputs(hidden, weight, labels, bias, options.pop("token_weight", None))
+        found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
+        return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
 
 def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,25 +121,25 @@ def rank_step(
     *,
     call: Callable[..., Tensor] = linear_cross_entropy,
     upstream_factor: float = 1.0,
-    rows: tuple[int, int] | None = None,
-    labels: Tensor | None = None,
+    frozen: Collection[str] = (),
     **options: Any,
 ) -> Outcome:
-    """Loss and gradients of this rank's share of ``problem``."""
+    """Loss and gradients of this rank's share of ``problem``; zeros for operands in ``frozen``."""
     sequence_parallel = options.get("sequence_parallel", False)
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
-    leaves = [x.requires_grad_() for x in share[:3]]
+    leaves = [getattr(share, x).requires_grad_(x not in frozen) for x in share._fields[:3]]
     loss = call(
         leaves[0],
         leaves[1],
-        share.labels if labels is None else labels,
+        share.labels,
         bias=leaves[2],
         vocab_size=problem.V_all,
-        vocab_range=rows or share.vocab_range,
+        vocab_range=share.vocab_range,
         tp_group=group,
         **{**problem.options, **options},
     )
-    loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
+    if loss.requires_grad:
+        loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
     calls = tuple(getattr(group, "calls", ()))
     return Outcome(loss.detach(), *gradients(leaves), calls=calls)
 

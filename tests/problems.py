@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
@@ -268,14 +267,6 @@ def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -
     dweight is then dlogits, transposed.
     """
     return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
-
-
-def label_below(nats: float) -> Inputs:
-    """Tokens whose label lies ``nats`` below another column; the rescue begins at 50."""
-    z = torch.randn(8, 70, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(8)
-    z[F.one_hot((labels + 1) % 70, 70).bool()] = nats
-    return with_logits(z, labels)
 
 
 def every_other(x: Tensor, dim: int) -> Tensor:

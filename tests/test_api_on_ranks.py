@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import (
@@ -81,13 +81,6 @@ def test_triton_kernels_on_two_ranks(pools, schedule, sequence_parallel):
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
     ranks = pools[2].run(rank_step, problem, impl="triton", **options)
     assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
-
-
-def test_gloo_and_threads_agree(pools):
-    threads = on_threads(4, UNEVEN, sequence_parallel=True)
-    ranks = pools[4].run(rank_step, UNEVEN, sequence_parallel=True)
-    for a, b in zip(threads[:4], joined(ranks, sequence_parallel=True)[:4], strict=True):
-        torch.testing.assert_close(a, b)
 
 
 class TestGroups:
@@ -223,29 +216,6 @@ class TestUpstream:
         outcome = joined(ranks, sequence_parallel=False)
         assert all(not gradient.any() for gradient in outcome[1:4])
 
-    @pytest.mark.parametrize("schedule", SCHEDULES)
-    @pytest.mark.parametrize("sequence_parallel", [False, True])
-    def test_backward_twice_is_the_same_to_the_bit(self, sequence_parallel, schedule):
-        def rank(group):
-            hidden, weight, _, labels = EVEN.tensors
-            if sequence_parallel:
-                hidden = hidden.chunk(4)[group.rank()]
-            hidden = hidden.clone().requires_grad_()
-            shard = weight.chunk(4)[group.rank()].clone().requires_grad_()
-            loss = linear_cross_entropy(
-                hidden,
-                shard,
-                labels,
-                tp_group=group,
-                sequence_parallel=sequence_parallel,
-                schedule=schedule,
-            )
-            first = torch.autograd.grad(loss, (hidden, shard), retain_graph=True)
-            second = torch.autograd.grad(loss, (hidden, shard))
-            return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-        assert all(run_ranks(rank, 4))
-
 
 def scaled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
     return rank_step(group, problem, upstream_factor=float(group.rank() + 1), **options)
@@ -297,67 +267,13 @@ class TestDhidden:
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("schedule", SCHEDULES)
-    @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+    @pytest.mark.parametrize("frozen", [{"hidden"}, {"weight"}, {"hidden", "weight", "bias"}])
     def test_frozen_inputs(self, frozen, schedule, sequence_parallel):
-        def rank(group):
-            hidden, weight, _, labels = EVEN.tensors
-            if sequence_parallel:
-                hidden = hidden.chunk(2)[group.rank()]
-            hidden = hidden.clone().requires_grad_(frozen == "weight")
-            weight = weight.chunk(2)[group.rank()].clone().requires_grad_(frozen == "hidden")
-            loss = linear_cross_entropy(
-                hidden, weight, labels, tp_group=group, sequence_parallel=sequence_parallel,
-                schedule=schedule,
-            )  # fmt: skip
-            if frozen != "both":
-                loss.backward()
-            return hidden.grad, weight.grad
-
-        hidden, weight = (x.clone().requires_grad_() for x in EVEN.tensors[:2])
-        linear_cross_entropy(hidden, weight, EVEN.tensors[3]).backward()
-        assert hidden.grad is not None and weight.grad is not None
-        for r, (dhidden, dweight) in enumerate(run_ranks(rank, 2)):
-            expected = hidden.grad.chunk(2)[r] if sequence_parallel else hidden.grad
-            assert (dhidden is None) == (frozen != "weight")
-            assert (dweight is None) == (frozen != "hidden")
-            if dhidden is not None:
-                torch.testing.assert_close(dhidden, expected)
-            if dweight is not None:
-                torch.testing.assert_close(dweight, weight.grad.chunk(2)[r])
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_megatrons_layout_and_metrics(sequence_parallel):
-    """hidden [s / P, b, H], labels [s, b]; metrics whole and equal on every rank."""
-    s, b = 12, 2
-    hidden, weight, _, labels = EVEN.tensors
-
-    def step(local, shard, group, sp):
-        local, shard = local.clone().requires_grad_(), shard.clone().requires_grad_()
-        out = linear_cross_entropy_with_metrics(
-            local,
-            shard,
-            labels.view(s, b),
-            reduction="none",
-            tp_group=group,
-            sequence_parallel=sp,
-        )
-        (out.loss + out.entropy - 0.5 * out.lse + out.logprob).sum().backward()
-        return out, local.grad, shard.grad
-
-    def rank(group):
-        local, shard = hidden.view(s, b, -1), weight.chunk(4)[group.rank()]
-        if sequence_parallel:
-            local = local.chunk(4)[group.rank()]
-        return step(local, shard, group, sequence_parallel)
-
-    ranks = run_ranks(rank, 4)
-    one, dhidden, dweight = step(hidden.view(s, b, -1), weight, None, False)
-    for out, _, _ in ranks:
-        for name, ours, expected, first in zip(out._fields, out, one, ranks[0][0], strict=True):
-            assert ours.shape == (() if name in ("kept_share", "rank_one_mass") else (s, b))
-            assert torch.equal(ours, first)
-            torch.testing.assert_close(ours, expected)
-    shares = [d for _, d, _ in ranks]
-    torch.testing.assert_close(torch.cat(shares) if sequence_parallel else shares[0], dhidden)
-    torch.testing.assert_close(torch.cat([d for _, _, d in ranks]), dweight)
+        options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
+        ranks = run_ranks(lambda group: rank_step(group, EVEN, frozen=frozen, **options), 2)
+        expected = rank_step(None, EVEN)
+        outcome = joined(ranks, sequence_parallel=sequence_parallel)
+        for name in ("hidden", "weight", "bias"):
+            gradient = getattr(expected, f"d{name}")
+            wanted = torch.zeros_like(gradient) if name in frozen else gradient
+            torch.testing.assert_close(getattr(outcome, f"d{name}"), wanted)

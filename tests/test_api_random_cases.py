@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
+from tests.problems import METRICS, Inputs, Outcome, Upstream, run, run_reference
 
 # The same examples in every run, so that a failure is the fault of the change under test.
 SETTINGS: dict[str, Any] = dict(
@@ -127,68 +127,45 @@ class Whole:
         self.dloss = torch.randn((s, b) if drawn.reduction == "none" else (), generator=g)
         self.dmetrics = torch.randn(3, s, b, generator=g)
 
-    def textbook(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        hidden = self.hidden.to(dtype, copy=True).requires_grad_()
-        weight = self.weight.to(dtype, copy=True).requires_grad_()
-        bias = None if self.bias is None else self.bias.to(dtype, copy=True).requires_grad_()
-        out = reference_linear_cross_entropy(
-            hidden,
-            weight,
-            self.labels,
-            bias=bias,
-            token_weight=self.token_weight,
-            vocab_size=self.drawn.V_all,
-            reduction=self.drawn.reduction,
-            **dict(self.drawn.options),
-        )
-        return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
+    def upstream(self) -> Upstream:
+        metrics = dict(zip(METRICS, self.dmetrics, strict=True))
+        return Upstream(self.dloss, metrics if self.drawn.metric_gradients else None)
 
-    def rank(
-        self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu"
-    ) -> dict[str, Tensor]:
+    def options(self) -> dict[str, Any]:
+        drawn = self.drawn
+        known = {"vocab_size": drawn.V_all, "reduction": drawn.reduction}
+        return {**known, **dict(drawn.options)}
+
+    def textbook(self, dtype: torch.dtype) -> Outcome:
+        whole = Inputs(self.hidden, self.weight, self.labels, self.bias, self.token_weight)
+        return run_reference(whole.to(dtype), self.upstream(), **self.options())
+
+    def rank(self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu") -> Outcome:
         """Call the op on this rank's share, which is moved to ``device``."""
         drawn = self.drawn
         P, rank = (1, 0) if group is None else (group.size(), group.rank())
-        start, end = vocab_range(len(self.weight), rank, P)
-        hidden = self.hidden.to(device, copy=True)
-        hidden[~self.counted] = torch.nan
+        rows = vocab_range(len(self.weight), rank, P)
+        hidden = self.hidden.masked_fill(~self.counted[..., None], torch.nan)
         if drawn.sequence_parallel:
             hidden = hidden.tensor_split(P)[rank]
-        hidden = laid_out(hidden, drawn.layouts[0]).detach().requires_grad_()
-        weight = laid_out(self.weight[start:end].to(device), drawn.layouts[1])
-        weight = weight.detach().requires_grad_()
-        bias = None
-        if self.bias is not None:
-            bias = self.bias[start:end].to(device, copy=True).requires_grad_()
-        labels = self.labels.to(device, torch.int32 if drawn.int32_labels else torch.int64)
-        out = linear_cross_entropy_with_metrics(
-            hidden,
-            weight,
-            labels.t().contiguous().t(),
-            bias=bias,
-            token_weight=None if self.token_weight is None else self.token_weight.to(device),
-            vocab_size=drawn.V_all,
-            vocab_range=(start, end),
-            tp_group=group,
-            sequence_parallel=drawn.sequence_parallel,
-            impl=impl,  # type: ignore[arg-type]
-            reduction=drawn.reduction,  # type: ignore[arg-type]
-            **dict(drawn.options),
-            **dict(drawn.how),
-        )
-        return self.differentiate(out, [hidden, weight, *([] if bias is None else [bias])])
+        bias = None if self.bias is None else self.bias[slice(*rows)]
+        share = Inputs(hidden, self.weight[slice(*rows)], self.labels, bias, self.token_weight)
 
-    def differentiate(self, out: tuple[Tensor, ...], leaves: list[Tensor]) -> dict[str, Tensor]:
-        results = dict(zip(("loss", "lse", "logprob", "entropy", "correct"), out, strict=False))
-        roots, upstream = [out[0]], [self.dloss]
-        if self.drawn.metric_gradients:
-            roots += out[1:4]
-            upstream += self.dmetrics.unbind()
-        torch.autograd.backward(roots, [g.to(x) for g, x in zip(upstream, roots, strict=True)])
-        for name, leaf in zip(GRADIENTS, leaves, strict=False):
-            assert leaf.grad is not None
-            results[name] = leaf.grad
-        return {name: x.detach().cpu() for name, x in results.items()}
+        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
+            labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64)
+            return linear_cross_entropy_with_metrics(
+                laid_out(hidden, drawn.layouts[0]),
+                laid_out(weight, drawn.layouts[1]),
+                labels.t().contiguous().t(),
+                vocab_range=rows,
+                tp_group=group,
+                sequence_parallel=drawn.sequence_parallel,
+                **keywords,
+            )
+
+        options = {**self.options(), **dict(drawn.how), "impl": impl}
+        results = run(call, share.to(torch.device(device)), self.upstream(), **options)
+        return {name: x.cpu() for name, x in results.items()}
 
     def scales(self) -> dict[str, float]:
         """RMS of the gradients if nothing cancelled, to which rounding errors are relative."""

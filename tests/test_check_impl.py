@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,49 +34,33 @@ except NotImplementedError as error:
     )
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (12, 0)])
-def test_triton_on_older_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Volta and Turing are refused by name; the device is asked once, not in every call."""
-    asked = []
-
-    def get_device_capability(device: torch.device) -> tuple[int, int]:
-        asked.append(device)
-        return capability
-
+@pytest.mark.parametrize(
+    ("capability", "hip", "message"),
+    [
+        ((7, 0), None, "needs compute capability 8.0 or newer, cuda:1 has 7.0: use impl='eager'"),
+        ((7, 5), None, "needs compute capability 8.0 or newer, cuda:1 has 7.5: use impl='eager'"),
+        ((8, 0), None, ""),
+        ((12, 0), None, ""),
+        ((9, 4), "6.4.43484", "ROCm 6.4.43484: use impl='eager'"),  # an MI300 is no Hopper
+    ],
+)
+def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypatch: Any) -> None:
+    """Volta, Turing and AMD are refused by name; the device is asked once, not in every call."""
+    get_device_capability = mock.Mock(return_value=capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(torch.version, "hip", hip)
     checks._capability.cache_clear()
-    hidden: Any = SimpleNamespace(
-        dtype=torch.bfloat16, is_cuda=True, device=torch.device("cuda", 1)
-    )
+    device = torch.device("cuda", 1)
+    hidden: Any = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=device)
     for _ in range(2):
-        if capability >= (8, 0):
-            checks.check_impl("triton", hidden)
-            continue
-        major, minor = capability
-        message = (
-            "impl='triton' needs compute capability 8.0 or newer, cuda:1 has "
-            f"{major}.{minor}: use impl='eager'"
-        )
-        with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-            checks.check_impl("triton", hidden)
         checks.check_impl("eager", hidden)
-    assert asked == [torch.device("cuda", 1)]
-    checks._capability.cache_clear()
-
-
-def test_triton_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MI300 is a "cuda" device of capability 9.4, and no Hopper."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
-    checks._capability.cache_clear()
-    hidden: Any = SimpleNamespace(
-        dtype=torch.bfloat16, is_cuda=True, device=torch.device("cuda", 0)
-    )
-    with pytest.raises(NotImplementedError, match=r"ROCm 6\.4\.43484: use impl='eager'$"):
-        checks.check_impl("triton", hidden)
-    checks.check_impl("eager", hidden)
+        if message:
+            with pytest.raises(NotImplementedError, match=f"{re.escape(message)}$"):
+                checks.check_impl("triton", hidden)
+        else:
+            checks.check_impl("triton", hidden)
+    assert get_device_capability.call_count == (hip is None)
     checks._capability.cache_clear()
 
 

@@ -18,7 +18,8 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
-from tests.problems import pairwise
+from tests.parallel_problem import UNEVEN, Outcome, Problem, rank_step
+from tests.problems import SCHEDULES, pairwise
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -148,66 +149,55 @@ def test_opcheck(schedule, reduction, with_metrics, dtype):
     opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
-def sharded_step(
-    group: dist.ProcessGroup, sequence_parallel: bool, as_dtensors: bool, compiled: bool
-) -> list[Tensor]:
+def compiled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+    torch._dynamo.reset()
+    call = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    return rank_step(group, problem, call=call, **options)
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        (UNEVEN, {}),
+        (UNEVEN, {"sequence_parallel": True}),
+        *((Problem(V_all=1), {"schedule": schedule}) for schedule in SCHEDULES),  # rank 1 has none
+    ],
+    ids=str,
+)
+def test_two_ranks(ranks, problem, options):
+    pairs = (ranks.run(step, problem, **options) for step in (compiled_step, rank_step))
+    for ours, expected in zip(*pairs, strict=True):
+        assert all(map(torch.equal, ours[:4], expected[:4]))
+
+
+def dtensor_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool) -> list[Tensor]:
     torch._dynamo.reset()
     hidden, weight, _, labels = inputs(8)
-    hidden, labels = hidden[0].detach(), labels[0]
-    rank = group.rank()
+    mesh, split = DeviceMesh.from_group(group, "cpu"), Shard(0)
+    hidden, shard = hidden[0].detach(), weight.detach().chunk(2)[group.rank()]
     if sequence_parallel:
-        hidden = hidden.chunk(2)[rank]
-    hidden = hidden.clone().requires_grad_()
-    shard = weight.detach().chunk(2)[rank].clone().requires_grad_()
-    if as_dtensors:
-        mesh, split = DeviceMesh.from_group(group, "cpu"), Shard(0)
-        hidden = DTensor.from_local(hidden, mesh, [split if sequence_parallel else Replicate()])
-        shard = DTensor.from_local(shard, mesh, [split])
+        hidden = hidden.chunk(2)[group.rank()]
+    leaves: Any = (
+        DTensor.from_local(hidden, mesh, [split if sequence_parallel else Replicate()]),
+        DTensor.from_local(shard, mesh, [split]),
+    )
+    leaves = [x.requires_grad_() for x in leaves]
 
     def step(hidden, shard):
         return linear_cross_entropy(
-            hidden, shard, labels, tp_group=group, sequence_parallel=sequence_parallel
+            hidden, shard, labels[0], tp_group=group, sequence_parallel=sequence_parallel
         )
 
     run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-    loss = run(hidden, shard)
-    gradients = torch.autograd.grad(loss, (hidden, shard))
-    return [loss.detach(), *(local_part(gradient)[0] for gradient in gradients)]
+    loss = run(*leaves)
+    return [loss.detach(), *(local_part(x)[0] for x in torch.autograd.grad(loss, leaves))]
 
 
-def rankless_step(group: dist.ProcessGroup, schedule: Any, compiled: bool) -> list[Tensor]:
-    """The second rank holds no row of the vocabulary."""
-    torch._dynamo.reset()
-    hidden, whole, _, labels = inputs(8)
-    bounds = (0, V) if group.rank() == 0 else (V, V)
-    shard = whole.detach()[bounds[0] : bounds[1]].clone().requires_grad_()
-
-    def step(hidden, shard):
-        return linear_cross_entropy(
-            hidden,
-            shard,
-            labels,
-            vocab_size=V,
-            vocab_range=bounds,
-            tp_group=group,
-            schedule=schedule,
-        )
-
-    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-    return list(torch.autograd.grad(run(hidden, shard), (hidden, shard)))
-
-
-def test_two_ranks(ranks):
-    for schedule in ("recompute", "cached", "in_forward"):
-        compiled = ranks.run(rankless_step, schedule, True)
-        plain = ranks.run(rankless_step, schedule, False)
-        for ours, expected in zip(compiled, plain, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-    for sequence_parallel, as_dtensors in itertools.product((False, True), repeat=2):
-        compiled = ranks.run(sharded_step, sequence_parallel, as_dtensors, True)
-        plain = ranks.run(sharded_step, sequence_parallel, False, False)
-        for ours, expected in zip(compiled, plain, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_with_dtensors(ranks, sequence_parallel):
+    pairs = (ranks.run(dtensor_step, sequence_parallel, compiled) for compiled in (True, False))
+    for ours, expected in zip(*pairs, strict=True):
+        assert all(map(torch.equal, ours, expected))
 
 
 def two_heads_step(group: dist.ProcessGroup, backend: str, swapped: int | None) -> list[Tensor]:
@@ -250,18 +240,3 @@ def test_two_heads_in_one_graph_with_uneven_shards(ranks, backend, swapped):
     parts = zip(*ranks.run(two_heads_step, backend, swapped), strict=True)
     for ours, right in zip(parts, expected, strict=True):
         assert (relative_rms(torch.cat(ours), right) < 1e-5) == (swapped is None)
-
-
-def test_the_comparison_notices_a_wrong_gradient(monkeypatch):
-    """The operator returns half of dweight, so the compiled call must differ."""
-    from flce_dist.op import compiled as op
-
-    def halved(*args: Any, **options: Any) -> Any:
-        dhidden, dweight, dbias = run_backward(*args, **options)
-        return dhidden, dweight / 2, dbias
-
-    run_backward: Any = op.run_backward
-    monkeypatch.setattr(op, "run_backward", halved)
-    compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
-    ours, expected = results(compiled, 9, {}), results(plain_loss, 9, {})
-    assert relative_rms(ours[2], expected[2]) == pytest.approx(0.5)

@@ -1,18 +1,15 @@
 """Lines of Megatron's contract for an output layer, on the installed megatron-core; the table."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
 from flce_dist.testing import RankPool
-from tests.contract.compare import LINES, Outcome, decide
+from tests.contract.compare import LINES, compare
 from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
 from tests.contract.table import PAGE, RESULTS, with_table
@@ -33,102 +30,24 @@ def test_a_line_of_the_contract(pools: dict[int, RankPool], at: Setting, title: 
     assert one.result in ("pass", "n/a"), one.reason
 
 
-# --- mistakes show
-
-
-@contextmanager
-def patched(owner: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """In ranks that other tests use, too."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: wrong(original, *args, **kwargs))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def dropped(opened: Any, self: Any, operand: Tensor) -> tuple[Tensor, bool]:
-    main_grad, adds = opened(self, operand)
-    return torch.zeros_like(main_grad), adds
-
-
-def overwritten(opened: Any, self: Any, operand: Tensor) -> tuple[Tensor, bool]:
-    return opened(self, operand)[0], False
-
-
-def returned_too(closed: Any, self: Any, dweight: Tensor) -> Tensor | None:
-    self.weight.grad_added_to_main_grad = False
-    return dweight.clone()
-
-
-def unflagged(closed: Any, self: Any, dweight: Tensor) -> Tensor | None:
-    result = closed(self, dweight)
-    self.weight.grad_added_to_main_grad = False
-    return result
-
-
-def shifted(token_loss: Any, self: Any, hidden: Tensor, weight: Tensor, *rest: Any, **kw: Any):
-    """The vocabulary's rows are one off."""
-    return token_loss(self, hidden, weight.roll(1, 0), *rest, **kw)
-
-
-def smoothed(token_loss: Any, self: Any, *args: Any, **kwargs: Any):
-    return token_loss(self, *args, label_smoothing=1e-3, **kwargs)
-
-
-def always_lazy(answer: Any, self: Any, *args: Any) -> Any:
-    self.is_lazy = args[-1] is None
-    return answer(self, *args)
-
-
-MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "dropped": ("MainGrad.opened", dropped),
-    "overwritten": ("MainGrad.opened", overwritten),
-    "added twice": ("MainGrad.closed", returned_too),
-    "not flagged": ("MainGrad.closed", unflagged),
-    "shifted": ("FusedLayer.token_loss", shifted),
-    "smoothed": ("FusedLayer.token_loss", smoothed),
-    "always lazy": ("FusedLayer.answer", always_lazy),
-}
-
-
-def decide_mistaken(group: Any, mistake: str, title: str) -> Outcome:
-    from flce_dist.megatron import fused_layer
-    from flce_dist.op.main_grad import MainGrad
-
-    place, wrong = MISTAKES[mistake]
-    class_name, method = place.split(".")
-    owner = MainGrad if class_name == "MainGrad" else getattr(fused_layer, class_name)
-    with patched(owner, method, wrong):
-        try:
-            return decide(group, title, Setting(2, True))
-        except AttributeError as no_logits:
-            return Outcome("fail", reason=str(no_logits))
-
-
-FIRST = "loss of each token, every gradient"
-FUSED = "fusion: fp32 main_grad, three microbatches"
-DUMMIES = "fusion: flag, dummy gradient, captured main_grad"
-
-
 @pytest.mark.parametrize(
-    "mistake, title, seen",
+    ("wrong", "message"),
     [
-        ("dropped", FUSED, "output_layer.weight"),
-        ("overwritten", FUSED, "output_layer.weight"),
-        ("overwritten", DUMMIES, "flagged"),
-        ("added twice", FUSED, "output_layer.weight"),
-        ("not flagged", FUSED, "grad_added_to_main_grad"),
-        ("not flagged", DUMMIES, "flag"),
-        ("shifted", FIRST, "loss"),
-        ("shifted", "bf16 parameters", "loss"),
-        ("smoothed", FIRST, "loss"),
-        ("always lazy", "labels=None: real logits, of this rank or gathered", "no logits"),
+        (1.001 * torch.ones(3), "x: relative error"),
+        (torch.zeros(3), "x: relative error"),
+        (torch.ones(3).bfloat16(), "x: torch.bfloat16"),
+        (True, "x: True for a tensor"),
+        (None, r"\['x'\]"),
     ],
 )
-def test_a_mistake_shows(pools: dict[int, RankPool], mistake: str, title: str, seen: str) -> None:
-    found = pools[4].run(decide_mistaken, mistake, title)
-    assert any(one.result == "fail" and seen in one.reason for one in found), found
+def test_a_difference_shows(wrong: Any, message: str) -> None:
+    ours = {} if wrong is None else {"x": wrong}
+    with pytest.raises(AssertionError, match=message):
+        compare(ours, {"x": torch.ones(3)}, 1e-5)
+    with pytest.raises(AssertionError, match="zeros compare nothing"):
+        compare({"x": torch.zeros(3)}, {"x": torch.zeros(3)}, 1e-5)
+    with pytest.raises(AssertionError, match="flag: False for True"):
+        compare({"flag": False}, {"flag": True}, 1e-5)
 
 
 # --- the table

@@ -43,15 +43,3 @@ def test_links_resolve() -> None:
 
 def test_results_are_cited() -> None:
     assert uncited_results(ROOT.resolve()) == set()
-
-
-def test_what_is_wrong_is_found(tmp_path: Path) -> None:
-    results = tmp_path / "docs" / "results"
-    results.mkdir(parents=True)
-    (results / "cited.json").touch()
-    (results / "uncited.json").touch()
-    (tmp_path / "docs" / "page.md").write_text(
-        "# One `page`\n[1](results/cited.json) [2](#one-page) [3](#two) [4](none.md) [5](https://x)"
-    )
-    assert broken_links(tmp_path) == ["page.md: page.md#two", "page.md: none.md#"]
-    assert uncited_results(tmp_path.resolve()) == {(results / "uncited.json").resolve()}

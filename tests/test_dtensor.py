@@ -264,29 +264,3 @@ def autocast_rank(group: dist.ProcessGroup) -> list[Tensor]:
 def test_autocast_as_of_plain_tensors(pools):
     for loss, dweight, plain_loss, plain_dweight in pools[2].run(autocast_rank):
         assert torch.equal(loss, plain_loss) and torch.equal(dweight, plain_dweight)
-
-
-# --- mutations
-
-
-def mutated_rank(group: dist.ProcessGroup, name: str, instead: Any) -> str:
-    real = DTensor.to_local
-
-    def to_local(self: DTensor, *, grad_placements: Any = None) -> Tensor:
-        wrong = self.shape == (UNEVEN.T, UNEVEN.H) if name == "hidden" else self.shape[0] == 507
-        return real(self, grad_placements=[instead] if wrong else grad_placements)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DTensor, "to_local", to_local)
-        try:
-            step_rank(group, (2,), UNEVEN, ALL)
-        except (AssertionError, RuntimeError) as error:
-            return type(error).__name__
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"), [("hidden", Partial()), ("weight", WHOLE), ("weight", Partial())]
-)
-def test_mutation_a_gradient_of_another_placement_is_noticed(pools, name, instead):
-    assert "nothing" not in pools[2].run(mutated_rank, name, instead)

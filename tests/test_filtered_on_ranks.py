@@ -3,8 +3,6 @@
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
-from collections import defaultdict
-from threading import get_ident
 from typing import Any
 
 import pytest
@@ -153,11 +151,11 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
     from flce_dist.kernels import eager_filter
     from flce_dist.op.gradients import Gradients
 
-    seen = defaultdict[int, list[str]](list)  # by the thread of a rank
+    seen: dict[int, list[str]] = {0: [], 1: []}
 
     def noting(name: str) -> Any:
         def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-            seen[get_ident()].append(name)
+            seen[dist.get_rank()].append(name)
             return original(*args, **kwargs)
 
         return call
@@ -167,10 +165,9 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
         (Gradients, "finish_dhidden"),
     ):  # fmt: skip
         mutate(owner, name, noting(name))
-    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(1100, 8)
-    weight.requires_grad_()
 
     def step(group: dist.ProcessGroup) -> None:
+        hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (200, 1100))
         linear_cross_entropy(
             hidden, weight, torch.arange(200), tp_group=group, filter_eps=EPS,
             max_logits_bytes=200 * 4 * 300,
@@ -179,22 +176,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
     run_ranks(step, 2)
     a_round = ["add_kept_dhidden", "kept_dweight"]
     expected = [*a_round * 2, "add_kept_dhidden", "finish_dhidden", "kept_dweight"]
-    assert list(seen.values()) == [expected] * 2
-
-
-def test_a_shard_with_an_lse_of_its_own_is_found(mutate: Patch) -> None:
-    """Each rank's own lse would make its probabilities too large."""
-    problem, ranges = problem_of(), CUTS["2 ranks"]
-    wanted = filtered_gradients(problem, EPS, shard_starts=[0, 768])
-
-    def locally(original: Any, logits: Any, tiles: Tensor, stats: Any, eps: float) -> Any:
-        return original(logits, tiles, stats._replace(others=stats.others / 2), eps)
-
-    from flce_dist.kernels import eager_filter
-
-    mutate(eager_filter, "kept_tiles", locally)
-    actual = joined(problem, ranges)
-    assert relative_rms(actual["dhidden"], wanted["dhidden"]) > 1e-3
+    assert seen == {0: expected, 1: expected}
 
 
 # --- torch.compile, main_grad
@@ -251,24 +233,3 @@ def test_dweight_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
     rounding = torch.finfo(main_dtype).eps * before.float().norm() / wanted.norm()
     assert relative_rms(added, wanted) <= 0.005 + float(rounding)
     assert torch.equal(weight.main_grad[1200:], before[1200:])
-
-
-def test_only_the_gradients_that_are_needed() -> None:
-    problem = zipf_inputs(200, 600, 8, bias=True)
-    whole = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
-    for name in ("hidden", "weight", "bias"):
-        leaves: Any = {n: getattr(problem, n).clone() for n in ("hidden", "weight", "bias")}
-        leaves[name].requires_grad_()
-        linear_cross_entropy(labels=problem.labels, filter_eps=EPS, **leaves).backward()
-        assert torch.equal(leaves[name].grad, whole[f"d{name}"])
-
-
-def test_a_retained_graph_gives_the_same_gradients_again() -> None:
-    problem = zipf_inputs(200, 600, 8)
-    problem.hidden.requires_grad_()
-    problem.weight.requires_grad_()
-    loss = linear_cross_entropy(problem.hidden, problem.weight, problem.labels, filter_eps=EPS)
-    leaves = [problem.hidden, problem.weight]
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    for one, other in zip(first, torch.autograd.grad(loss, leaves), strict=True):
-        assert torch.equal(one, other)

@@ -7,27 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist import linear_cross_entropy
-from flce_dist.op import gradients, lending
+from flce_dist.op import lending
 from flce_dist.op import plan as planning
 from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import Plan, plan
-from flce_dist.testing import relative_rms
 from tests.parallel_problem import Problem, misses, on_threads
 from tests.problems import Upstream, both, check, make_inputs, pairwise, poisoned_memory
+from tests.test_plan import make
 
 sizes = st.integers(1, 60_000)
 
 
-def in_forward(T: int, V: int, H: int, budget: int | None = None, itemsize: int = 2) -> InForward:
-    chosen = plan(
-        T=T,
-        V=V,
-        itemsize=itemsize,
-        schedule="in_forward",
-        max_logits_bytes=budget,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)),
-    )
+def in_forward(T: int, V: int, H: int, budget: int | None = None) -> InForward:
+    chosen = make(T, V, 2, "in_forward", budget, H=H)
     assert isinstance(chosen, InForward)
     return chosen
 
@@ -53,32 +45,11 @@ def test_no_window_is_overwritten_before_it_was_used(T, V, H, budget):
     assert done == sum(columns for columns, _ in chosen.lending) <= chosen.cached_v <= V
 
 
-def test_a_chunk_that_fits_borrows_nothing():
-    assert not in_forward(8192, 16032, 4096).lending
-
-
 def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
     chosen = in_forward(8192, 128256, 4096)
     assert chosen.lending and len(chosen.chunks()) == 1
     assert chosen.logits_bytes <= 1 << 30 and chosen.cached_v == 128256
     assert len(chosen.lending) == 5
-
-
-def test_more_tokens_take_few_chunks():
-    """The first is longer if that saves a chunk; the others are as long as the budget allows."""
-    chosen = in_forward(16384, 128256, 4096)
-    assert chosen.chunks() == [(0, 8192), (8192, 12288), (12288, 16384)]
-
-
-def test_a_chunk_borrows_only_where_that_spares_one():
-    """32768 tokens, a quarter of the rows: two chunks of half the tokens fit without borrowing."""
-    chosen = in_forward(32768, 32064, 4096)
-    assert chosen.chunks() == [(0, 16384), (16384, 32768)] and not chosen.lending
-
-
-def test_without_dweight_there_is_nothing_to_borrow():
-    chosen = plan(T=8192, V=128256, itemsize=2, schedule="in_forward", max_logits_bytes=None)
-    assert isinstance(chosen, InForward) and not chosen.lending and len(chosen.chunks()) > 1
 
 
 @pytest.fixture
@@ -166,25 +137,3 @@ def test_every_rank_borrows_from_its_own_shard(
     )
     assert misses(outcome, problem) == []
     assert all(chosen.lending for chosen in small_windows)
-
-
-def test_windows_in_the_wrong_order_would_show(small_windows, monkeypatch):
-    """From last to first, a window is overwritten before it is used."""
-    inputs = make_inputs(70, 150, 32, bias=False)
-
-    def dweight():
-        weight = inputs.weight.clone().requires_grad_()
-        loss = linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels,
-            schedule="in_forward", max_logits_bytes=70 * 96 * 4,
-        )  # fmt: skip
-        loss.backward()
-        return weight.grad
-
-    def backwards(call, cache):
-        return original(call, cache)[::-1]
-
-    right = dweight()
-    original = gradients.split_columns
-    monkeypatch.setattr(gradients, "split_columns", backwards)
-    assert relative_rms(dweight(), right) > 0.1

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
+from flce_dist import check_ranks, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
 from flce_dist.op import compiled, plan
-from flce_dist.op.main_grad import MainGrad
 from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget, relative_rms
@@ -24,7 +23,6 @@ from tests.problems import (
     SCHEDULES,
     H,
     Inputs,
-    Patch,
     T,
     Upstream,
     V,
@@ -77,11 +75,17 @@ def parameter(inputs: Inputs, dtype: torch.dtype = torch.float32, *, flag: bool 
     return weight
 
 
+def loss_of(inputs: Inputs, weight: Any, hidden: Tensor | None = None, **options: Any) -> Tensor:
+    """The loss with fusion, of these hidden states or those of ``inputs``."""
+    keywords = {"vocab_size": REAL, "bias": inputs.bias, "accumulate_dweight": True, **options}
+    hidden = inputs.hidden if hidden is None else hidden
+    return linear_cross_entropy(hidden, weight, inputs.labels, **keywords)
+
+
 def step(inputs: Inputs, weight: Any, **options: Any) -> Tensor:
     """Forward and backward with fusion; returns dhidden."""
     hidden = inputs.hidden.clone().requires_grad_()
-    keywords = {"vocab_size": REAL, "bias": inputs.bias, "accumulate_dweight": True, **options}
-    linear_cross_entropy(hidden, weight, inputs.labels, **keywords).backward()
+    loss_of(inputs, weight, hidden, **options).backward()
     assert hidden.grad is not None
     return hidden.grad
 
@@ -109,7 +113,10 @@ def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name):
     given, options = problem(dtype), {"vocab_size": REAL, "reduction": "sum", **OPTIONS[name]}
     inputs = given.to(device_of(impl))
     weight = parameter(inputs, main)
-    step(inputs, weight, impl=impl, schedule=schedule, **options)
+    dhidden = step(inputs, weight, impl=impl, schedule=schedule, **options)
+    plain = nn.Parameter(inputs.weight.clone())
+    alone = step(inputs, plain, impl=impl, schedule=schedule, accumulate_dweight=False, **options)
+    assert torch.equal(dhidden, alone)
     truth = run_reference(given.to(torch.float64), Upstream(), **options)["dweight"]
     eager = run_reference(given, Upstream(), **options)["dweight"]
     before = weight.before.cpu()
@@ -141,16 +148,6 @@ def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
 
 
 @each_schedule
-@pytest.mark.parametrize("impl", ["eager", "triton"])
-def test_loss_and_dhidden_are_those_without(impl, schedule):
-    inputs = problem(torch.bfloat16).to(device_of(impl))
-    options = {"impl": impl, "schedule": schedule}
-    fused = step(inputs, parameter(inputs), **options)
-    plain = step(inputs, nn.Parameter(inputs.weight.clone()), accumulate_dweight=False, **options)
-    assert torch.equal(fused, plain)
-
-
-@each_schedule
 def test_several_chunks_windows_and_microbatches(schedule, monkeypatch):
     monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
     monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
@@ -161,162 +158,6 @@ def test_several_chunks_windows_and_microbatches(schedule, monkeypatch):
         step(inputs, weight, **options)
     forget_plans()
     assert_added(weight, unfused(inputs, schedule=schedule), times=3)
-
-
-@each_schedule
-def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
-    inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
-    keywords: dict[str, Any] = {
-        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
-    }  # fmt: skip
-    losses = [
-        linear_cross_entropy(inputs.hidden, weight, inputs.labels, **keywords) for _ in range(2)
-    ]
-    total = losses[0] + 2 * losses[1]
-    total.backward(retain_graph=True)
-    assert_added(weight, dweight, times=3)
-    total.backward()
-    assert_added(weight, dweight, times=6)
-
-
-@each_schedule
-def test_a_backward_in_two_executions_adds_once(schedule):
-    """Zero-bubble pipelines ask for the input's gradient first and for the weight's later."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
-    expected = step(inputs, parameter(inputs), schedule=schedule)
-    keywords: dict[str, Any] = {
-        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
-    }  # fmt: skip
-    hidden = inputs.hidden.clone().requires_grad_()
-    loss = linear_cross_entropy(1.0 * hidden, weight, inputs.labels, **keywords)
-    (dhidden,), groups = stage_backward_input([loss], None, [hidden], iter([weight]))
-    assert dhidden is not None and torch.equal(dhidden, expected)
-    assert torch.equal(weight.main_grad, weight.before) and not weight.grad_added_to_main_grad
-    try:
-        stage_backward_weight(iter([weight]), groups)
-    except RuntimeError as error:
-        if "_input_metadata" not in str(error):
-            raise
-        pytest.skip(f"these pipelines of torch {torch.__version__} take no autograd.Function")
-    assert_added(weight, dweight)
-    assert weight.grad_added_to_main_grad
-
-
-@each_schedule
-def test_only_a_backward_that_asks_for_weight_adds(schedule):
-    inputs = problem()
-    weight, dweight = parameter(inputs, flag=False), unfused(inputs, schedule=schedule)
-    hidden = inputs.hidden.clone().requires_grad_()
-    keywords: dict[str, Any] = {"bias": inputs.bias, "schedule": schedule}
-    loss = linear_cross_entropy(
-        hidden, weight, inputs.labels, vocab_size=REAL, accumulate_dweight=True, **keywords
-    )
-    torch.autograd.grad(loss, hidden, retain_graph=True)
-    loss.backward(inputs=[hidden], retain_graph=True)
-    assert torch.equal(weight.main_grad, weight.before)
-    torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)
-    assert_added(weight, dweight)
-    loss.backward(inputs=[weight])
-    assert_added(weight, dweight, times=2)
-
-
-def test_the_gradient_in_its_place():
-    inputs = problem(torch.bfloat16)
-    weight = parameter(inputs)
-    step(inputs, weight)
-    assert weight.grad_added_to_main_grad is True
-    assert weight.grad.dtype == torch.bfloat16 and weight.grad.shape == weight.main_grad.shape
-    assert weight.grad.is_contiguous() and not weight.grad.any()
-    bare = parameter(inputs, flag=False)
-    step(inputs, bare)
-    assert bare.grad is None and not hasattr(bare, "grad_added_to_main_grad")
-    assert torch.equal(bare.main_grad, weight.main_grad)
-
-
-@each_schedule
-def test_the_buffer_of_forward_is_the_one(schedule):
-    inputs = problem()
-    weight, other = parameter(inputs), torch.zeros(V, H)
-    captured = weight.main_grad
-    loss = linear_cross_entropy(
-        inputs.hidden, weight, inputs.labels, bias=inputs.bias, vocab_size=REAL,
-        accumulate_dweight=True, schedule=schedule,
-    )  # fmt: skip
-    weight.main_grad = other
-    loss.backward()
-    assert weight.main_grad is captured and not other.any()
-    assert_added(weight, unfused(inputs))
-
-
-@each_schedule
-@pytest.mark.parametrize("overwrite", [None, True, False])
-def test_a_buffer_that_is_made_in_backward(schedule, overwrite):
-    """As with Megatron-FSDP; what is overwritten may hold anything, padding included."""
-    inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs)
-    made, before = weight.main_grad, weight.before
-    weight.main_grad = None
-    calls: list[None] = []
-
-    def get_main_grad() -> Tensor:
-        calls.append(None)
-        return made
-
-    weight.get_main_grad = get_main_grad
-    if overwrite is not None:
-        weight.overwrite_main_grad = overwrite
-    if overwrite is not False:
-        made.fill_(float("nan"))
-        before.zero_()
-    hidden = inputs.hidden.clone().requires_grad_()
-    keywords: dict[str, Any] = {
-        "vocab_size": REAL, "bias": inputs.bias, "schedule": schedule, "accumulate_dweight": True
-    }  # fmt: skip
-    losses = [linear_cross_entropy(hidden, weight, inputs.labels, **keywords) for _ in range(2)]
-    assert not calls
-    torch.stack(losses).sum().backward()
-    assert weight.main_grad is made
-    assert_added(weight, dweight, times=2)
-    step(inputs, weight, schedule=schedule)
-    assert_added(weight, dweight, times=3 if overwrite is False else 1)
-
-
-def test_frozen_and_detached_weights_leave_main_grad_alone():
-    inputs = problem()
-    weight = parameter(inputs)
-    step(inputs, weight.detach())
-    weight.requires_grad_(False)
-    step(inputs, weight)
-    with torch.no_grad():
-        linear_cross_entropy(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
-    assert torch.equal(weight.main_grad, weight.before)
-    assert weight.grad is None and weight.grad_added_to_main_grad is False
-
-
-def test_autocast_adds_to_the_main_grad_of_the_fp32_weight():
-    inputs = problem()
-    weight = parameter(inputs)
-    keywords: dict[str, Any] = {"bias": inputs.bias, "vocab_size": REAL}
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **keywords
-        )
-    loss.backward()
-    change = weight.main_grad - weight.before
-    assert relative_rms(change, unfused(inputs)) < 0.02
-    assert weight.grad.dtype == torch.float32 and not weight.grad.any()
-
-
-def test_the_module_takes_it():
-    inputs = problem()
-    head: Any = LinearCrossEntropy(H, V, accumulate_dweight=True)
-    head.weight.main_grad = torch.zeros(V, H)
-    head(inputs.hidden, inputs.labels).backward()
-    assert head.weight.grad is None and head.weight.main_grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -361,19 +202,16 @@ def test_columns_beside_main_grad_are_left_alone(impl, options):
 # --- refusals
 
 
-def refused(weight: Any, error: type[Exception], match: str, **options: Any) -> None:
+def refused(weight: Any, match: str) -> None:
     inputs = problem()
-    with pytest.raises(error, match=match):
-        linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options
-        )
-    with pytest.raises(error, match=match):
-        check_ranks(inputs.hidden, weight, inputs.labels, accumulate_dweight=True, **options)
+    for call in (linear_cross_entropy, check_ranks):
+        with pytest.raises(ValueError, match=match):
+            call(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
 
 
 def test_a_wrong_main_grad_is_refused():
     inputs = problem()
-    refused(nn.Parameter(inputs.weight), ValueError, "must have an attribute main_grad")
+    refused(nn.Parameter(inputs.weight), "must have an attribute main_grad")
     with FakeTensorMode():
         elsewhere = torch.zeros(V, H, device="cuda")
     wrong = {
@@ -391,7 +229,7 @@ def test_a_wrong_main_grad_is_refused():
     for match, main_grad in wrong.items():
         weight: Any = nn.Parameter(inputs.weight)
         weight.main_grad = main_grad
-        refused(weight, ValueError, match)
+        refused(weight, match)
 
 
 def test_compiled_code_refuses():
@@ -402,35 +240,3 @@ def test_compiled_code_refuses():
     arguments = Arguments(inputs.hidden, weight, inputs.labels, None, None, options, None)
     with pytest.raises(NotImplementedError, match=r"not supported under torch\.compile"):
         compiled.apply(arguments, [True, True, False])
-
-
-# --- mistakes that these comparisons notice
-
-
-@pytest.mark.parametrize("mistake", ["dropped", "twice", "overwritten", "padding"])
-def test_a_mistake_shows(mistake: str, mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs, schedule="recompute")
-
-    def add_matmul(
-        original: Any, acc: Tensor, a: Tensor, b: Tensor, *, first: bool, **kwargs: Any
-    ) -> None:
-        if acc.untyped_storage().data_ptr() != weight.main_grad.untyped_storage().data_ptr():
-            original(acc, a, b, first=first)
-            return
-        for _ in range({"dropped": 0, "twice": 2}.get(mistake, 1)):
-            original(acc, a, b, first=first or mistake == "overwritten")
-
-    mutate(gemm, "add_matmul", add_matmul)
-    if mistake == "padding":
-        opened = MainGrad.opened
-
-        def clears(self: MainGrad, operand: Tensor) -> tuple[Tensor, bool]:
-            main_grad, accumulates = opened(self, operand)
-            main_grad[REAL:] = 0.0
-            return main_grad, accumulates
-
-        monkeypatch.setattr(MainGrad, "opened", clears)
-    step(inputs, weight, schedule="recompute")
-    with pytest.raises(AssertionError):
-        assert_added(weight, dweight)

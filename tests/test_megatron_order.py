@@ -8,22 +8,20 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
-from flce_dist.launch.train.model import token_losses
-from flce_dist.megatron import use_linear_cross_entropy, vocab_rows
+from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.testing import RankPool, relative_rms
+from tests.contract.models import uneven
 from tests.megatron_models import (
     VOCAB,
     H,
     S,
-    as_megatron_has_it,
     batch,
-    build,
-    build_with_mtp,
-    fuse,
     inputs_of,
     loss_and_gradients,
-    uneven,
+    megatron,
+    plugged,
+    token_losses,
 )
 from tests.ordered_models import EMBEDDING, first_stage, models, order_of
 
@@ -101,30 +99,6 @@ def test_loss_and_every_gradient_are_those_without_an_order(
 
 def test_a_padded_vocabulary(pools: dict[int, RankPool]) -> None:
     pools[2].run(rank_training, 2, True, True, 1)
-
-
-def rank_mutated(group: Any, mutation: str) -> Any:
-    if mutation == "rows":
-        vocab_rows._move_rows = lambda *given: None
-    plain, model = models(2, True, True)
-    words = model.embedding.word_embeddings
-    if mutation == "inputs":
-        words._forward_pre_hooks.clear()
-    if mutation == "labels":
-        model.output_layer.vocab_order = None
-    loss, gradients = loss_and_gradients(model)
-    expected = loss_and_gradients(plain)
-    return (expected[0], gather_tokens(expected[1][EMBEDDING], group)), (
-        loss, by_token(gradients[EMBEDDING], model.output_layer),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("mutation", ["rows", "inputs", "labels"])
-def test_what_is_not_mapped_is_noticed(mutation: str) -> None:
-    with RankPool(2) as pool:
-        for expected, found in pool.run(rank_mutated, mutation):
-            assert not torch.allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
-            assert relative_rms(found[1], expected[1]) > 1e-3
 
 
 def rank_ignored(group: Any) -> None:
@@ -213,8 +187,7 @@ def rank_mtp(group: Any) -> Any:
     results = []
     orders: list[Any] = [None, order_of()]
     for order in orders:
-        model = as_megatron_has_it(build_with_mtp(True, depths=2))
-        use_linear_cross_entropy(model, vocab_order=order)
+        model = plugged(2, True, tied=True, mtp=2, vocab_order=order)
         loss, gradients = loss_and_gradients(model)
         results.append((loss, in_tokenizers_order(model, True, gradients)))
     return results
@@ -228,7 +201,7 @@ def test_multi_token_prediction(pools: dict[int, RankPool]) -> None:
 def rank_fusion(group: Any, tied: bool) -> None:
     found = []
     for model in models(2, True, tied):
-        fuse(model, head_only=True)
+        model.output_layer.gradient_accumulation_fusion = True
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
         for step in range(2):
@@ -247,7 +220,7 @@ def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> 
 
 def rank_first_stage(group: Any) -> None:
     """A pipeline stage with a tied embedding and no output layer."""
-    expected = as_megatron_has_it(build(2, sp=False, tied=True)[0])
+    expected = megatron(2, sp=False, tied=True)
     (stage,) = use_linear_cross_entropy([first_stage(2)], vocab_order=order_of())
     tokens, positions, _ = inputs_of(batch()[0])
     assert not torch.equal(stage.embedding.word_embeddings.weight,
@@ -294,10 +267,10 @@ def rank_refusals(group: Any) -> None:
         ([None, torch.arange(3)][group.rank()], r"None on rank 0 and an invalid one .* on rank 1"),
     ]
     for order, message in wrong:
-        model = as_megatron_has_it(build(2, True, False)[0])
+        model = megatron(2, True, False)
         with pytest.raises(ValueError, match=f"^vocab_order must .*{message}"):
             use_linear_cross_entropy(model, vocab_order=order)
-    model = as_megatron_has_it(build(2, True, False)[0]).to("meta")
+    model = megatron(2, True, False).to("meta")
     with pytest.raises(NotImplementedError, match="meta device; build it on the CPU"):
         use_linear_cross_entropy(model, vocab_order=order_of())
 

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.testing import RankPool
-from tests.megatron_models import VOCAB, as_megatron_has_it, build, build_another
+from tests.megatron_models import VOCAB, megatron
 from tests.ordered_models import EMBEDDING, first_stage, models, order_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -21,7 +21,7 @@ def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
 
     def model(order: Any, *, is_first: bool = is_first) -> Any:
         tp = group.size()
-        model = first_stage(tp) if is_first else as_megatron_has_it(build_another(tp, False, tied))
+        model = first_stage(tp) if is_first else megatron(tp, False, tied)
         return use_linear_cross_entropy(model, vocab_order=order)
 
     def sharded(model: Any) -> Any:
@@ -38,7 +38,6 @@ def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
     from megatron.core.dist_checkpointing import ShardedTensor
     from torch.distributed import new_group
 
-    build(group.size(), False, tied)
     alone = new_group([group.rank()], use_local_synchronization=True)
     ordered = model(order_of())
     saved, without = content(model(order_of(), is_first=False)), content(model(None))

@@ -11,59 +11,33 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist import linear_cross_entropy_with_metrics
-from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import RankPool, relative_rms
-from tests.megatron_models import (
-    VOCAB,
-    H,
-    S,
-    as_megatron_has_it,
-    batch,
-    build,
-    build_with_mtp,
-    inputs_of,
-    uneven,
-)
+from tests.contract.models import uneven
+from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, token_losses
+from tests.megatron_models import plugged as plugged_into
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def plugged(sp: bool = True, tied: bool = False, **options: Any) -> Any:
-    return use_linear_cross_entropy(as_megatron_has_it(build(2, sp, tied)[0]), **options)
+def plugged(sp: bool = True, **options: Any) -> Any:
+    return plugged_into(2, sp, **options)
 
 
 # --- when logits are real
 
 
 def rank_hooks(group: Any) -> None:
-    """A hook sees and may change real logits, of which Megatron's own loss is taken."""
-    model = plugged()
-    plain, seen = token_losses(model, *batch()), []
-
-    def doubles(layer: Any, args: Any, result: Any) -> Any:
-        seen.append(result[0].clone())  # Megatron's loss works in place
-        return result[0] * 2, result[1]
-
-    handle = model.output_layer.register_forward_hook(doubles)
-    changed = token_losses(model, *batch())
-    handle.remove()
-    (logits,) = seen
-    assert isinstance(logits, Tensor) and logits.shape == (S, 3, VOCAB // 2)
-    theirs = type(model).compute_language_model_loss(model, batch()[1], logits)
-    torch.testing.assert_close(plain, theirs, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(changed, plain)
-    assert torch.equal(token_losses(model, *batch()), plain)
-    # A hook on the gradient of logits is another reason.
-    layer, hidden = model.output_layer, torch.randn(S // 2, 3, H)
+    """A hook on the gradient of logits is a reason, too; test_contract.py has forward hooks."""
+    layer, hidden = plugged().output_layer, torch.randn(S // 2, 3, H)
     layer.is_lazy = True
     assert isinstance(layer(hidden)[0], LazyLogits)
     layer.register_full_backward_hook(lambda *given: None)
     assert isinstance(layer(hidden)[0], Tensor)
 
 
-def test_a_forward_hook_gets_real_logits(ranks: RankPool) -> None:
+def test_under_a_backward_hook_logits_are_real(ranks: RankPool) -> None:
     ranks.run(rank_hooks)
 
 
@@ -91,7 +65,7 @@ def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
 
 def rank_mtp_step(group: Any) -> None:
     """What 0.18 and later do in ``compute_mtp_single_step``."""
-    model = build_with_mtp(sp=False, depths=1)
+    model = plugged(sp=False, tied=True, mtp=1)
     weight = model.shared_embedding_or_output_weight()
     hidden = torch.randn(4, 1, H)
     with torch.inference_mode():
@@ -148,7 +122,7 @@ def rank_tail(group: Any) -> None:
 
     ours = results(model)
     assert isinstance(model.seen, LazyLogits) and model.seen.scale == 0.5
-    theirs = results(as_megatron_has_it(model))
+    theirs = results(tail_of(megatron(2, True, False)))
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_rms(mine, other) < 1e-5
 
@@ -197,15 +171,12 @@ def test_metrics_come_from_the_same_pass(ranks: RankPool, sp: bool) -> None:
 
 
 def rank_identity(group: Any) -> None:
+    """test_contract.py compares state dicts and checkpoints."""
     model = plugged()
     ours = type(model.output_layer)
     assert pickle.loads(pickle.dumps(ours)) is ours
-    state = {"metadata": {"dp_cp_group": group}}
-    keys, names = sorted(model.sharded_state_dict(**state)), sorted(model.state_dict())
-    theirs = as_megatron_has_it(model)
+    theirs = megatron(2, True, False)
     assert type(theirs.output_layer).__name__ == ours.__name__
-    assert keys == sorted(theirs.sharded_state_dict(**state))
-    assert names == sorted(theirs.state_dict())
     early = nn.Module()
     early.post_process = False  # type: ignore[assignment]
     stages = [early, theirs]
@@ -213,5 +184,5 @@ def rank_identity(group: Any) -> None:
     assert theirs.output_layer.loss_keywords["softcap"] == 5.0
 
 
-def test_names_and_checkpoints_stay(ranks: RankPool) -> None:
+def test_names_stay(ranks: RankPool) -> None:
     ranks.run(rank_identity)

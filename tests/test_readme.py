@@ -73,9 +73,9 @@ def test_the_signature() -> None:
 
 
 def megatron(tp_group: dist.ProcessGroup) -> float:
-    from tests.megatron_models import as_megatron_has_it, batch, build, token_losses
+    from tests.megatron_models import batch, megatron, token_losses
 
-    model = as_megatron_has_it(build(tp_group.size(), sp=False, tied=False)[0])
+    model = megatron(tp_group.size(), sp=False, tied=False)
     names = example("In a model of megatron-core", GPTModel=lambda *_: model)
     assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
     return token_losses(model, *batch()).mean().item()

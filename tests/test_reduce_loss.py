@@ -1,22 +1,17 @@
 """Sums and means of weighted losses, and what a mean divides by."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from flce_dist.kernels.interface import kernels_of
 from tests.problems import (
     IGNORE,
-    Patch,
     Upstream,
     both,
     check,
     device_of,
     each_schedule,
-    inputs,
     make_inputs,
     run_op,
     small,
@@ -86,23 +81,3 @@ def test_token_weights_at_the_edge(impl, schedule, weights, total, mean):
     assert torch.equal(losses["mean"]["loss"].nan_to_num(-1), torch.tensor(mean).nan_to_num(-1))
     assert all((outcome["dhidden"][3] == 0).all() for outcome in losses.values())
     assert not losses["mean"]["dhidden"][:3].isfinite().any()
-
-
-@both
-@each_schedule
-@pytest.mark.parametrize("forgotten", ["ignored tokens", "weights"])
-def test_a_mean_over_the_wrong_weights(
-    mutate: Patch, forgotten: str, schedule: str, impl: str
-) -> None:
-    def wrong(
-        original: Any, labels: Tensor, weight: Tensor, ignore_index: int, dtype: torch.dtype
-    ) -> Tensor:
-        if forgotten == "weights":
-            return original(labels, None, ignore_index, dtype)
-        return original(labels, weight, -1, dtype)
-
-    options: dict[str, Any] = {"impl": impl, "reduction": "mean", "schedule": schedule}
-    check(inputs(), **options)
-    mutate(kernels_of(impl), "loss_norm", wrong)
-    with pytest.raises(AssertionError, match="loss: "):
-        check(inputs(), **options)

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist import linear_cross_entropy_with_metrics
-from flce_dist.kernels import eager
 from flce_dist.op.plan import Plan, pieces, plan
-from flce_dist.parallel.collectives import CollectiveGather, TokenGather
+from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import (
@@ -131,44 +130,6 @@ def test_metrics_and_their_gradients():
         parts = [rank[i] for rank in ranks]
         assert relative_rms(torch.cat(parts) if i > 4 else parts[0], expected) < 1e-5
         assert i > 4 or all(torch.equal(part, parts[0]) for part in parts)
-
-
-@pytest.mark.parametrize("forgotten", ["permuted", "restored"])
-def test_an_order_that_is_forgotten_would_show(forgotten, monkeypatch):
-    monkeypatch.setattr(TokenOrder, forgotten, lambda self, x: x)
-    problem = IN_PIECES.changed(options=PIECE_OPTIONS["none"])
-    assert misses(on_threads(problem, schedule="cached"), problem) != []
-
-
-def test_a_piece_that_is_not_waited_for_would_show(pools):
-    """A missing wait must fail; else the tests over gloo could pass by luck."""
-    ranks = pools[2].run(_without_waiting, IN_PIECES)
-    with pytest.raises(AssertionError):
-        assert misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
-
-
-def _without_waiting(group: dist.ProcessGroup, problem: Problem) -> Outcome:
-    """Rank 1 sends nothing until rank 0 has computed with data it did not wait for."""
-    store = dist.distributed_c10d._get_default_store()
-    start, label_logit = CollectiveGather.start, eager.label_logit
-
-    def start_late(gather: CollectiveGather, piece: int) -> None:
-        if group.rank() == 0 and not gather._works:
-            gather.tokens.fill_(torch.nan)
-        if group.rank() == 1:
-            store.wait(["computed"])
-        start(gather, piece)
-
-    def tell(*args: Any, **kwargs: Any) -> None:
-        label_logit(*args, **kwargs)
-        store.set("computed", "")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CollectiveGather, "start", start_late)
-        if group.rank() == 0:
-            patch.setattr(CollectiveGather, "wait", start_late)
-            patch.setattr(eager, "label_logit", tell)
-        return in_pieces_forked(group, problem, schedule="cached")
 
 
 def test_the_order_by_an_example():

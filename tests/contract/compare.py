@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.testing import relative_rms
-from tests.contract.models import Setting
+from tests.contract.models import Setting, gpt
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 """Relative RMS by the dtype of the parameters. bf16: Megatron rounds its logits."""
@@ -33,7 +34,7 @@ def line(title: str) -> Callable[[Callable[[Setting], float]], Callable[[Setting
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Decision:
     """``result`` is "pass", "fail" or "n/a"; ``error`` the largest of those compared."""
 
     result: str
@@ -41,14 +42,14 @@ class Outcome:
     reason: str = ""
 
 
-def decide(group: Any, title: str, at: Setting) -> Outcome:
+def decide(group: Any, title: str, at: Setting) -> Decision:
     """Decide one line on one rank."""
     try:
-        return Outcome("pass", LINES[title](at))
+        return Decision("pass", LINES[title](at))
     except NotInThisVersion as missing:
-        return Outcome("n/a", reason=str(missing))
+        return Decision("n/a", reason=str(missing))
     except AssertionError as found:
-        return Outcome("fail", reason=str(found) or "assertion")
+        return Decision("fail", reason=str(found) or "assertion")
 
 
 def against_megatron(
@@ -61,6 +62,26 @@ def against_megatron(
     """Compare what ``run`` returns of a model with the plug-in and of the same one without."""
     ours = run(use_linear_cross_entropy(build(), **options))
     return compare(ours, run(build()), BUDGET[dtype])
+
+
+def compared(
+    title: str,
+    run: Callable[[Any], dict[str, Any]],
+    *models: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    needs: str = "",
+) -> None:
+    """Add a line that compares what ``run`` returns of ``gpt`` with each of these options.
+
+    ``needs``: a field of TransformerConfig.
+    """
+
+    def decide(at: Setting) -> float:
+        if needs:
+            need_config(needs)
+        return max(against_megatron(partial(gpt, at, **x), run, dtype=dtype) for x in models)
+
+    line(title)(decide)
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], budget: float) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.contract.compare import against_megatron, line, need_argument, need_config
+from tests.contract.compare import against_megatron, compared, line, need_argument, need_config
 from tests.contract.models import Setting, agree, batch, gpt, uneven
 
 
@@ -18,43 +18,22 @@ def loss_and_gradients(model: Any) -> dict[str, Any]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@line("loss of each token, every gradient")
-def untied(at: Setting) -> float:
-    return against_megatron(partial(gpt, at), loss_and_gradients)
+def fp32_loss_and_gradients(model: Any) -> dict[str, Any]:
+    found = loss_and_gradients(model)
+    assert found["loss"].dtype == torch.float32
+    return found
 
 
-@line("tied embeddings")
-def tied(at: Setting) -> float:
-    return against_megatron(partial(gpt, at, tied=True), loss_and_gradients)
+BOTH = {"tied": True}, {"tied": False}
 
-
-@line("bf16 parameters")
-def bf16(at: Setting) -> float:
-    def run(model: Any) -> dict[str, Any]:
-        found = loss_and_gradients(model)
-        assert found["loss"].dtype == torch.float32
-        return found
-
-    return against_megatron(partial(gpt, at, bf16=True), run, dtype=torch.bfloat16)
-
-
-@line("multi-token prediction, two depths")
-def mtp(at: Setting) -> float:
-    return max(
-        against_megatron(partial(gpt, at, tied=tied, mtp=2), loss_and_gradients)
-        for tied in (True, False)
-    )
-
-
-@line("multi-token prediction with detached heads")
-def detached(at: Setting) -> float:
-    need_config("mtp_detach_heads")
-    return max(
-        against_megatron(
-            partial(gpt, at, tied=tied, mtp=2, mtp_detach_heads=True), loss_and_gradients
-        )
-        for tied in (True, False)
-    )
+compared("loss of each token, every gradient", loss_and_gradients, {})
+compared("tied embeddings", loss_and_gradients, {"tied": True})
+compared("bf16 parameters", fp32_loss_and_gradients, {"bf16": True}, dtype=torch.bfloat16)
+compared("multi-token prediction, two depths", loss_and_gradients, *({**x, "mtp": 2} for x in BOTH))
+compared(
+    "multi-token prediction with detached heads", loss_and_gradients,
+    *({**x, "mtp": 2, "mtp_detach_heads": True} for x in BOTH), needs="mtp_detach_heads",
+)  # fmt: skip
 
 
 @line("frozen output layer")
@@ -104,9 +83,7 @@ def packed_loss_and_gradients(model: Any) -> dict[str, Any]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@line("packed sequences")
-def packed(at: Setting) -> float:
-    return against_megatron(partial(gpt, at), packed_loss_and_gradients)
+compared("packed sequences", packed_loss_and_gradients, {})
 
 
 @line("packed sequences, multi-token prediction")

@@ -1,12 +1,11 @@
 """Lines of the contract: gradient_accumulation_fusion, and Megatron's DDP."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.contract.compare import against_megatron, line, need_config
+from tests.contract.compare import against_megatron, compared, line
 from tests.contract.models import Setting, batch, gpt, uneven
 
 MICROBATCHES = 3
@@ -38,73 +37,40 @@ def accumulated(model: Any, cp: int = 1, **ddp: Any) -> dict[str, Any]:
     return {**found, **flags}
 
 
-@line("DDP without fusion")
-def ddp(at: Setting) -> float:
-    return against_megatron(partial(gpt, at), accumulated)
+def accumulated_in_bf16(model: Any) -> dict[str, Any]:
+    found = accumulated(model, grad_reduce_in_fp32=False)
+    assert found["output_layer.weight"].dtype == torch.bfloat16
+    return found
 
 
-@line("fusion: fp32 main_grad, three microbatches")
-def fused(at: Setting) -> float:
-    return against_megatron(partial(gpt, at, gradient_accumulation_fusion=True), accumulated)
-
-
-@line("fusion: tied embeddings")
-def fused_tied(at: Setting) -> float:
-    return against_megatron(
-        partial(gpt, at, tied=True, gradient_accumulation_fusion=True), accumulated
-    )
-
-
-@line("fusion: bf16 parameters, fp32 main_grad")
-def fused_bf16(at: Setting) -> float:
-    return max(
-        against_megatron(
-            partial(gpt, at, tied=tied, bf16=True, gradient_accumulation_fusion=True),
-            accumulated,
-            dtype=torch.bfloat16,
-        )
-        for tied in (False, True)
-    )
-
-
-@line("fusion: bf16 main_grad")
-def fused_bf16_main_grad(at: Setting) -> float:
-    def run(model: Any) -> dict[str, Any]:
-        found = accumulated(model, grad_reduce_in_fp32=False)
-        assert found["output_layer.weight"].dtype == torch.bfloat16
-        return found
-
-    return against_megatron(
-        partial(gpt, at, bf16=True, gradient_accumulation_fusion=True), run, dtype=torch.bfloat16
-    )
-
-
-@line("fusion: multi-token prediction, several uses of the weight")
-def fused_mtp(at: Setting) -> float:
-    return max(
-        against_megatron(
-            partial(gpt, at, tied=tied, mtp=2, gradient_accumulation_fusion=True), accumulated
-        )
-        for tied in (True, False)
-    )
-
-
-@line("fusion: detached heads")
-def fused_detached(at: Setting) -> float:
-    need_config("mtp_detach_heads")
-    return against_megatron(
-        partial(gpt, at, mtp=2, mtp_detach_heads=True, gradient_accumulation_fusion=True),
-        accumulated,
-    )
-
-
-@line("fusion: reduction overlapped with backward")
-def overlapped(at: Setting) -> float:
+def accumulated_and_reduced(model: Any) -> dict[str, Any]:
     """The dummies' hooks start the reduction of a bucket, so it must hold dweight by then."""
-    return against_megatron(
-        partial(gpt, at, gradient_accumulation_fusion=True),
-        lambda model: accumulated(model, overlap_grad_reduce=True, bucket_size=1),
-    )
+    return accumulated(model, overlap_grad_reduce=True, bucket_size=1)
+
+
+def fused(**options: Any) -> dict[str, Any]:
+    return {"gradient_accumulation_fusion": True, **options}
+
+
+BF16 = torch.bfloat16
+
+compared("DDP without fusion", accumulated, {})
+compared("fusion: fp32 main_grad, three microbatches", accumulated, fused())
+compared("fusion: tied embeddings", accumulated, fused(tied=True))
+compared(
+    "fusion: bf16 parameters, fp32 main_grad", accumulated,
+    fused(bf16=True), fused(bf16=True, tied=True), dtype=BF16,
+)  # fmt: skip
+compared("fusion: bf16 main_grad", accumulated_in_bf16, fused(bf16=True), dtype=BF16)
+compared(
+    "fusion: multi-token prediction, several uses of the weight", accumulated,
+    fused(mtp=2, tied=True), fused(mtp=2),
+)  # fmt: skip
+compared(
+    "fusion: detached heads", accumulated, fused(mtp=2, mtp_detach_heads=True),
+    needs="mtp_detach_heads",
+)  # fmt: skip
+compared("fusion: reduction overlapped with backward", accumulated_and_reduced, fused())
 
 
 def prepared(weight: Any, flagged: bool = True) -> Any:

@@ -8,22 +8,22 @@ from typing import Any
 
 from flce_dist.testing import RankPool
 from tests.contract import gradients, logits, main_grad, training
-from tests.contract.compare import LINES, Outcome, decide
+from tests.contract.compare import LINES, Decision, decide
 from tests.contract.models import SETTINGS, Setting
 
 MODULES = gradients, main_grad, training, logits
 """In the order of the table."""
 
 
-def outcome(pool: RankPool, title: str, at: Setting) -> Outcome:
+def outcome(pool: RankPool, title: str, at: Setting) -> Decision:
     """Decide a line on all ranks: it passes if it does on each."""
     try:
         outcomes = pool.run(decide, title, at)
     except Exception as error:  # what a rank raised; the pool starts new ones
-        return Outcome("fail", reason=repr(error))
+        return Decision("fail", reason=repr(error))
     outcomes.sort(key=lambda one: ("fail", "n/a", "pass").index(one.result))
     worst = outcomes[0]
-    return Outcome(worst.result, max(one.error for one in outcomes), worst.reason)
+    return Decision(worst.result, max(one.error for one in outcomes), worst.reason)
 
 
 def decide_all() -> dict[str, dict[str, Any]]:

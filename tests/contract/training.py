@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.megatron import use_linear_cross_entropy
-from tests.contract.compare import BUDGET, against_megatron, compare, line
-from tests.contract.main_grad import MICROBATCHES, accumulated
+from tests.contract.compare import BUDGET, compare, compared, line
+from tests.contract.main_grad import MICROBATCHES, accumulated, fused
 from tests.contract.models import OnCpu, Setting, batch, gpt, uneven
 
 
@@ -48,17 +48,11 @@ def stepped(model: Any) -> dict[str, Any]:
     return {"norm of the gradient": torch.as_tensor(norm), **moved}
 
 
-@line("distributed optimizer, two steps")
-def distributed_optimizer(at: Setting) -> float:
-    return against_megatron(partial(gpt, at, tied=True, gradient_accumulation_fusion=True), stepped)
-
-
-@line("context parallelism, with multi-token prediction")
-def context_parallel(at: Setting) -> float:
-    return against_megatron(
-        partial(gpt, at, tied=True, mtp=1, cp=2, gradient_accumulation_fusion=True),
-        partial(accumulated, cp=2),
-    )
+compared("distributed optimizer, two steps", stepped, fused(tied=True))
+compared(
+    "context parallelism, with multi-token prediction", partial(accumulated, cp=2),
+    fused(tied=True, mtp=1, cp=2),
+)  # fmt: skip
 
 
 def scheduled(model: Any) -> dict[str, Any]:
@@ -99,19 +93,11 @@ def scheduled(model: Any) -> dict[str, Any]:
     return found
 
 
-@line("pipeline parallelism, 1F1B")
-def pipeline_parallel(at: Setting) -> float:
-    """Untied, tied, and tied with multi-token prediction; the head is on the last stage."""
-    worst = 0.0
-    for tied, mtp in ((False, 0), (True, 0), (True, 1)):
-        worst = max(
-            worst,
-            against_megatron(
-                partial(gpt, at, tied=tied, mtp=mtp, pp=2, gradient_accumulation_fusion=True),
-                scheduled,
-            ),
-        )
-    return worst
+# Untied, tied, and tied with multi-token prediction; the head is on the last stage.
+compared(
+    "pipeline parallelism, 1F1B", scheduled,
+    fused(pp=2), fused(pp=2, tied=True), fused(pp=2, tied=True, mtp=1),
+)  # fmt: skip
 
 
 def layout(model: Any) -> dict[str, Any]:
@@ -136,9 +122,7 @@ def layout(model: Any) -> dict[str, Any]:
     return {**found, "names": list(model.state_dict())}
 
 
-@line("sharded_state_dict")
-def sharded(at: Setting) -> float:
-    return max(against_megatron(partial(gpt, at, tied=tied), layout) for tied in (False, True))
+compared("sharded_state_dict", layout, {"tied": False}, {"tied": True})
 
 
 @line("checkpoints in both directions")

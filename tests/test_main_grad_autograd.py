@@ -1,0 +1,137 @@
+"""When dweight is added into ``weight.main_grad``, into which buffer, and what autograd gets.
+
+T tokens, V vocabulary rows, H hidden size.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from flce_dist.testing import relative_rms
+from tests.problems import H, V, each_schedule
+from tests.test_main_grad import assert_added, loss_of, parameter, problem, step, unfused
+
+
+@each_schedule
+def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
+    one, two = (loss_of(inputs, weight, schedule=schedule) for _ in range(2))
+    total = one + 2 * two
+    total.backward(retain_graph=True)
+    assert_added(weight, dweight, times=3)
+    total.backward()
+    assert_added(weight, dweight, times=6)
+    for times in (5, 7):
+        with pytest.raises(AssertionError):
+            assert_added(weight, dweight, times)
+
+
+@each_schedule
+def test_a_backward_in_two_executions_adds_once(schedule):
+    """Zero-bubble pipelines ask for the input's gradient first and for the weight's later."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
+    expected = step(inputs, parameter(inputs), schedule=schedule)
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = loss_of(inputs, weight, 1.0 * hidden, schedule=schedule)
+    (dhidden,), groups = stage_backward_input([loss], None, [hidden], iter([weight]))
+    assert dhidden is not None and torch.equal(dhidden, expected)
+    assert torch.equal(weight.main_grad, weight.before) and not weight.grad_added_to_main_grad
+    try:
+        stage_backward_weight(iter([weight]), groups)
+    except RuntimeError as error:
+        if "_input_metadata" not in str(error):
+            raise
+        pytest.skip(f"these pipelines of torch {torch.__version__} take no autograd.Function")
+    assert_added(weight, dweight)
+    assert weight.grad_added_to_main_grad
+
+
+@each_schedule
+def test_only_a_backward_that_asks_for_weight_adds(schedule):
+    inputs = problem()
+    weight, dweight = parameter(inputs, flag=False), unfused(inputs, schedule=schedule)
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = loss_of(inputs, weight, hidden, schedule=schedule)
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    loss.backward(inputs=[hidden], retain_graph=True)
+    assert torch.equal(weight.main_grad, weight.before)
+    torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)
+    assert_added(weight, dweight)
+    loss.backward(inputs=[weight])
+    assert_added(weight, dweight, times=2)
+
+
+def test_the_gradient_in_its_place():
+    inputs = problem(torch.bfloat16)
+    weight = parameter(inputs)
+    step(inputs, weight)
+    assert weight.grad_added_to_main_grad is True
+    assert weight.grad.dtype == torch.bfloat16 and weight.grad.shape == weight.main_grad.shape
+    assert weight.grad.is_contiguous() and not weight.grad.any()
+    bare = parameter(inputs, flag=False)
+    step(inputs, bare)
+    assert bare.grad is None and not hasattr(bare, "grad_added_to_main_grad")
+    assert torch.equal(bare.main_grad, weight.main_grad)
+
+
+@each_schedule
+def test_the_buffer_of_forward_is_the_one(schedule):
+    inputs = problem()
+    weight, other = parameter(inputs), torch.zeros(V, H)
+    captured = weight.main_grad
+    loss = loss_of(inputs, weight, schedule=schedule)
+    weight.main_grad = other
+    loss.backward()
+    assert weight.main_grad is captured and not other.any()
+    assert_added(weight, unfused(inputs))
+
+
+@each_schedule
+@pytest.mark.parametrize("overwrite", [None, True, False])
+def test_a_buffer_that_is_made_in_backward(schedule, overwrite):
+    """As with Megatron-FSDP; what is overwritten may hold anything, padding included."""
+    inputs = problem()
+    weight, dweight = parameter(inputs), unfused(inputs)
+    made, before = weight.main_grad, weight.before
+    weight.main_grad = None
+    weight.get_main_grad = get_main_grad = mock.Mock(return_value=made)
+    if overwrite is not None:
+        weight.overwrite_main_grad = overwrite
+    if overwrite is not False:
+        made.fill_(float("nan"))
+        before.zero_()
+    losses = [loss_of(inputs, weight, schedule=schedule) for _ in range(2)]
+    assert not get_main_grad.called
+    torch.stack(losses).sum().backward()
+    assert weight.main_grad is made
+    assert_added(weight, dweight, times=2)
+    step(inputs, weight, schedule=schedule)
+    assert_added(weight, dweight, times=3 if overwrite is False else 1)
+
+
+def test_frozen_and_detached_weights_leave_main_grad_alone():
+    inputs = problem()
+    weight = parameter(inputs)
+    step(inputs, weight.detach())
+    weight.requires_grad_(False)
+    step(inputs, weight)
+    with torch.no_grad():
+        loss_of(inputs, weight)
+    assert torch.equal(weight.main_grad, weight.before)
+    assert weight.grad is None and weight.grad_added_to_main_grad is False
+
+
+def test_autocast_adds_to_the_main_grad_of_the_fp32_weight():
+    inputs = problem()
+    weight = parameter(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(inputs, weight)
+    loss.backward()
+    change = weight.main_grad - weight.before
+    assert relative_rms(change, unfused(inputs)) < 0.02
+    assert weight.grad.dtype == torch.float32 and not weight.grad.any()
