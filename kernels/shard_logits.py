@@ -48,14 +48,6 @@ class ShardLogits:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     @property
-    def cache_dtype(self) -> torch.dtype:
-        """Dtype of cached exponentials ``exp(z - reference)``.
-
-        They reach ``exp(50)``: bf16 holds that, fp16 does not and caches in bf16.
-        """
-        return torch.bfloat16 if self.hidden.dtype == torch.float16 else self.hidden.dtype
-
-    @property
     def counted(self) -> Tensor:
         """[T] bool: which tokens are not ignored."""
         return self.labels != self.ignore_index
