@@ -1,7 +1,9 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
+import inspect
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,10 @@ from flce_dist.op.prepare import (
     prepare,
     sequence_first,
 )
-from flce_dist.options import Impl, LossOptions, Reduction, Schedule
+from flce_dist.options import Impl, LossOptions, Reduction, Schedule, options_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class LossWithMetrics(NamedTuple):
@@ -173,32 +178,26 @@ def linear_cross_entropy(
     return _apply(arguments)[0]
 
 
+def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Show the signature of ``function``, to readers and type checkers."""
+
+    def sign(other: Any) -> Any:
+        other.__signature__ = inspect.signature(function)
+        return other
+
+    return sign
+
+
+@_signed_like(linear_cross_entropy)
 def linear_cross_entropy_with_metrics(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss_weight: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
-    vocab_size: int | None = None,
-    vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    sequence_dim: int = 0,
-    reduce_dhidden: bool = True,
-    reduce_in_fp32: bool = False,
-    tp_invariant: bool = False,
-    accumulate_dweight: bool = False,
-    filter_eps: float | None = None,
-    schedule: Schedule = "auto",
-    max_logits_bytes: int | None = None,
-    impl: Impl | None = None,
+    **options: Any,
 ) -> LossWithMetrics:
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
@@ -207,15 +206,8 @@ def linear_cross_entropy_with_metrics(
     cached columns; with schedule="in_forward" or ``filter_eps`` it raises. With ``filter_eps`` two
     scalars more say what the gradients approximate: ``kept_share`` and ``rank_one_mass``.
     """
-    options = LossOptions(
-        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
-        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
-        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=True,
-    )  # fmt: skip
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
+    chosen = options_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
     return LossWithMetrics(*_apply(arguments))
 
 

@@ -111,7 +111,7 @@ def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: 
     ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
     the TypeError that Python raises for a keyword that is not in a signature.
     """
-    allowed = set(KEYWORDS) - fixed.keys()
+    allowed = {name for name in KEYWORDS if name not in fixed}
     for name in given:
         if name not in allowed:
             parameters = inspect.signature(function).parameters.values()
