@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.library import opcheck
@@ -147,6 +148,18 @@ def test_opcheck(schedule, reduction, with_metrics, dtype):
     spec = (*dataclasses.astuple(options), None, [True] * 3)
     arguments = (hidden, weight, labels, bias, None, *spec)
     opcheck(torch.ops.flce_dist.forward.default, arguments)
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "cached"])
+def test_fakes_have_the_strides_of_results(schedule):
+    """Of hidden by columns, too, whose gradient is by rows."""
+    hidden, weight, bias, labels = (x.detach() for x in inputs(9))
+    hidden = hidden.flatten(0, -2).T.contiguous().T
+    spec = (*dataclasses.astuple(LossOptions("sum", schedule=schedule)), None, [True] * 3)
+    operands, mode = (hidden, weight, labels.flatten(), bias), FakeTensorMode()
+    real = torch.ops.flce_dist.forward(*operands, None, *spec)
+    fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), None, *spec)
+    assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in real]
 
 
 def compiled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:

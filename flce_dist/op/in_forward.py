@@ -94,7 +94,7 @@ class InForward(Sizes):
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
-            torch.empty_like(hidden) if call.needs.hidden else None,
+            hidden.new_empty(hidden.shape) if call.needs.hidden else None,
             weight.new_empty(weight.shape, dtype=_saved_dtype(call.dtype))
             if call.needs.weight
             else None,
