@@ -217,9 +217,10 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
         arguments = localized(arguments)
-    if not (arguments.options.sequence_parallel and arguments.options.sequence_dim):
-        return _run(in_autocast_dtype(arguments), weight)
-    results = _run(in_autocast_dtype(sequence_first(arguments)), weight)
+    ordered = sequence_first(arguments)
+    results = _run(in_autocast_dtype(ordered), weight)
+    if ordered is arguments:
+        return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
 
 

@@ -92,8 +92,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     arguments = in_autocast_dtype(localized(arguments))
     sequence_dim = arguments.options.sequence_dim
-    if arguments.options.sequence_parallel and sequence_dim:
-        arguments = sequence_first(arguments)
+    arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
     if needs[1] and call.options.accumulate_dweight:

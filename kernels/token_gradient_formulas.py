@@ -60,9 +60,6 @@ class MetricGradients(NamedTuple):
     logprob: Tensor | None
     entropy: Tensor | None
 
-    def any(self) -> bool:
-        return any(g is not None for g in self)
-
 
 def label_value(stats: TokenStats, reference: Tensor, terms: LossTerms) -> Tensor:
     """Return D at the label's column, relative to ``reference``, without the upstream gradient."""

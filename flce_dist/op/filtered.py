@@ -1,4 +1,4 @@
-"""Backward with filtered gradients: exact in the tiles that are kept, rank one in the others.
+"""The schedule of filtered gradients: exact in the tiles that are kept, rank one in the others.
 
 A tile is 128 tokens by 256 rows of the vocabulary (``kernels/filter_tiles.py``). Forward decided
 which are kept, and left each token's probability in the others, its mass s. There p is replaced by
@@ -85,11 +85,8 @@ class Filtered:
         if call.options.with_metrics:
             share, left = _approximation(call, one.logits, kept, mass)
             metrics = metrics._replace(kept_share=share, rank_one_mass=left)
-        return (
-            loss,
-            metrics,
-            FilteredSaved(one.norm, stats.label_logit, stats.reference, stats.others, kept, mass),
-        )
+        of_tokens = stats.label_logit, stats.reference, stats.others
+        return loss, metrics, FilteredSaved(one.norm, *of_tokens, kept, mass)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         hidden, T = operands.hidden, call.T
@@ -246,6 +243,6 @@ def _dweight_terms(
     # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
     in_place = rows.scale is None
     hidden, row = dweight_factor(call, chunk, rows, in_place, scratch)
-    hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=gemm.acc_dtype(hidden.dtype))
+    hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
     gemm.add_matmul(hbar, mass, hidden, first=True)
     return hidden, row, hbar

@@ -156,7 +156,7 @@ class Gradients:
         if self.dhidden is None:
             return None
         share = self.dhidden.tokens[slice(*chunk.tokens)]
-        self.acc = torch.empty_like(share, dtype=gemm.acc_dtype(self.call.dtype))
+        self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
     def _add_dhidden(self, start: int, end: int, d: Tensor) -> None:

@@ -30,11 +30,13 @@ class Arguments(NamedTuple):
 
 
 def sequence_first(arguments: Arguments) -> Arguments:
-    """Return the arguments of ``sequence_dim=1`` as those of 0: dimensions 0 and 1 exchanged.
+    """Return the arguments with the dimension that is split by token as the first.
 
     [B, S / P, H] of each rank then follow one another, as [S / P, B, H], in the order of labels.
     """
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
+    if not (options.sequence_parallel and options.sequence_dim):
+        return arguments
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
     checks.check_tokens(hidden, labels, options, collectives.group_size(tp_group))
