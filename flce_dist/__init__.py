@@ -9,14 +9,11 @@ from flce_dist.module import LinearCrossEntropy
 from flce_dist.op.plan import plan
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.rank_check import check_ranks
-from flce_dist.vocab_order import VocabOrder, frequency_order
 
 __all__ = [
     "LinearCrossEntropy",
     "LossWithMetrics",
-    "VocabOrder",
     "check_ranks",
-    "frequency_order",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
     "plan",

@@ -22,7 +22,15 @@ from flce_dist.op.prepare import (
     prepare,
     sequence_first,
 )
-from flce_dist.options import Impl, LossOptions, Reduction, Schedule, options_of
+from flce_dist.options import (
+    ExtraSchedule,
+    Impl,
+    LossOptions,
+    Reduction,
+    Schedule,
+    extra_schedule,
+    options_of,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,9 +47,6 @@ class LossWithMetrics(NamedTuple):
     logprob: Tensor  # log-probability of the label, fp32, differentiable
     entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
     correct: Tensor  # bool: no logit is larger than the label's
-    # Scalars that say what filter_eps approximates; 1 and 0 without it.
-    kept_share: Tensor  # of all ranks' tiles, those whose gradients are exact
-    rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
 def linear_cross_entropy(
@@ -66,8 +71,7 @@ def linear_cross_entropy(
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
     accumulate_dweight: bool = False,
-    filter_eps: float | None = None,
-    schedule: Schedule = "auto",
+    schedule: Schedule | ExtraSchedule = "auto",
     max_logits_bytes: int | None = None,
     impl: Impl | None = None,
 ) -> Tensor:
@@ -128,19 +132,14 @@ def linear_cross_entropy(
             zeros, as in Megatron and TransformerEngine. If weight has ``get_main_grad``, backward
             calls that, and overwrites the result unless ``overwrite_main_grad`` is False. Not under
             torch.compile, not for a DTensor weight.
-        filter_eps: experimental. Approximate the gradients, not the loss. Of tiles of 128 tokens by
-            256 vocabulary rows without a label or a probability of ``filter_eps`` or more, the
-            gradients use the tile's mean row, so that two GEMMs skip it. Saves time only if rows of
-            like frequency lie together; docs/filtered_gradients.md says how to choose the number
-            and when not to. 0.0 keeps every tile; None, the default, is exact. Needs schedule
-            "auto" or "recompute", and excludes softcap, tp_invariant and gradients of metrics.
         schedule: how backward obtains the probabilities. "recompute" computes the logits again.
             "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
             computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
             must be a scalar. "auto" caches what fits into ``max_logits_bytes`` and recomputes the
             rest; it is in_forward instead if the budget holds all tokens, or chunks of them and
             dweight's accumulator beyond dweight itself (only with reduction "mean" or "sum",
-            without metrics and outside torch.compile).
+            without metrics and outside torch.compile). What ``flce_dist.filtered.schedule``
+            returns approximates the gradients, in less time; experimental.
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
             same on all ranks. A rank with more rows than an even share recomputes columns that do
             not fit. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
@@ -171,8 +170,8 @@ def linear_cross_entropy(
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, filter_eps=filter_eps,
-        schedule=schedule, max_logits_bytes=max_logits_bytes, impl=impl,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
+        max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
@@ -203,12 +202,14 @@ def linear_cross_entropy_with_metrics(
 
     Metrics use the logits after softcap, without label smoothing, z-loss and token weights. If a
     gradient arrives through lse, logprob or entropy, backward computes all logits again, even
-    cached columns; with schedule="in_forward" or ``filter_eps`` it raises. With ``filter_eps`` two
-    scalars more say what the gradients approximate: ``kept_share`` and ``rank_one_mass``.
+    cached columns; with schedule="in_forward" it raises. With ``flce_dist.filtered.schedule`` the
+    result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
     chosen = options_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
     arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
-    return LossWithMetrics(*_apply(arguments))
+    extra = extra_schedule(chosen.schedule)
+    result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
+    return result(*_apply(arguments))
 
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:

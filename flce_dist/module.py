@@ -17,11 +17,11 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.op import checks
 from flce_dist.options import KEYWORDS, LossOptions, options_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.vocab_shard import VocabShard
 
 
@@ -51,7 +51,7 @@ class LinearCrossEntropy(VocabShard):
         device, dtype: of the parameters.
         **options: sequence_parallel, sequence_dim, reduction, ignore_index, label_smoothing,
             z_loss_weight, softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant,
-            accumulate_dweight, filter_eps, schedule, max_logits_bytes and impl,
+            accumulate_dweight, schedule, max_logits_bytes and impl,
             as in ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,

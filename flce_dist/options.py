@@ -9,12 +9,15 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 Reduction = Literal["none", "sum", "mean"]
 Schedule = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
+
+ExtraSchedule = NewType("ExtraSchedule", str)
+"""A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""
 
 
 class Range(NamedTuple):
@@ -28,7 +31,6 @@ _LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbe
 FINITE = Range("that is finite in fp32", lambda x: abs(x) <= _LARGEST)
 NOT_ZERO = Range("that is finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
 POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
-BELOW_ONE = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
 INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
 FIRST_TWO = Range("that is 0 or 1", lambda x: 0 <= x <= 1)
@@ -56,8 +58,7 @@ class LossOptions:
     reduce_in_fp32: bool = False
     tp_invariant: bool = False
     accumulate_dweight: bool = False
-    filter_eps: Annotated[float | None, BELOW_ONE] = None
-    schedule: Schedule = "auto"
+    schedule: Schedule | ExtraSchedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     impl: Impl | None = None
     with_metrics: bool = False
@@ -70,6 +71,15 @@ class LossOptions:
         With one it is that number times ``softcap'(z)``, so backward needs the logits again.
         """
         return self.label_smoothing != 0.0 and self.softcap is not None
+
+
+def extra_schedule(schedule: object) -> ModuleType | None:
+    """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
+    if not isinstance(schedule, str) or not schedule.startswith("filtered:"):
+        return None
+    from flce_dist.filtered import schedule as filtered
+
+    return filtered
 
 
 class Declared(NamedTuple):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flce_dist.filtered.order_checks import agreed_order, mismatch
+from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order
 from flce_dist.op import checks, dtensor
-from flce_dist.order_checks import agreed_order, mismatch
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own

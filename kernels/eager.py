@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flce_dist import torch_private
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.eager_filter import write_tile_stats
 from flce_dist.kernels.eager_logits import SCRATCH_BYTES, capped, dlogits, windows  # noqa: F401
 from flce_dist.kernels.eager_rows import (  # noqa: F401
     loss_norm,
@@ -24,6 +23,7 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
     token_loss,
     write_label_value,
 )
+from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import row_gradient, softcap_grad  # noqa: F401
 from flce_dist.kernels.token_loss_formulas import (

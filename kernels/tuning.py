@@ -44,36 +44,6 @@ TILES = {
 }
 
 
-@dataclass(frozen=True)
-class KeptGemmConfig:
-    """Tile of the GEMMs that read kept tiles (``filter_gemms.py``), and how they are scheduled.
-
-    GROUP blocks of H come for all columns before the next; PROGRAMS is the largest grid, per
-    multiprocessor. Both are of dweight.
-    """
-
-    BLOCK_ROW: int
-    BLOCK_COL: int
-    BLOCK_K: int
-    GROUP: int
-    PROGRAMS: int
-    num_warps: int
-    num_stages: int
-
-
-KEPT_GEMMS = {
-    ("sm_80", 2): KeptGemmConfig(128, 128, 32, 8, 16, 8, 3),
-    ("sm_80", 4): KeptGemmConfig(64, 64, 32, 16, 16, 4, 3),
-    ("sm_90", 2): KeptGemmConfig(128, 256, 64, 4, 4, 8, 3),
-    ("sm_90", 4): KeptGemmConfig(64, 64, 32, 16, 16, 8, 3),
-    ("sm_100", 2): KeptGemmConfig(128, 128, 64, 8, 16, 8, 4),
-    ("sm_100", 4): KeptGemmConfig(64, 64, 32, 16, 16, 8, 3),
-    ("sm_120", 2): KeptGemmConfig(128, 128, 32, 8, 16, 8, 3),
-    ("sm_120", 4): KeptGemmConfig(64, 64, 32, 16, 16, 8, 3),
-    (INTERPRETED, 2): KeptGemmConfig(64, 64, 64, 2, 4, 4, 1),
-    (INTERPRETED, 4): KeptGemmConfig(64, 64, 64, 2, 4, 4, 1),
-}
-
 # With one block of tokens each row of weight is read once, and the bytes in flight decide.
 _ONE_BLOCK = {
     ("sm_80", 2): TileConfig(64, 128, 32, 1, 4, 3),
@@ -94,11 +64,6 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
     if arch == "sm_90" and itemsize == 2 and T <= config.BLOCK_T and not stores:
         config = replace(config, num_stages=config.num_stages + 1)
     return config
-
-
-def kept_gemm_config(arch: str, itemsize: int) -> KeptGemmConfig:
-    """Return the tile of the GEMMs that read kept tiles, for operands of ``itemsize`` bytes."""
-    return KEPT_GEMMS[arch, itemsize]
 
 
 def has_tma(arch: str) -> bool:

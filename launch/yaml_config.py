@@ -22,6 +22,7 @@ SIZE = Range("within [1, 2**31)", lambda x: 1 <= x < 2**31)
 SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)
 SEED = Range("within [0, 2**32)", lambda x: 0 <= x < 2**32)
 NOT_NEGATIVE = Range("that is finite and at least 0", lambda x: 0.0 <= x < float("inf"))
+BELOW_1 = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 
 
 class ConfigError(RunError):

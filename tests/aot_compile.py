@@ -25,6 +25,7 @@ from flce_dist.kernels import (
     rescue,
     tuning,
 )
+from flce_dist.kernels.filtered.tuning import GEMMS
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -235,7 +236,7 @@ def main() -> None:
         for group_v in (None, INVARIANT_ROWS):
             kernels = compile_all(arch, itemsize, stores, config, group_v)
             report(arch, itemsize, config.BLOCK_T, group_v, **kernels)
-    for arch, itemsize in tuning.KEPT_GEMMS:
+    for arch, itemsize in GEMMS:
         if arch != tuning.INTERPRETED:
             triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
             kernels = compile_filter(arch, DTYPES[itemsize])

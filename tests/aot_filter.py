@@ -7,14 +7,12 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from flce_dist.kernels import (
-    filter_dlogits,
-    filter_gemms,
-    filter_stats,
-    filter_tiles,
-    tile_lists,
-    tuning,
-)
+from flce_dist.kernels import tuning
+from flce_dist.kernels.filtered import dlogits as filter_dlogits
+from flce_dist.kernels.filtered import gemms as filter_gemms
+from flce_dist.kernels.filtered import stats as filter_stats
+from flce_dist.kernels.filtered import tile_lists
+from flce_dist.kernels.filtered import tiles as filter_tiles
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats

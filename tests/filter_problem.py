@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.testing import relative_rms
 

@@ -1,4 +1,4 @@
-"""A problem to filter, and ``flce_dist.testing.filtered_gradients`` for tests' own types.
+"""A problem to filter, and ``flce_dist.filtered.oracle`` for tests' own types.
 
 T tokens, V vocabulary rows, H hidden size.
 """
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from flce_dist import testing
-from flce_dist.testing import FilteredGradients, relative_rms
+from flce_dist.filtered import FilteredGradients
+from flce_dist.testing import relative_rms
 from tests.problems import IGNORE, Inputs, Outcome, Upstream, run_op, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
@@ -42,7 +43,7 @@ def zipf_inputs(
 def definition(
     inputs: Inputs, eps: float, upstream: Upstream | None = None, **options: Any
 ) -> FilteredGradients:
-    """Call ``flce_dist.testing.filtered_gradients``, without options that do not concern it."""
+    """Call ``flce_dist.filtered.oracle``, without options that do not concern it."""
     upstream = upstream or Upstream()
     assert upstream.loss is not None
     for name in NOT_OF_THE_REFERENCE:

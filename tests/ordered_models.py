@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flce_dist import VocabOrder, frequency_order
+from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.megatron_models import VOCAB, megatron
 

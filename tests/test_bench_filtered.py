@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tyro")
 pytest.importorskip("rich")
 
-from flce_dist import frequency_order
+from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
 from flce_dist.launch.bench.problem import TrainedHead, make_truth
 from flce_dist.launch.yaml_config import ConfigError

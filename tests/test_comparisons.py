@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import eager_filter, exact_sums, merge_stats, rescue
+from flce_dist.kernels import exact_sums, merge_stats, rescue
+from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.parallel import peer_memory
 from flce_dist.parallel.peer_memory import PeerMemory
 from tests import fake_ranks

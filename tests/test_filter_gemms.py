@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import filter_gpu, tile_lists
-from flce_dist.kernels.filter_tiles import TILE_V, tile_grid
+from flce_dist.kernels.filtered import gpu as filter_gpu
+from flce_dist.kernels.filtered import tile_lists
+from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from tests.filter_problem import (

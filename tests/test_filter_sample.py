@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.filter_tiles import SAMPLE
-from flce_dist.op import filtered
+from flce_dist.filtered import schedule as filtered
+from flce_dist.filtered.oracle import sampled_tokens
+from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.testing import relative_rms
-from flce_dist.testing.filtered_gradients import sampled_tokens
 from tests.filtered_formula import check_filtered, exact, filtered_gradients, zipf_inputs
 from tests.problems import IGNORE, Inputs, Patch, Upstream, run_op
 from tests.test_filtered import EPS, each_impl

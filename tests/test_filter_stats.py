@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.kernels import filter_stats, gpu
+from flce_dist.kernels import gpu
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered import stats as filter_stats
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from tests.filter_problem import (

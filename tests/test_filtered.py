@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist.filtered.oracle import sampled_tokens
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.testing import relative_rms
-from flce_dist.testing.filtered_gradients import sampled_tokens
 from tests.filtered_formula import (
     GRADIENTS,
     check_filtered,

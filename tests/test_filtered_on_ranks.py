@@ -148,7 +148,7 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 
 def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) -> None:
     """After dhidden of the last round, before dweight of it."""
-    from flce_dist.kernels import eager_filter
+    from flce_dist.kernels.filtered import eager as eager_filter
     from flce_dist.op.gradients import Gradients
 
     seen: dict[int, list[str]] = {0: [], 1: []}

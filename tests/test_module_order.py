@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from flce_dist import frequency_order
+from flce_dist.filtered import frequency_order
+from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.module import LinearCrossEntropy
-from flce_dist.vocab_order import rows_of
 from tests.module_layouts import LAYOUTS, VOCAB, H, Layout, each_layout, make, whole
 
 T, PADDED = 16, 512

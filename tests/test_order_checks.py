@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist.order_checks import agreed_order
+from flce_dist.filtered.order_checks import agreed_order
+from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 from flce_dist.testing import RankPool
-from flce_dist.vocab_order import VocabOrder, as_vocab_order
 from tests.module_layouts import Layout
 
 V_ALL = 600

@@ -1,12 +1,13 @@
-"""``flce_dist.testing.filtered_gradients`` on problems that can be computed by hand."""
+"""``flce_dist.filtered.oracle`` on problems that can be computed by hand."""
 
 import pytest
 import torch
 
 from flce_dist import vocab_order
-from flce_dist.kernels import filter_tiles
-from flce_dist.testing import filtered_gradients, relative_rms
-from flce_dist.testing.filtered_gradients import SAMPLE, TILE_T, TILE_V
+from flce_dist.filtered import filtered_gradients
+from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V
+from flce_dist.kernels.filtered import tiles as filter_tiles
+from flce_dist.testing import relative_rms
 from tests.filtered_formula import exact, zipf_inputs
 from tests.filtered_formula import filtered_gradients as by_name
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import tile_lists
+from flce_dist.kernels.filtered import tile_lists
 from tests.problems import poisoned_memory
 from tests.test_gpu_oracle import each_device
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, vocab_range
-from flce_dist.kernels import eager_filter
+from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
 from flce_dist.launch.verify.cases import FILTER_EPS, Case, cases, filtered_shape, filtered_variants

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import VocabOrder, frequency_order, vocab_range
-from flce_dist.vocab_order import TILE, as_vocab_order, rows_of
+from flce_dist import vocab_range
+from flce_dist.filtered import VocabOrder, frequency_order
+from flce_dist.filtered.vocab_order import TILE, as_vocab_order, rows_of
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:

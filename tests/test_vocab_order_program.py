@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("tyro")
 
-from flce_dist import LinearCrossEntropy, frequency_order, vocab_range
+from flce_dist import LinearCrossEntropy, vocab_range
+from flce_dist.filtered import frequency_order
 from flce_dist.launch.program import RunError
 from flce_dist.launch.vocab_order.__main__ import main
 from flce_dist.launch.yaml_config import ConfigError

@@ -16,8 +16,9 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.megatron.vocab_rows import by_token, place_of_token
-from flce_dist.vocab_order import VocabOrder, row_of_id, rows_of
+from flce_dist.options import extra_schedule
 
 _WINDOW = 8192
 """Columns of logits that exist at once while the largest logit is searched."""
@@ -163,8 +164,8 @@ class FusedLayer:
     ) -> Tensor:
         """Return the loss of ``labels`` [s, b], by default as [s, b] fp32.
 
-        Filtered gradients keep fewer tiles if the tokens of a block belong to one sequence, so
-        ``hidden`` is copied into that order for them.
+        An ``ExtraSchedule`` works with blocks of tokens, which should belong to one sequence, so
+        ``hidden`` is copied into that order for it.
         """
         fuses = self.gradient_accumulation_fusion
         if fuses and weight is not self.weight and hasattr(weight, "__fsdp_param__"):
@@ -187,16 +188,16 @@ class FusedLayer:
             accumulate_dweight=fuses,
         )
         reordered = _unchanged
-        if keywords["filter_eps"]:
+        if extra_schedule(keywords["schedule"]) is not None:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
             reordered = functools.partial(_by_sequence, ranks=ranks)
             hidden, labels = _by_sequence(hidden, ranks=1), reordered(labels)
         if not self.keeps_metrics:
             return reordered(linear_cross_entropy(hidden, weight, labels, **keywords))
-        result = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
-        result = LossWithMetrics(*map(reordered, result))
+        result: Any = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
+        result = result._make(map(reordered, result))
         detached = (x.detach() for x in result)
-        self.last_metrics = LossWithMetrics(*(x.T if x.dim() == 2 else x for x in detached))
+        self.last_metrics = result._make(x.T if x.dim() == 2 else x for x in detached)
         return result.loss
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ asks for; it then asks for keys that the checkpoint does not have, which the loa
 import functools
 from typing import Any
 
-from flce_dist.order_checks import mismatch
-from flce_dist.vocab_order import MAP
+from flce_dist.filtered.order_checks import mismatch
+from flce_dist.filtered.vocab_order import MAP
 
 ORDERED = ".in_vocab_order"
 """Ends the key of ordered rows in a distributed checkpoint, and those of their optimizer state."""

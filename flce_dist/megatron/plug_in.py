@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.megatron import refusals
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.megatron.vocab_rows import order_rows
 from flce_dist.options import LossOptions, options_of
-from flce_dist.vocab_order import VocabOrder
 
 _FIXED = {
     "sequence_parallel": False,  # the layer passes its own setting
@@ -64,7 +64,7 @@ def use_linear_cross_entropy(
             keep the tokenizer's ids. ``row_of_token`` is in state dicts; rows of another order, or
             of none, are refused.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
-            vocab_size, filter_eps, schedule, max_logits_bytes and impl,
+            vocab_size, schedule, max_logits_bytes and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and
             keep the padding columns from ``vocab_size`` on. reduction is "none" by default; "sum"
             makes the model return the sum of the loss, a scalar: for training loops that mask no

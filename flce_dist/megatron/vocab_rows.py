@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.filtered.order_checks import agreed_order
+from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 from flce_dist.megatron.ordered_checkpoints import guard_checkpoints
-from flce_dist.order_checks import agreed_order
 from flce_dist.parallel import collectives
-from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 
 _GATHERED = 1 << 26
 """Elements of the weights of all ranks that exist at once while rows move."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
+from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
@@ -85,7 +85,7 @@ def _check_not_resharded(weight: Tensor | None) -> None:
         )
 
 
-def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
     """Return what the call's schedule returns, on the operands' device."""
     with _computing_on(operands.hidden):
         transport.check_same_labels(operands.labels, call.tp_group)

@@ -23,6 +23,9 @@ _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a 
 Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dhidden [T, H] (under sequence parallelism [T / P, H]), dweight [V, H] and dbias [V]."""
 
+Outputs = tuple[Tensor | None, ...]
+"""``Metrics`` and, behind them, scalars that only an ``ExtraSchedule`` has."""
+
 Saved = tuple[Any, ...]
 """What backward needs from forward besides the operands: tensors or None, by each schedule."""
 
@@ -65,8 +68,6 @@ class Metrics(NamedTuple):
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
-    kept_share: Tensor | None = None  # scalars
-    rank_one_mass: Tensor | None = None
 
 
 class Schedule(Protocol):
@@ -82,7 +83,7 @@ class Schedule(Protocol):
     def chunks(self) -> list[tuple[int, int]]:
         """Return the token ranges (start, end) that are taken one after the other."""
 
-    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         """Return the loss, the metrics in the caller's order, and what backward needs."""
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:

@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
+from flce_dist.options import COUNT, DECLARED, Declared, LossOptions, extra_schedule
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+ANY_TEXT = Declared(str, False, (), None)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
-    given = vars(options)
-    plain = {name: _value(name, given[name], declared) for name, declared in DECLARED.items()}
+    given, extra = vars(options), extra_schedule(options.schedule)
+    declarations = {**DECLARED, "schedule": ANY_TEXT} if extra is not None else DECLARED
+    plain = {name: _value(name, given[name], declared) for name, declared in declarations.items()}
     options = LossOptions(**plain)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
@@ -43,28 +46,9 @@ def check_options(options: LossOptions) -> LossOptions:
             f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
             "needs the logits; use schedule='recompute'"
         )
-    if options.filter_eps is not None:
-        check_filter(options)
+    if extra is not None:
+        extra.refuse(options)
     return options
-
-
-def check_filter(options: LossOptions) -> None:
-    """Check the options that filtered gradients exclude, whatever ``filter_eps`` is."""
-    if options.schedule in ("cached", "in_forward"):
-        raise NotImplementedError(
-            "filter_eps needs schedule='auto' or 'recompute', since what it keeps is known only "
-            f"after forward, got schedule='{options.schedule}'"
-        )
-    if options.softcap is not None:
-        raise NotImplementedError(
-            "filter_eps needs softcap=None, since a softcap's slope differs between the columns "
-            f"of a tile, got softcap={options.softcap}"
-        )
-    if options.tp_invariant:
-        raise NotImplementedError(
-            "filter_eps needs tp_invariant=False, since tiles are counted from the first row of "
-            "each rank, got tp_invariant=True"
-        )
 
 
 def check_tensors(

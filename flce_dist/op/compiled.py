@@ -15,7 +15,7 @@ from flce_dist.op.autograd import run_backward, run_forward
 from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, prepare
-from flce_dist.options import DECLARED, Declared, LossOptions
+from flce_dist.options import DECLARED, Declared, LossOptions, extra_schedule
 from flce_dist.parallel import collectives
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
@@ -31,7 +31,6 @@ def _schema(name: str, declared: Declared) -> str:
 
 _OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
 _SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
-_METRICS = len(Metrics._fields)
 _DIFFERENTIABLE = 4  # the loss, lse, logprob, entropy
 
 
@@ -46,17 +45,14 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             "accumulate_dweight=True is not supported under torch.compile, whose operators must "
             "not change their inputs; exclude the call by torch.compiler.disable"
         )
-    if options.with_metrics and options.schedule == "in_forward":
-        raise NotImplementedError(
-            "under torch.compile linear_cross_entropy_with_metrics takes no "
-            "schedule='in_forward'; use schedule='recompute'"
-        )
-    if options.with_metrics and options.filter_eps is not None and any(needs):
+    of_loss_only = options.schedule == "in_forward" or extra_schedule(options.schedule) is not None
+    if options.with_metrics and of_loss_only and any(needs):
         # Compiled code passes zeros for upstream gradients that do not exist, so that backward
         # could not tell which to refuse.
         raise NotImplementedError(
-            "under torch.compile linear_cross_entropy_with_metrics takes filter_eps only without "
-            "gradients; use linear_cross_entropy, or exclude the call by torch.compiler.disable"
+            "under torch.compile linear_cross_entropy_with_metrics takes "
+            f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
+            "exclude the call by torch.compiler.disable"
         )
     outputs = torch.ops.flce_dist.forward(
         *arguments[:5],
@@ -64,7 +60,13 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         None if tp_group is None else tp_group.group_name,
         needs,
     )
-    return tuple(outputs[: 1 + _METRICS] if options.with_metrics else outputs[:1])
+    return tuple(outputs[: 1 + _metrics(options)])
+
+
+def _metrics(options: LossOptions) -> int:
+    """Return how many outputs follow the loss."""
+    extra = extra_schedule(options.schedule)
+    return len(Metrics._fields if extra is None else extra.METRICS) if options.with_metrics else 0
 
 
 def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Operands]:
@@ -86,15 +88,14 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
 def _forward(hidden, weight, labels, bias, token_weight, *spec):
-    """Return loss and metrics (empty if not asked for), then what is saved."""
+    """Return the loss, metrics if asked for, then what is saved."""
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
     checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
     needs, shape = spec[-1], labels.shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
-    of_tokens = [x if x is None else x.reshape(shape) for x in metrics[:4]]
-    outputs += _present([*of_tokens, *metrics[4:]], loss)
+    outputs += [x.reshape(shape) if x.dim() else x for x in metrics if x is not None]
     return outputs + (_present(saved, loss) if any(needs) else [])
 
 
@@ -109,9 +110,7 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
     outputs = [new(of_tokens if call.options.reduction == "none" else one)]
     if call.options.with_metrics:
         outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
-        outputs += [new(one), new(one)]
-    else:
-        outputs += [new(0) for _ in range(_METRICS)]
+        outputs += [new(one) for _ in range(_metrics(call.options) - len(Metrics._fields))]
     if not any(call.needs):
         return outputs
     return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
@@ -156,7 +155,7 @@ def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weigh
 def _setup_context(ctx, inputs, output):
     hidden, weight, labels, bias, token_weight, *ctx.spec = inputs
     ctx.set_materialize_grads(False)
-    saved = output[1 + _METRICS :]
+    saved = output[1 + _metrics(LossOptions(*ctx.spec[:-2])) :]
     ctx.save_for_backward(hidden, weight, labels, bias, token_weight, *saved)
 
 

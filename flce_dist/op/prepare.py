@@ -11,7 +11,7 @@ from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
 from flce_dist.op.call import Call, Needs, Operands, Schedule
 from flce_dist.op.plan import pieces, plan
-from flce_dist.options import LossOptions
+from flce_dist.options import LossOptions, extra_schedule
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows
@@ -141,8 +141,8 @@ def _plan(
     # shapes; the operators plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     P = P if known and options.sequence_parallel else 1
-    # Every tile of filter_eps=0.0 is kept.
-    schedule = options.schedule if options.filter_eps is None else "recompute"
+    extra = extra_schedule(options.schedule)
+    schedule = options.schedule if extra is None else "recompute"
     chosen: Schedule = (plan if known else plan.__wrapped__)(
         T=T,
         V=V,
@@ -155,8 +155,6 @@ def _plan(
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P,
     )
-    if options.filter_eps and T and (any(needs) or options.with_metrics):
-        from flce_dist.op.filtered import Filtered
-
-        chosen = Filtered.of(options.filter_eps, chosen)
+    if extra is not None and (any(needs) or options.with_metrics):
+        chosen = extra.planned(options.schedule, chosen)
     return chosen, TokenOrder(P, pieces(chosen, P) if known else ((0, T),))

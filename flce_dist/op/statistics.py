@@ -115,11 +115,10 @@ class Pass:
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:
             return loss, Metrics()
-        parts = zip(*(chunk[:4] for chunk in metrics), strict=True)
+        parts = zip(*metrics, strict=True)
         # Copies, also of one chunk: what an operator returns must not be what it saves.
         lse, logprob, entropy, correct = (call.order.restored(torch.cat(part)) for part in parts)
-        one, zero = loss.new_ones(()), loss.new_zeros(())
-        return loss, Metrics(lse, logprob, entropy, correct, one, zero)
+        return loss, Metrics(lse, logprob, entropy, correct)
 
 
 def _loss_norm(call: Call, operands: Operands) -> Tensor | None:

@@ -20,7 +20,6 @@ collective differs; use it for many small cases. "gloo" forks processes with rea
 it for end-to-end cases and for code with process-wide state (random generators, megatron-core).
 ``RankPool`` keeps such processes for many calls.
 
-``filtered_gradients`` is the fp64 definition of what ``filter_eps`` computes.
 """
 
 from flce_dist.testing.error_budget import (
@@ -29,20 +28,17 @@ from flce_dist.testing.error_budget import (
     error_budget,
     relative_rms,
 )
-from flce_dist.testing.filtered_gradients import FilteredGradients, filtered_gradients
 from flce_dist.testing.forked_ranks import RankFailed, RankPool
 from flce_dist.testing.run_ranks import run_ranks
 from flce_dist.testing.threaded_ranks import ThreadedGroup
 
 __all__ = [
     "ErrorBudget",
-    "FilteredGradients",
     "RankFailed",
     "RankPool",
     "ThreadedGroup",
     "assert_within_budget",
     "error_budget",
-    "filtered_gradients",
     "relative_rms",
     "run_ranks",
 ]

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.yaml_config import (
+    BELOW_1,
     NOT_NEGATIVE,
     SEED,
     SIZE,
@@ -20,7 +21,7 @@ from flce_dist.launch.yaml_config import (
     check_ranges,
     from_command_line,
 )
-from flce_dist.options import BELOW_ONE, COUNT, POSITIVE, Schedule
+from flce_dist.options import COUNT, POSITIVE, Schedule
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -40,7 +41,7 @@ class RunSpec:
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
     """Hidden is split by token over the ranks; one rank holds all of it."""
-    filter_eps: Annotated[float | None, BELOW_ONE] = None
+    filter_eps: Annotated[float | None, BELOW_1] = None
     """Of ours. It pays on the head of a trained model."""
 
     @property
@@ -217,8 +218,8 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
         _require(
-            run.is_ours or run.filter_eps is None,
-            f"filter_eps is an option of {' and '.join(OURS)}, got {run.name!r}",
+            run.filter_eps is None or (run.is_ours and run.schedule == "auto"),
+            f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}",
         )
         if run.sequence_parallel:
             _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

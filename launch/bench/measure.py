@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
@@ -103,16 +103,16 @@ class Measured:
             "sequence_parallel": self.run.sequence_parallel and self.problem.tp_group is not None,
             "schedule": self.run.schedule,
             "max_logits_bytes": self.run.max_logits_bytes,
-            "filter_eps": self.run.filter_eps,
             "impl": cast(Impl, self.run.impl),
         }
-        self._loss_of = partial(linear_cross_entropy, **options)
         if self.run.filter_eps is not None:
-            found = linear_cross_entropy_with_metrics(
+            options["schedule"] = filtered.schedule(self.run.filter_eps)
+            found: Any = linear_cross_entropy_with_metrics(
                 *self._leaves(), self.problem.labels, **options
             )
             shares = {"kept_share": found.kept_share, "rank_one_mass": found.rank_one_mass}
             self.filtered = {name: share.item() for name, share in shares.items()}
+        self._loss_of = partial(linear_cross_entropy, **options)
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""

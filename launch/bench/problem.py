@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import frequency_order
+from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench.config import RunSpec, ShapeSpec
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import relative_rms

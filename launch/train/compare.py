@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import check_ranks
+from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.launch.about import about, caption
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.write import write_figure, write_json
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.vocab_order import rows_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,7 +152,7 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
     small: dict[str, Any] = {"schedule": "recompute", "max_logits_bytes": logits_bytes // 16 or 1}
     heads: dict[str, Head] = {
         f"ours: {_named(**alone.layer.loss_keywords)}": plain,
-        f"ours: {_named(**small)}": partial(plain, **small, filter_eps=None, reduction="none"),
+        f"ours: {_named(**small)}": partial(plain, **small, reduction="none"),
         "Megatron": alone.megatrons,
     }
     results = {name: alone.run(head) for name, head in heads.items()}
@@ -194,9 +194,8 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
 
 def _named(schedule: str, max_logits_bytes: int | None, **others: Any) -> str:
     """Say by which schedule and in how much memory a head runs."""
-    filters = ", filtered" if others.get("filter_eps") is not None else ""
     budget = "" if max_logits_bytes is None else f", {max_logits_bytes / MIB:.3g} MiB"
-    return f"{schedule}{filters}{budget}"
+    return f"{schedule}{budget}"
 
 
 def _relative_rms(a: Tensor, b: Tensor, group: dist.ProcessGroup) -> float:

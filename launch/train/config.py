@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flce_dist import LinearCrossEntropy
+from flce_dist import LinearCrossEntropy, filtered
 from flce_dist.launch.yaml_config import (
+    BELOW_1,
     NOT_NEGATIVE,
     SEED,
     SIZE,
@@ -24,7 +25,6 @@ from flce_dist.launch.yaml_config import (
 from flce_dist.options import POSITIVE, Range
 
 BETWEEN_0_AND_1 = Range("above 0 and below 1", lambda x: 0.0 < x < 1.0)
-BELOW_1 = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class HeadConfig:
     z_loss_weight: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
-    filter_eps: float | None = None
+    filter_eps: Annotated[float | None, BELOW_1] = None
     """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
     recorded. Saves time only with vocab_order."""
     vocab_order: bool = False
@@ -84,8 +84,10 @@ class HeadConfig:
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of ``use_linear_cross_entropy``."""
-        not_of_the_op = ("kind", "vocab_order")
+        not_of_the_op = ("kind", "vocab_order", "filter_eps")
         options = {name: x for name, x in vars(self).items() if name not in not_of_the_op}
+        if self.filter_eps is not None:
+            options["schedule"] = filtered.schedule(self.filter_eps)
         # Only a sum can be differentiated before its upstream gradient is known.
         return options | {"reduction": "sum" if self.schedule == "in_forward" else "none"}
 
@@ -210,6 +212,10 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
 
 
 def _check_head(config: HeadConfig) -> None:
+    if config.filter_eps is not None and config.schedule != "auto":
+        raise ConfigError(
+            f"head.filter_eps is a schedule of its own, got head.schedule={config.schedule} beside it"
+        )
     try:  # errors begin with the name of an option
         LinearCrossEntropy(1, 1, device="meta", **config.options())
     except (ValueError, NotImplementedError) as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist import frequency_order
+from flce_dist.filtered import frequency_order
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.megatron import use_linear_cross_entropy

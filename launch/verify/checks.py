@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flce_dist import (
     LossWithMetrics,
+    filtered,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
     vocab_range,
@@ -22,7 +23,7 @@ from flce_dist.launch.verify.cases import Case, Variant
 from flce_dist.launch.verify.data import Data
 from flce_dist.options import Impl
 from flce_dist.reference import reference_linear_cross_entropy
-from flce_dist.testing import ErrorBudget, error_budget, filtered_gradients, relative_rms
+from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 
 FP32_BUDGET = 1e-5
 """Relative error that loss, lse, logprob and entropy may have: they are fp32 in every dtype."""
@@ -51,11 +52,11 @@ def make_truth(
     oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
     if not filter_eps:
         return Truth(oracle, eager, data.hidden.dtype)
-    defined = filtered_gradients(
+    defined = filtered.filtered_gradients(
         data.hidden,
         data.weight,
         data.labels,
-        filter_eps=filter_eps,
+        eps=filter_eps,
         dloss=data.dloss,
         bias=data.bias,
         reduction=variant.reduction,
@@ -105,6 +106,7 @@ def _results(
     hidden, weight = data.hidden[tokens].clone(), data.weight[own].clone()
     bias = None if data.bias is None else data.bias[own].clone()
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
+    eps = case.filter_eps
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     out = call(
         hidden,
@@ -117,8 +119,7 @@ def _results(
         vocab_range=(own.start, own.stop) if case.variant.uneven else None,
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
-        filter_eps=case.filter_eps,
-        schedule=case.schedule,
+        schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         impl=impl,
         **dict(case.variant.options),

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import tyro
 
-from flce_dist import frequency_order
+from flce_dist.filtered import frequency_order
+from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.launch.vocab_order.files import (
     array_bytes,
     by_rank,
@@ -31,7 +32,6 @@ from flce_dist.launch.vocab_order.files import (
 )
 from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
 from flce_dist.launch.yaml_config import ConfigError, read_utf8
-from flce_dist.vocab_order import VocabOrder
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_dist.vocab_order import MAP, VocabOrder, as_vocab_order
+from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order
 
 State = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""The gradients that ``filter_eps`` defines, in dense fp64 matrices: the oracle of their tests.
+"""The gradients that ``filtered.schedule`` defines, in dense fp64 matrices: the oracle of their tests.
 
 They differ from exact gradients by design, so tests compare with this definition and measure the
 distance from exact gradients apart. docs/filtered_gradients.md explains it.
@@ -39,7 +39,7 @@ def filtered_gradients(
     weight: Tensor,
     labels: Tensor,
     *,
-    filter_eps: float,
+    eps: float,
     dloss: Tensor | float = 1.0,
     bias: Tensor | None = None,
     reduction: str = "mean",
@@ -53,13 +53,13 @@ def filtered_gradients(
     token_order: Tensor | None = None,
     drops: bool = False,
 ) -> FilteredGradients:
-    """Return the gradients that ``linear_cross_entropy(..., filter_eps=...)`` approximates.
+    """Return the gradients that ``linear_cross_entropy(..., schedule=schedule(eps))`` approximates.
 
     The op's results differ from them by rounding alone. Materialises several [T, V] in fp64.
 
     Args:
         hidden, weight, labels, bias, token_weight: whole tensors, of all ranks; hidden is [T, H].
-        filter_eps: no tile's largest probability may be nearer to it than 1e-5, relative.
+        eps: no tile's largest probability may be nearer to it than 1e-5, relative.
         dloss: the upstream gradient, a scalar, or [T] with reduction="none".
         shard_starts: the first row of each rank's shard, in rising order; shards without rows are
             left out.
@@ -68,7 +68,7 @@ def filtered_gradients(
         drops: leave out the tiles that are not kept, to compare.
 
     Raises:
-        ValueError: a probability is so near to ``filter_eps`` that rounding may decide.
+        ValueError: a probability is so near to ``eps`` that rounding may decide.
     """
     V = len(weight) if vocab_size is None else vocab_size
     if token_order is None:
@@ -82,7 +82,7 @@ def filtered_gradients(
     g = _token_gradients(counted, dloss, reduction, token_weight)
     sample = None if drops else sampled_tokens(g[:, 0] != 0)
     p, kept, rank_one_mass = _probabilities(
-        z, is_label, counted, filter_eps, shard_starts, token_order, sample
+        z, is_label, counted, eps, shard_starts, token_order, sample
     )
     at_label = (1 - label_smoothing) * is_label.double()
     lse = z.logsumexp(1, keepdim=True)
@@ -99,7 +99,7 @@ def filtered_gradients(
 
 
 def _probabilities(
-    z: Tensor, is_label: Tensor, counted: Tensor, filter_eps: float, shard_starts: Sequence[int],
+    z: Tensor, is_label: Tensor, counted: Tensor, eps: float, shard_starts: Sequence[int],
     token_order: Tensor, sample: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Replace the softmax of ``z`` in tiles that are not kept: by mass times profile, or by 0.
@@ -110,7 +110,7 @@ def _probabilities(
     """
     p = z.softmax(1)
     tiles = _tile_sizes(z.shape[1], shard_starts)
-    kept = _kept_tiles(p.where(counted, 0.0)[token_order], is_label[token_order], tiles, filter_eps)
+    kept = _kept_tiles(p.where(counted, 0.0)[token_order], is_label[token_order], tiles, eps)
     exact = _spread(kept[token_order.argsort() // TILE_T], tiles)
     rest = p.where(counted & ~exact, 0.0)
     mass = torch.stack([x.sum(1) for x in rest.split(tiles, 1)], 1)
@@ -136,19 +136,19 @@ def _profile(z: Tensor, rest: Tensor, tiles: list[int]) -> Tensor:
     return q / _spread(_tile_sums(q, tiles).clamp_min(1e-300), tiles)
 
 
-def _kept_tiles(p: Tensor, is_label: Tensor, tiles: list[int], filter_eps: float) -> Tensor:
-    """Return [blocks, tiles]: a tile is kept if it holds a label, or p of ``filter_eps`` or more.
+def _kept_tiles(p: Tensor, is_label: Tensor, tiles: list[int], eps: float) -> Tensor:
+    """Return [blocks, tiles]: a tile is kept if it holds a label, or p of ``eps`` or more.
 
     ``p`` is 0 and ``is_label`` False for ignored tokens.
     """
     largest = _tile_maxima(p.masked_fill(is_label, 0.0), tiles)
-    if ((largest / filter_eps - 1).abs() <= _MARGIN).any():
+    if ((largest / eps - 1).abs() <= _MARGIN).any():
         raise ValueError(
-            f"no probability may be within {_MARGIN} of filter_eps = {filter_eps}, relative, since "
-            "rounding may put it on either side; choose another filter_eps"
+            f"no probability may be within {_MARGIN} of eps = {eps}, relative, since "
+            "rounding may put it on either side; choose another eps"
         )
     holds_label = _tile_maxima(is_label.to(p), tiles) > 0
-    return (largest >= filter_eps) | holds_label
+    return (largest >= eps) | holds_label
 
 
 def _token_gradients(

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.parallel import collectives
 from flce_dist.rank_check import on_ranks
-from flce_dist.vocab_order import VocabOrder
 
 _DIGESTS = 1 << 62
 _NO_ORDER, _ERROR = _DIGESTS, _DIGESTS + 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import dlogits, windows
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference

@@ -1,7 +1,7 @@
 """The GEMMs of filtered gradients: what D of the kept tiles adds to the gradients.
 
 T = tokens, V = vocabulary rows here, H = hidden size. ``d`` holds D of one round, packed as
-``filter_dlogits.py`` says. So every tile of an operand is whole, and only the place of a tile is
+``dlogits.py`` says. So every tile of an operand is whole, and only the place of a tile is
 looked up, in the loop over the shared dimension. There the next entry of a list is loaded one step
 before it is needed and carried through the loop: an entry that is loaded where it is used costs the
 pipeline of the operands' loads half of its stages.
@@ -19,10 +19,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
+from flce_dist.kernels.filtered.tile_lists import TileLists
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
+from flce_dist.kernels.filtered.tuning import GEMMS
 from flce_dist.kernels.launching import fits_descriptor
 from flce_dist.kernels.primitives import cast, dot, load_tile, store_tile
-from flce_dist.kernels.tile_lists import TileLists
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
     """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H] fp32; weight is [V, H]."""
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
-    config = tuning.kept_gemm_config(arch, d.element_size())
+    config = GEMMS[arch, d.element_size()]
     matrix = d.view(-1, TILE_V)
     tma = _has_tma(arch, matrix, weight)
     programs = -(-H // config.BLOCK_COL) * (TILE_T // config.BLOCK_ROW) * lists.blocks
@@ -219,7 +220,7 @@ def kept_dweight(
     """
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
-    config = tuning.kept_gemm_config(arch, d.element_size())
+    config = GEMMS[arch, d.element_size()]
     matrix = d.view(-1, TILE_V)
     tma = _has_tma(arch, matrix, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.

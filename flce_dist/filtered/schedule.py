@@ -1,6 +1,6 @@
 """The schedule of filtered gradients: exact in the tiles that are kept, rank one in the others.
 
-A tile is 128 tokens by 256 rows of the vocabulary (``kernels/filter_tiles.py``). Forward decided
+A tile is 128 tokens by 256 rows of the vocabulary (``kernels/filtered/tiles.py``). Forward decided
 which are kept, and left each token's probability in the others, its mass s. There p is replaced by
 ``s[j, t] q[v]``, with the profile q of tile j, which sums to 1 over its rows. Hence, with
 ``D = p - [v = label]`` in the tiles that are kept::
@@ -13,6 +13,7 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -22,15 +23,16 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.filter_interface import filter_kernels_of
-from flce_dist.kernels.filter_tiles import SAMPLE, TILE_V, tile_grid
+from flce_dist.kernels.filtered.interface import filter_kernels_of
+from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Schedule, Sink, Upstream
+from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Schedule, Sink, Upstream
 from flce_dist.op.gradients import Chunk, Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.op.windows import Windows
+from flce_dist.options import ExtraSchedule, LossOptions
 from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.token_order import TokenOrder
 
@@ -44,11 +46,75 @@ class FilteredSaved(NamedTuple):
     mass: Tensor  # each token's probability in tiles that are not kept, [tiles, T]
 
 
+class FilteredLossWithMetrics(NamedTuple):
+    """``LossWithMetrics``, and two scalars that say what the gradients approximate.
+
+    They are the same on every rank and have no gradient.
+    """
+
+    loss: Tensor
+    lse: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    correct: Tensor
+    kept_share: Tensor  # of all ranks' tiles, those whose gradients are exact
+    rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
+
+
+METRICS = FilteredLossWithMetrics._fields[1:]
+
+
+def schedule(eps: float) -> ExtraSchedule:
+    """Return the value of ``schedule`` that approximates the gradients, not the loss; experimental.
+
+    Of tiles of 128 tokens by 256 vocabulary rows without a label or a probability of ``eps`` or
+    more, the gradients use the tile's mean row, so that two GEMMs skip it. Saves time only if rows
+    of like frequency lie together; docs/filtered_gradients.md says how to choose ``eps``, in
+    [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
+    Excludes softcap, tp_invariant and gradients of metrics.
+    """
+    name = f"filtered:{eps}"
+    _eps_of(name)
+    return ExtraSchedule(name)
+
+
+def _eps_of(name: str) -> float:
+    text = name.partition(":")[2]
+    try:
+        eps = float(text)
+    except ValueError:
+        eps = math.nan
+    if not 0.0 <= eps < 1.0:
+        raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {text}")
+    return eps
+
+
+def refuse(options: LossOptions) -> None:
+    """Check the threshold, and the options that filtered gradients exclude, whatever it is."""
+    _eps_of(options.schedule)
+    if options.softcap is not None:
+        raise NotImplementedError(
+            "filtered.schedule needs softcap=None, since a softcap's slope differs between the "
+            f"columns of a tile, got softcap={options.softcap}"
+        )
+    if options.tp_invariant:
+        raise NotImplementedError(
+            "filtered.schedule needs tp_invariant=False, since tiles are counted from the first "
+            "row of each rank, got tp_invariant=True"
+        )
+
+
+def planned(name: str, recompute: Schedule) -> "Filtered":
+    """Return the schedule of a call that ``recompute`` was planned for."""
+    assert isinstance(recompute, Windows)
+    return Filtered(_eps_of(name), recompute)
+
+
 @dataclass(frozen=True)
 class Filtered:
     """Recompute, but exact only in tiles that hold a label or a probability of ``eps`` or more.
 
-    V is of the largest shard; D of kept tiles takes ``window_v`` columns, ``logits_bytes``.
+    D of kept tiles takes as much memory as D of ``recompute``'s window.
 
     Forward: that of recompute, and one pass over the maxima and sums of tiles [2, V / 256, T]. With
     metrics an all-reduce of three numbers.
@@ -57,38 +123,39 @@ class Filtered:
     """
 
     eps: float
-    T: int
-    V: int
-    window_v: int
-    logits_bytes: int
+    recompute: Windows
 
     keeps_operands: ClassVar[bool] = True
     schedule: ClassVar[str] = "filtered"
 
-    @staticmethod
-    def of(eps: float, recompute: Schedule) -> "Filtered":
-        """Return the schedule that holds as many columns of D as ``recompute`` would."""
-        assert isinstance(recompute, Windows)
-        sizes = recompute.T, recompute.V, recompute.window_v, recompute.logits_bytes
-        return Filtered(eps, *sizes)
+    @property
+    def _is_exact(self) -> bool:
+        return self.eps == 0.0 or self.recompute.T == 0
 
     def chunks(self) -> list[tuple[int, int]]:
-        return [(0, self.T)]
+        return self.recompute.chunks()
 
-    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+        if self._is_exact:
+            loss, outputs, saved = self.recompute.forward(call, operands)
+            if call.options.with_metrics:
+                outputs = *outputs, loss.new_ones(()), loss.new_zeros(())
+            return loss, outputs, saved
         kernels = filter_kernels_of(call.impl)
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
         stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
         loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
+        outputs = metrics
         if call.options.with_metrics:
-            share, left = _approximation(call, one.logits, kept, mass)
-            metrics = metrics._replace(kept_share=share, rank_one_mass=left)
+            outputs = *metrics, *_approximation(call, one.logits, kept, mass)
         of_tokens = stats.label_logit, stats.reference, stats.others
-        return loss, metrics, FilteredSaved(one.norm, *of_tokens, kept, mass)
+        return loss, outputs, FilteredSaved(one.norm, *of_tokens, kept, mass)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
+        if self._is_exact:
+            return self.recompute.saved_like(call, operands)
         hidden, T = operands.hidden, call.T
         blocks, tiles = tile_grid(T, call.V)
 
@@ -112,10 +179,12 @@ class Filtered:
         *,
         is_last: bool,
     ) -> Results:
+        if self._is_exact:
+            return self.recompute.backward(call, operands, saved, upstream, sink, is_last=is_last)
         if upstream.of_metrics:
             raise NotImplementedError(
-                "filter_eps has gradients of the loss only, and a gradient of lse, logprob or "
-                "entropy was asked for; use filter_eps=None"
+                "filtered.schedule has gradients of the loss only, and a gradient of lse, logprob "
+                "or entropy was asked for; use schedule='auto'"
             )
         assert operands is not None
         norm, *of_tokens, kept, mass = FilteredSaved(*saved)
@@ -126,7 +195,7 @@ class Filtered:
         logits = shard_logits(call, operands, gather.tokens)
         gradients = Gradients.new(call, operands, sink)
         chunk = Chunk(
-            (0, call.T), labels, stats, rows, ColumnCache(), gather, logits, self.window_v
+            (0, call.T), labels, stats, rows, ColumnCache(), gather, logits, self.recompute.window_v
         )
         if call.V:
             _add_tiles(gradients, chunk, kept, mass)
@@ -167,7 +236,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     weight = logits.weight
     blocks, _ = tile_grid(logits.T, logits.V)
     capacity = max(2, chunk.window_v // TILE_V) * blocks
-    lists = kernels.tile_lists(kept, capacity)
+    lists = kernels.filtered.tile_lists(kept, capacity)
     dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
     rows = chunk.rows
     assert rows.scale is not None

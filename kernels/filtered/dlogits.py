@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V
+from flce_dist.kernels.filtered.tile_lists import TileLists
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import exp, label_columns, logits_tile, store_tile
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.tile_lists import TileLists
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 
 

@@ -1,4 +1,4 @@
-"""The kernels of filtered gradients as types: what ``filter_gpu.py`` and ``eager_filter.py`` offer.
+"""The kernels of filtered gradients as types: what ``gpu.py`` and ``eager.py`` offer.
 
 T = tokens, V = vocabulary rows here, H = hidden size.
 """
@@ -59,9 +59,9 @@ class FilterKernels(Protocol):
 def filter_kernels_of(impl: str) -> FilterKernels:
     """Import an implementation on demand: eager alone needs no working triton."""
     if impl == "triton":
-        from flce_dist.kernels import filter_gpu
+        from flce_dist.kernels.filtered import gpu
 
-        return filter_gpu
-    from flce_dist.kernels import eager_filter
+        return gpu
+    from flce_dist.kernels.filtered import eager
 
-    return eager_filter
+    return eager

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.filter_tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import cast, exp, first_reference, label_columns, logits_tile
 from flce_dist.kernels.shard_logits import ShardLogits

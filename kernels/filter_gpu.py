@@ -1,7 +1,0 @@
-"""The kernels of filtered gradients in Triton; ``eager_filter.py`` has the same in PyTorch."""
-# ruff: noqa: F401  # what is imported here is the interface
-
-from flce_dist.kernels.filter_dlogits import kept_dlogits, new_kept_buffer
-from flce_dist.kernels.filter_gemms import add_kept_dbias, add_kept_dhidden, kept_dweight
-from flce_dist.kernels.filter_stats import kept_tiles, new_tile_stats, tile_means, tile_profile
-from flce_dist.kernels.tile_lists import tile_lists
