@@ -76,7 +76,10 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
     try:
         with profiler.profile(profile_memory=True) as prof:
             yield peak
-        peak.bytes = _peak_of_running_sum(prof)
+        assert prof.kineto_results is not None
+        events: list[Any] = prof.kineto_results.events()
+        events = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+        peak.bytes = max(accumulate((e.nbytes() for e in events), initial=0))
     finally:
         _one_profiler.release()
 
@@ -95,11 +98,3 @@ def release_shared_memory() -> None:
     other.
     """
     transport.release()
-
-
-def _peak_of_running_sum(prof: profiler.profile) -> int:
-    assert prof.kineto_results is not None
-    all_events: list[Any] = prof.kineto_results.events()
-    events = [event for event in all_events if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))

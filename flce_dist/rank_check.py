@@ -8,8 +8,7 @@ A rank whose own arguments are wrong sends its error, so no rank waits for it.
 
 import ctypes
 import hashlib
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from flce_dist.op.prepare import (
     prepare,
     sequence_first,
 )
-from flce_dist.options import LossOptions, options_of
+from flce_dist.options import options_of
 
 
 def check_ranks(
@@ -91,48 +90,38 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     given = arguments.weight
     arguments = arguments._replace(options=checks.check_options(arguments.options))
     arguments = in_autocast_dtype(localized(arguments))
-    sequence_dim = arguments.options.sequence_dim
+    options = arguments.options
     arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
-    if needs[1] and call.options.accumulate_dweight:
+    if needs[1] and options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index
-    end = start + len(weight)
-    checks.check_labels(labels, call.vocab_size, call.options.ignore_index)
-    counted = labels[labels != call.options.ignore_index]
+    checks.check_labels(labels, call.vocab_size, options.ignore_index)
+    counted = labels[labels != options.ignore_index]
+    dtypes = [None if x is None else str(x.dtype) for x in arguments[:5]]
     return {
-        "arguments": _facts(arguments, replace(call.options, sequence_dim=sequence_dim), needs),
-        "rows": (min(start, call.vocab_size), min(end, call.vocab_size)),
+        "arguments": {  # each rank has checked that its other tensors fit hidden
+            "hidden.shape": list(arguments.hidden.shape),
+            "hidden.dtype": dtypes[0],
+            "labels.shape": list(arguments.labels.shape),
+            "bias": dtypes[3],
+            "token_weight": dtypes[4],
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "hidden.requires_grad": needs[0],
+            "weight.requires_grad": needs[1],
+            "bias.requires_grad": needs[2],
+            **{name: value for name, value in vars(options).items() if name != "vocab_range"},
+            "vocab_range given": options.vocab_range is not None,
+            "impl": call.impl,
+        },
+        "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
         "values": {
             "hash of labels": _hash(labels),
             "hash of token_weight": None if token_weight is None else _hash(token_weight),
         },
         "plan": {"plan": repr(call.schedule)},
-        "weight": {
-            "rows": len(weight),
-            "hash": _hash_of_rows(weight),
-            "largest label": max(counted.tolist(), default=-1),
-        },
-    }
-
-
-def _facts(arguments: Arguments, options: LossOptions, needs: list[bool]) -> dict[str, Any]:
-    """Return what must be equal on all ranks. Each rank has checked its tensors against hidden."""
-    hidden, bias, token_weight = arguments.hidden, arguments.bias, arguments.token_weight
-    return {
-        "hidden.shape": list(hidden.shape),
-        "hidden.dtype": str(hidden.dtype),
-        "labels.shape": list(arguments.labels.shape),
-        "bias": None if bias is None else str(bias.dtype),
-        "token_weight": None if token_weight is None else str(token_weight.dtype),
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "hidden.requires_grad": needs[0],
-        "weight.requires_grad": needs[1],
-        "bias.requires_grad": needs[2],
-        **{name: value for name, value in vars(options).items() if name != "vocab_range"},
-        "vocab_range given": options.vocab_range is not None,
-        "impl": options.impl or ("triton" if hidden.is_cuda else "eager"),
+        "weight": (len(weight), _hash_of_rows(weight), max(counted.tolist(), default=-1)),
     }
 
 
@@ -155,78 +144,64 @@ def _hash_of_rows(weight: Tensor) -> str | None:
 
 def _complaint(summaries: list[dict[str, Any]]) -> str | None:
     """Return the error text for the ranks' calls, or None."""
-    errors = _groups(summary.get("error") for summary in summaries)
-    wrong = [f"{_ranks(ranks)}: {error}" for error, ranks in errors.items() if error is not None]
+    errors = _by_value(summary.get("error") for summary in summaries)
+    wrong = [f"{ranks}: {error}" for error, ranks in errors.items() if error is not None]
     if wrong:
         return "ranks must call with valid arguments, got on " + "; on ".join(wrong)
+    arguments, rows, values, plan, weights = zip(*(one.values() for one in summaries), strict=True)
     # A later difference may be a consequence of an earlier one.
-    for name, differences in (
-        ("arguments", _differences),
-        ("rows", _seams),
-        ("values", _differences),
-        ("plan", _differences),
-    ):
-        found = differences([one[name] for one in summaries])
-        if found:
-            return "ranks must call alike: " + "; ".join(found)
-    return _one_weight([one["weight"] for one in summaries])
+    found = _differences(arguments) or _seams(rows) or _differences(values) or _differences(plan)
+    if found:
+        return "ranks must call alike: " + "; ".join(found)
+    return _one_weight(weights)
 
 
-def _one_weight(weights: list[dict[str, Any]]) -> str | None:
-    """Return an error text if every rank holds the same rows and no label lies beyond them.
-
-    Equal rows alone are no error: a test may initialise all shards from one seed.
-    """
-    first, P = weights[0], len(weights)
-    V, label = first["rows"], first["largest label"]
-    if P == 1 or first["hash"] is None or any(one != first for one in weights):
-        return None
-    if not 0 <= label < V:
-        return None
-    return (
-        f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all {P} "
-        f"ranks, and no label above {label}: pass each rank its part of the whole weight, or "
-        "tp_group=None; initialise different shards from different seeds"
-    )
-
-
-def _differences(facts: list[dict[str, Any]]) -> list[str]:
+def _differences(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return each fact that differs between ranks, with its values."""
-    found = []
-    for name in facts[0]:
-        values = [repr(one[name]) for one in facts]
-        if len(set(values)) > 1:
-            found.append(f"{name} is {on_ranks(values)}")
-    return found
+    said = {name: [repr(one[name]) for one in facts] for name in facts[0]}
+    return [f"{name} is {on_ranks(x)}" for name, x in said.items() if len(set(x)) > 1]
 
 
-def on_ranks(values: Iterable[str]) -> str:
-    """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
-    groups = _groups(values)
-    return " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
-
-
-def _seams(rows: list[tuple[int, int]]) -> list[str]:
+def _seams(rows: Sequence[list[int]]) -> list[str]:
     """Return each rank whose rows do not begin where those of the previous rank end.
 
     The first rank has checked that its rows begin at 0, the last that its rows reach vocab_size.
     Padding beyond vocab_size is not included and may lie anywhere.
     """
     return [
-        f"vocabulary rows of rank {rank} must begin at {rows[rank - 1][1]}, where those of rank "
-        f"{rank - 1} end, got {rows[rank]}"
-        for rank in range(1, len(rows))
-        if rows[rank][0] != rows[rank - 1][1]
+        f"vocabulary rows of rank {rank} must begin at {end}, where those of rank {rank - 1} end, "
+        f"got {tuple(rows[rank])}"
+        for rank, (_, end) in enumerate(rows[:-1], start=1)
+        if rows[rank][0] != end
     ]
 
 
-def _groups(values: Iterable[str | None]) -> dict[str | None, list[int]]:
-    """Return each distinct value with its ranks."""
-    groups: dict[str | None, list[int]] = {}
+def _one_weight(weights: Sequence[tuple[int, str | None, int]]) -> str | None:
+    """Return an error text if every rank holds the same rows and no label lies beyond them.
+
+    Each has its number of rows, their hash and the largest label. Equal rows alone are no error: a
+    test may initialise all shards from one seed.
+    """
+    V, rows, label = weights[0]
+    if len(weights) == 1 or rows is None or len(set(weights)) > 1 or not 0 <= label < V:
+        return None
+    return (
+        f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all "
+        f"{len(weights)} ranks, and no label above {label}: pass each rank its part of the whole "
+        "weight, or tp_group=None; initialise different shards from different seeds"
+    )
+
+
+def on_ranks(values: Iterable[str]) -> str:
+    """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
+    return " and ".join(f"{value} on {ranks}" for value, ranks in _by_value(values).items())
+
+
+def _by_value(values: Iterable[str | None]) -> dict[str | None, str]:
+    """Return each distinct value with its ranks, as "rank 0" or "ranks 1, 2"."""
+    found: dict[str | None, list[str]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        found.setdefault(value, []).append(str(rank))
+    return {
+        value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in found.items()
+    }

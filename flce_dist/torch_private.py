@@ -129,14 +129,8 @@ def shares_memory() -> bool:
         from torch.distributed import _symmetric_memory as memory
     except ImportError:
         return False
-    return all(
-        hasattr(owner, name)
-        for owner, name in (
-            (memory, "empty"),
-            (memory, "rendezvous"),
-            (c10d, "_get_process_group_store"),
-        )
-    )
+    found = [hasattr(memory, name) for name in ("empty", "rendezvous")]
+    return all(found) and hasattr(c10d, "_get_process_group_store")
 
 
 def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:

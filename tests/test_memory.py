@@ -1,5 +1,8 @@
 """flce_dist.memory, on programs whose peak is known."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,57 +16,44 @@ def mib(n: int) -> torch.Tensor:
     return torch.empty(n * MIB, dtype=torch.uint8)
 
 
-def test_peak_is_the_most_at_one_time_not_the_sum() -> None:
+def freed_in_between() -> None:
+    a = mib(3)
+    b = mib(2)
+    del a, b
+    mib(4)
+
+
+def kept_with_a_view() -> Any:
+    kept = mib(2)
+    return kept, kept.view(torch.int32)[1:]
+
+
+BEFORE = torch.randn(512, 512, requires_grad=True)  # 1 MiB
+LOSS = BEFORE.exp().sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "expected_mib"),
+    [
+        (freed_in_between, 5),
+        (kept_with_a_view, 2),
+        (BEFORE.numel, 0),
+        (lambda: BEFORE.exp().sum(), 1),  # saves exp(x)
+        (lambda: LOSS.backward(retain_graph=True), 1),  # dx
+    ],
+)
+def test_the_peak_of_a_program(program: Callable[[], Any], expected_mib: int) -> None:
+    BEFORE.grad = None
     with peak_memory("cpu") as peak:
-        a = mib(3)
-        b = mib(2)
-        del a, b
-        c = mib(4)
-        del c
-    assert abs(peak.bytes - 5 * MIB) < SLACK_BYTES
-
-
-def test_tensors_from_before_are_not_counted() -> None:
-    before = mib(8)
-    with peak_memory("cpu") as peak:
-        assert before.numel() == 8 * MIB
-    assert peak.bytes < SLACK_BYTES
-
-
-def test_views_count_once_and_kept_tensors_count() -> None:
-    kept = []
-    with peak_memory("cpu") as peak:
-        kept.append(mib(2))
-        kept.append(kept[0].view(torch.int32)[1:])
-    assert abs(peak.bytes - 2 * MIB) < SLACK_BYTES
-
-
-def test_backward_is_counted() -> None:
-    x = torch.randn(512, 512, requires_grad=True)  # 1 MiB
-    with peak_memory("cpu") as forward:
-        loss = x.exp().sum()  # saves exp(x): 1 MiB
-    with peak_memory("cpu") as backward:
-        loss.backward()  # dx: 1 MiB
-    assert abs(forward.bytes - MIB) < SLACK_BYTES
-    assert abs(backward.bytes - MIB) < SLACK_BYTES
+        kept = program()
+    del kept
+    assert abs(peak.bytes - expected_mib * MIB) < SLACK_BYTES
 
 
 def test_temporaries_inside_an_operator_are_counted() -> None:
-    x = torch.randn(512, 512)
     with peak_memory("cpu") as peak, torch.no_grad():
-        torch.logsumexp(x, dim=1)  # returns 2 KiB, but exponentiates a copy of x
+        torch.logsumexp(BEFORE, dim=1)  # returns 2 KiB, but exponentiates a copy of x
     assert peak.bytes > 0.9 * MIB
-
-
-def test_same_twice() -> None:
-    x = torch.randn(256, 256, requires_grad=True)
-    peaks = []
-    for _ in range(2):
-        with peak_memory("cpu") as peak:
-            torch.logsumexp(x @ x, dim=1).sum().backward()
-        x.grad = None
-        peaks.append(peak.bytes)
-    assert peaks[0] == peaks[1] > 0
 
 
 def test_overlapping_blocks_are_refused_and_leave_it_usable() -> None:
@@ -71,6 +61,5 @@ def test_overlapping_blocks_are_refused_and_leave_it_usable() -> None:
         with peak_memory("cpu"):
             pass
     with peak_memory("cpu") as peak:
-        del_me = mib(1)
-        del del_me
+        mib(1)
     assert peak.bytes >= MIB

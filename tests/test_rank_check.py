@@ -1,18 +1,19 @@
 """Ranks that would call differently are told so, all of them, and none waits for another.
 
+Also about values that they must share, and rows of the weight that they must not.
 T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
+from flce_dist.options import LossOptions
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import RankPool, run_ranks
 from tests.test_options import CHANGED
@@ -59,88 +60,61 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 F64 = torch.float64
 ROWS = 7  # of rank 1 of 3
 
-# What rank 1 of 3 gives, and what everyone then reads of it.
-DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "tokens": (
-        dict(hidden=leaf(T - 2, H), labels=torch.arange(T - 2), token_weight=torch.ones(T - 2)),
-        "hidden.shape is [12, 8] on ranks 0, 2 and [10, 8] on rank 1; "
-        "labels.shape is [12] on ranks 0, 2 and [10] on rank 1",
-    ),
-    "dtype": (
-        dict(hidden=leaf(T, H, dtype=F64), weight=leaf(ROWS, H, dtype=F64), bias=None),
-        "hidden.dtype is 'torch.float32' on ranks 0, 2 and 'torch.float64' on rank 1; "
-        "bias is 'torch.float32' on ranks 0, 2 and None on rank 1",
-    ),
-    "token_weight": (
-        dict(token_weight=torch.ones(T, dtype=F64)),
-        "token_weight is 'torch.float32' on ranks 0, 2 and 'torch.float64' on rank 1",
-    ),
-    "frozen hidden": (
-        dict(hidden=torch.zeros(T, H)),
-        "hidden.requires_grad is True on ranks 0, 2 and False on rank 1",
-    ),
-    "frozen weight": (
-        dict(weight=torch.zeros(ROWS, H)),
-        "weight.requires_grad is True on ranks 0, 2 and False on rank 1",
-    ),
-    "trained bias": (
-        dict(bias=leaf(ROWS)),
-        "bias.requires_grad is False on ranks 0, 2 and True on rank 1",
-    ),
-    "two": (
-        dict(label_smoothing=0.1, softcap=2.0),
-        "label_smoothing is 0.0 on ranks 0, 2 and 0.1 on rank 1; "
-        "softcap is None on ranks 0, 2 and 2.0 on rank 1",
-    ),
-    "vocab_size": (
-        dict(vocab_size=V_ALL + 1),
-        "vocab_size is 20 on ranks 0, 2 and 21 on rank 1",
-    ),
-    "vocab_range": (
-        dict(vocab_range=None),
-        "vocab_range given is True on ranks 0, 2 and False on rank 1",
-    ),
-    "impl": (dict(impl="triton"), "impl is 'eager' on ranks 0, 2 and 'triton' on rank 1"),
-    "gap": (
-        dict(vocab_range=(8, 14), weight=leaf(6, H), bias=torch.zeros(6)),
-        "vocabulary rows of rank 1 must begin at 7, where those of rank 0 end, got (8, 14)",
-    ),
-    "overlap": (
-        dict(vocab_range=(7, 15), weight=leaf(8, H), bias=torch.zeros(8)),
-        "vocabulary rows of rank 2 must begin at 15, where those of rank 1 end, got (14, 20)",
-    ),
-}
-
-NAMED = r"(?:^|; )(\S+(?: given)?) is "
-
 # Of these every rank names the value; others have consequences that come first.
 ALONE = {"vocab_size", "vocab_range", "sequence_parallel", "sequence_dim", "tp_invariant", "impl"}
 OPTIONS = {k: x for k, x in CHANGED.items() if k not in {*ALONE, "accumulate_dweight"}}
 
+# What rank 1 of 3 gives; what is named, with the others' value and its own.
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = {
+    "tokens": (
+        dict(hidden=leaf(T - 2, H), labels=torch.arange(T - 2), token_weight=torch.ones(T - 2)),
+        {"hidden.shape": ([12, 8], [10, 8]), "labels.shape": ([12], [10])},
+    ),
+    "dtype": (
+        dict(hidden=leaf(T, H, dtype=F64), weight=leaf(ROWS, H, dtype=F64), bias=None),
+        {"hidden.dtype": ("torch.float32", "torch.float64"), "bias": ("torch.float32", None)},
+    ),
+    "token_weight": (
+        dict(token_weight=torch.ones(T, dtype=F64)),
+        {"token_weight": ("torch.float32", "torch.float64")},
+    ),
+    "frozen hidden": (dict(hidden=torch.zeros(T, H)), {"hidden.requires_grad": (True, False)}),
+    "frozen weight": (dict(weight=torch.zeros(ROWS, H)), {"weight.requires_grad": (True, False)}),
+    "trained bias": (dict(bias=leaf(ROWS)), {"bias.requires_grad": (False, True)}),
+    "vocab_size": (dict(vocab_size=V_ALL + 1), {"vocab_size": (20, 21)}),
+    "vocab_range": (dict(vocab_range=None), {"vocab_range given": (True, False)}),
+    "impl": (dict(impl="triton"), {"impl": ("eager", "triton")}),
+    "sequence_parallel": (
+        dict(hidden=leaf(T // 3, H), sequence_parallel=True),
+        {"hidden.shape": ([12, 8], [4, 8]), "sequence_parallel": (False, True)},
+    ),
+    **{
+        name: ({name: value}, {name: (getattr(LossOptions, name), value)})
+        for name, value in OPTIONS.items()
+    },
+}
+
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_every_rank_names_what_differs(case: str) -> None:
-    changes, expected = DISAGREEMENTS[case]
-    assert say(changes) == BEGINS + expected
+    changes, named = DISAGREEMENTS[case]
+    assert say(changes) == BEGINS + "; ".join(
+        f"{name} is {usual!r} on ranks 0, 2 and {odd!r} on rank 1"
+        for name, (usual, odd) in named.items()
+    )
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_rank_names_an_option_that_differs(name: str) -> None:
-    said = say({name: OPTIONS[name]})
-    assert said is not None and said.startswith(f"{BEGINS}{name} is ")
-    assert said.endswith(f" on ranks 0, 2 and {OPTIONS[name]!r} on rank 1")
-
-
-def test_every_rank_says_whose_kernels_cannot_do_it() -> None:
-    said = say({"tp_invariant": True}) or ""
-    assert "on rank 1: NotImplementedError: tp_invariant=True needs impl='triton'" in said
-
-
-def test_sequence_parallelism_is_compared_before_its_consequences() -> None:
-    changes = dict(hidden=leaf(T // 3, H), sequence_parallel=True)
-    said = say(changes) or ""
-    assert "hidden.shape is [12, 8] on ranks 0, 2 and [4, 8] on rank 1; " in said
-    assert said.endswith("sequence_parallel is False on ranks 0, 2 and True on rank 1")
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (8, 14, "of rank 1 must begin at 7, where those of rank 0 end, got (8, 14)"),
+        (7, 15, "of rank 2 must begin at 15, where those of rank 1 end, got (14, 20)"),
+    ],
+)
+def test_rows_that_do_not_meet_are_named(start: int, end: int, expected: str) -> None:
+    weight, bias = leaf(end - start, H), torch.zeros(end - start)
+    said = say(dict(vocab_range=(start, end), weight=weight, bias=bias))
+    assert said == f"{BEGINS}vocabulary rows {expected}"
 
 
 def test_one_rank_without_gradients_is_named() -> None:
@@ -175,9 +149,7 @@ def test_even_shards_of_different_sizes_are_named() -> None:
         (dict(labels=None), "ValueError: labels must be a torch.Tensor, got NoneType"),
         (dict(hidden=None), "ValueError: hidden must be a torch.Tensor, got NoneType"),
         (dict(schedule="in_forward", reduction="none"), "NotImplementedError: schedule='in_f"),
-        (dict(label_smoothing="0.1"), "ValueError: label_smoothing must be a float within"),
-        (dict(softcap=torch.ones(())), "ValueError: softcap must be .*, got a Tensor"),
-        (dict(bias=torch.zeros(3)), r"ValueError: bias must be \[V\] with V = 7 from weight"),
+        (dict(tp_invariant=True), "NotImplementedError: tp_invariant=True needs impl='triton'"),
     ],
 )
 def test_nobody_waits_for_a_rank_that_cannot_call(changes: dict[str, Any], complaint: str) -> None:
@@ -241,22 +213,15 @@ def test_about_1_kib_of_each_rank_is_gathered() -> None:
 
 
 def test_it_sends_from_the_device_of_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[torch.device] = []
-
-    @contextmanager
-    def device_of(x: torch.Tensor) -> Iterator[None]:
-        current.append(x.device)
-        yield
-        current.pop()
-
     def gather(summaries: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
-        assert current == [torch.device("cpu")]
+        assert device_of.mock_calls == [mock.call(given["hidden"]), mock.call().__enter__()]
         summaries[:] = [mine]
 
+    given, device_of = call(0, 1), mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    run_ranks(lambda group: check_ranks(**call(0, 1), tp_group=group), 1)
-    assert current == []
+    run_ranks(lambda group: check_ranks(**given, tp_group=group), 1)
+    assert device_of().__exit__.called
 
 
 def test_alone_only_its_own_arguments_are_checked() -> None:
@@ -264,8 +229,6 @@ def test_alone_only_its_own_arguments_are_checked() -> None:
     check_ranks(**mine)
     with pytest.raises(NotImplementedError, match="schedule='in_forward' needs a scalar"):
         check_ranks(**mine, schedule="in_forward", reduction="none")
-    with pytest.raises(ValueError, match="sequence_parallel=True needs a tp_group"):
-        check_ranks(**mine, sequence_parallel=True)
     with pytest.raises(ValueError, match="tp_group must be None or a "):
         check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
 
@@ -282,10 +245,55 @@ def test_over_gloo(pools: dict[int, RankPool]) -> None:
 
 def test_all_facts_are_known_here() -> None:
     """New options of LossOptions are compared automatically; each needs a case above."""
-    mine, options = call(0, 1), rank_check.LossOptions()
+    mine = call(0, 1)
     named = {name: mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight")}
-    arguments = rank_check.Arguments(**named, options=options, tp_group=None)
-    known = {*OPTIONS, "torch.is_grad_enabled()", "sequence_parallel", "sequence_dim"}
+    arguments = rank_check.Arguments(**named, options=LossOptions(), tp_group=None)
+    known = {name for _, differing in DISAGREEMENTS.values() for name in differing}
+    known |= {"torch.is_grad_enabled()", "sequence_dim"}  # tests/test_sequence_dim.py has this one
     known |= {"with_metrics", "tp_invariant", "accumulate_dweight"}
-    known |= {name for _, said in DISAGREEMENTS.values() for name in re.findall(NAMED, said)}
-    assert set(rank_check._facts(arguments, options, [True, True, False])) == known
+    assert {*rank_check._summary(arguments)["arguments"]} == known
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("labels", torch.arange(T).flip(0)), ("token_weight", torch.linspace(0, 1, T))],
+)
+def test_values_that_all_must_share_are_compared(name: str, other: torch.Tensor) -> None:
+    value = "'[0-9a-f]{16}'"
+    expected = f"{BEGINS}hash of {name} is {value} on ranks 0, 2 and {value} on rank 1"
+    assert re.fullmatch(expected, say({name: other}) or "")
+
+
+WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
+
+
+def says_of_weight(weight: torch.Tensor, **changes: Any) -> set[str | None]:
+    """The error if all of 3 ranks pass this weight of V_ALL rows."""
+    same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None)
+    return set(run_ranks(lambda group: verdicts(group, group.rank(), same | changes), 3))
+
+
+@pytest.mark.parametrize("vocab_size", [None, V_ALL])
+def test_a_whole_weight_on_every_rank_is_noticed(vocab_size: int | None) -> None:
+    (said,) = says_of_weight(WHOLE.clone().requires_grad_(), vocab_size=vocab_size)
+    assert said is not None and said.startswith(
+        "weight must be each rank's own rows of the vocabulary, got the same 20 rows on all 3 "
+        "ranks, and no label above 11: "
+    )
+
+
+def test_equal_weights_that_may_be_shards_pass() -> None:
+    """Constants; labels of other ranks' rows, or none; rows that differ anywhere in a sample."""
+    assert says_of_weight(torch.zeros(V_ALL, H)) == says_of_weight(torch.ones(V_ALL, H)) == {None}
+    assert says_of_weight(WHOLE, labels=torch.arange(T) + V_ALL) == {None}
+    assert says_of_weight(WHOLE, labels=torch.full((T,), -100)) == {None}
+
+    def shards(group: dist.ProcessGroup) -> str | None:
+        start, end = vocab_range(V_ALL, group.rank(), group.size())
+        return verdicts(group, group.rank(), dict(weight=WHOLE[start:end]))
+
+    assert run_ranks(shards, 4) == [None] * 4
+    assert run_ranks(shards, 1) == [None]

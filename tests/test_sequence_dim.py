@@ -1,19 +1,19 @@
 """``sequence_dim=1``: hidden [B, S / P, H] of each rank, labels [B, S]."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
 from flce_dist import linear_cross_entropy_with_metrics as with_metrics
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import Outcome, Problem, misses, share_of
+from tests.parallel_problem import Outcome, Problem, joined, misses, rank_step
 
 B, S = 3, 8
 WEIGHTS = torch.linspace(0, 2, B * S)
@@ -21,46 +21,48 @@ MEAN = Problem(T=B * S)
 NONE = Problem(T=B * S, options={"reduction": "none", "token_weight": WEIGHTS})
 
 
-def of_rank(group: dist.ProcessGroup, problem: Problem) -> tuple[list[Tensor], dict[str, Any]]:
-    """This rank's [hidden, weight, bias], leaves, and the keywords of a call, labels among them."""
-    share = share_of(group, problem, sequence_parallel=False)
-    hidden = share.hidden.view(B, S, -1).chunk(group.size(), dim=1)[group.rank()].clone()
-    leaves = [x.requires_grad_() for x in (hidden, share.weight, share.bias)]
-    keywords: dict[str, Any] = {
-        **problem.options, "labels": share.labels.view(B, S), "bias": leaves[2],
-        "vocab_size": problem.V_all, "vocab_range": share.vocab_range, "tp_group": group,
-        "sequence_parallel": True, "sequence_dim": 1,
-    }  # fmt: skip
-    if "token_weight" in keywords:
-        keywords["token_weight"] = WEIGHTS.view(B, S)
-    return leaves, keywords
+def split_by_sequence(call: Any = linear_cross_entropy, *, dtensors: bool = False) -> Any:
+    """``call`` as ``rank_step`` takes it: on this rank's part of [B, S, H], which is [B, S / P, H].
+
+    dhidden is then 0 for the tokens of other ranks, and a loss per token is flat.
+    """
+
+    def of_part(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        group = options["tp_group"]
+        options = {"sequence_dim": 1, **options, "sequence_parallel": True}
+        if "token_weight" in options:
+            options["token_weight"] = options["token_weight"].view(B, S)
+        part: Tensor = hidden.view(B, S, -1).chunk(group.size(), dim=1)[group.rank()]
+        if dtensors:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            part = DTensor.from_local(part, mesh, [Shard(1)])
+            part.register_hook(is_split)
+        check_ranks(part, weight, labels.view(B, S), **options)
+        loss = call(part, weight, labels.view(B, S), **options)
+        assert loss.shape in ((), (B, S))
+        return loss.flatten() if loss.dim() else loss
+
+    return of_part
+
+
+def is_split(dhidden: Tensor) -> None:
+    assert isinstance(dhidden, DTensor) and dhidden.placements == (Shard(1),)
+    assert dhidden.shape[:2] == (B, S)
 
 
 def step_rank(
-    group: dist.ProcessGroup, problem: Problem, compiled: bool = False, **options: Any
+    group: dist.ProcessGroup, problem: Problem, kind: str = "", **options: Any
 ) -> Outcome:
-    leaves, keywords = of_rank(group, problem)
-    check_ranks(leaves[0], leaves[1], **keywords)
     call: Any = linear_cross_entropy
-    if compiled:
+    if kind == "compiled":
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    loss = call(leaves[0], leaves[1], **keywords, **options)
-    loss.backward(problem.upstream.view(loss.shape))
-    gradients: list[Any] = [x.grad for x in leaves]
-    assert gradients[0].shape == leaves[0].shape
-    return Outcome(loss.detach(), *gradients)
+    call = split_by_sequence(call, dtensors=kind == "dtensors")
+    return rank_step(group, problem, call=call, **options)
 
 
-def joined(ranks: list[Outcome]) -> Outcome:
-    """The ranks' outcomes, flat; a loss per token must be [B, S]."""
-    loss = ranks[0].loss
-    assert loss.shape in ((), (B, S)) and all(torch.equal(loss, rank.loss) for rank in ranks)
-    return Outcome(
-        loss.flatten() if loss.dim() else loss,
-        torch.cat([rank.dhidden for rank in ranks], 1).flatten(0, 1),
-        torch.cat([rank.dweight for rank in ranks]),
-        torch.cat([rank.dbias for rank in ranks]),
-    )
+def whole(ranks: list[Outcome]) -> Outcome:
+    found = joined(ranks, sequence_parallel=True)
+    return found._replace(dhidden=found.dhidden.view(len(ranks), B * S, -1).sum(0))
 
 
 @pytest.mark.parametrize(
@@ -74,52 +76,45 @@ def joined(ranks: list[Outcome]) -> Outcome:
 )
 def test_loss_and_gradients_are_those_of_the_whole(P, problem, schedule):
     ranks = run_ranks(lambda group: step_rank(group, problem, schedule=schedule), P)
-    assert misses(joined(ranks), problem) == []
-
-
-def test_a_flattened_problem_is_another_one():
-    """What the option is for: these shapes fit, and every result is wrong."""
-
-    def rank(group: dist.ProcessGroup) -> Outcome:
-        leaves, keywords = of_rank(group, MEAN)
-        keywords |= {"labels": keywords["labels"].flatten(), "sequence_dim": 0}
-        loss = linear_cross_entropy(leaves[0].flatten(0, 1), leaves[1], **keywords)
-        loss.backward(MEAN.upstream)
-        gradients: list[Any] = [x.grad for x in leaves]
-        return Outcome(loss.detach(), *gradients)
-
-    said = misses(joined(run_ranks(rank, 2)), MEAN)
-    assert [text.split(":")[0] for text in said] == ["loss", "dhidden", "dweight", "dbias"]
+    assert misses(whole(ranks), problem) == []
 
 
 @pytest.mark.parametrize("problem", [MEAN, NONE])
 def test_under_compile(ranks, problem):
-    assert misses(joined(ranks.run(step_rank, problem, True)), problem) == []
+    assert misses(whole(ranks.run(step_rank, problem, "compiled")), problem) == []
+
+
+@pytest.mark.parametrize("sequence_dim", [0, 1])
+def test_a_dtensor_split_along_its_second_dimension(ranks, sequence_dim):
+    """It says by itself what sequence_dim is, also if that is left at its default."""
+    outcomes = ranks.run(step_rank, NONE, "dtensors", sequence_dim=sequence_dim)
+    assert misses(whole(outcomes), NONE) == []
 
 
 def test_metrics_have_the_shape_of_labels():
-    hidden, weight, bias, labels = (
-        x.double() if x.is_floating_point() else x for x in MEAN.tensors
-    )
-    hidden.requires_grad_()
-    whole = with_metrics(hidden.view(B, S, -1), weight, labels.view(B, S), bias=bias)
-    whole.entropy.sum().backward()
+    hidden, weight, bias, labels = MEAN.tensors
+    hidden, labels = hidden.view(B, S, -1), labels.view(B, S)
 
-    def rank(group: dist.ProcessGroup) -> tuple[Any, Any]:
-        leaves, keywords = of_rank(group, MEAN)
-        out = with_metrics(leaves[0], leaves[1], **keywords)
+    def found(group: dist.ProcessGroup | None) -> tuple[Any, Tensor]:
+        P, rank = (1, 0) if group is None else (2, group.rank())
+        rows = slice(*vocab_range(MEAN.V_all, rank, P))
+        part = hidden.chunk(P, dim=1)[rank].clone().requires_grad_()
+        out = with_metrics(
+            part, weight[rows], labels, bias=bias[rows], vocab_size=MEAN.V_all, tp_group=group,
+            vocab_range=(rows.start, rows.stop), sequence_parallel=P > 1, sequence_dim=1,
+        )  # fmt: skip
         out.entropy.sum().backward()
-        return out, leaves[0].grad
+        assert part.grad is not None
+        return out, part.grad
 
-    ranks = run_ranks(rank, 2)
+    expected, dhidden = found(None)
+    ranks = run_ranks(found, 2)
     for out, _ in ranks:
-        for mine, expected in zip(out[:4], whole[:4], strict=True):
-            assert mine.shape == expected.shape and mine.is_contiguous()
-            assert relative_rms(mine, expected) < 1e-5
-        assert torch.equal(out.correct, whole.correct) and out.kept_share == 1
-    assert hidden.grad is not None
-    dhidden = torch.cat([dhidden for _, dhidden in ranks], 1).flatten(0, 1)
-    assert relative_rms(dhidden, hidden.grad) < 1e-5
+        for mine, right in zip(out[:4], expected[:4], strict=True):
+            assert mine.shape == right.shape and mine.is_contiguous()
+            assert relative_rms(mine, right) < 1e-5
+        assert torch.equal(out.correct, expected.correct) and out.kept_share == 1
+    assert relative_rms(torch.cat([part for _, part in ranks], 1), dhidden) < 1e-5
 
 
 def test_the_layer():
@@ -135,36 +130,6 @@ def test_the_layer():
         assert relative_rms(mine.logits(part), whole.logits(hidden)) < 1e-6
 
     run_ranks(rank, 2)
-
-
-# --- DTensors
-
-
-@functools.cache
-def mesh_of(P: int) -> Any:
-    return init_device_mesh("cpu", (P,))
-
-
-def dtensor_rank(group: dist.ProcessGroup, **options: Any) -> Outcome:
-    """hidden is a DTensor with Shard(1), which says by itself what sequence_dim is."""
-    mesh = mesh_of(group.size())
-    leaves, keywords = of_rank(group, NONE)
-    keywords |= {"tp_group": mesh.get_group()}
-    del keywords["sequence_dim"]
-    hidden = DTensor.from_local(leaves[0].detach(), mesh, [Shard(1)]).requires_grad_()
-    check_ranks(hidden, leaves[1], **keywords)
-    loss = linear_cross_entropy(hidden, leaves[1], **keywords, **options)
-    loss.backward(NONE.upstream.view(B, S))
-    dhidden: Any = hidden.grad
-    assert dhidden.placements == (Shard(1),) and dhidden.shape == (B, S, NONE.H)
-    dweight, dbias = (x.grad for x in leaves[1:])
-    assert dweight is not None and dbias is not None
-    return Outcome(loss.detach(), dhidden.to_local(), dweight, dbias)
-
-
-@pytest.mark.parametrize("options", [{}, {"sequence_dim": 1}])
-def test_a_dtensor_split_along_its_second_dimension(ranks, options):
-    assert misses(joined(ranks.run(dtensor_rank, **options)), NONE) == []
 
 
 # --- what is refused

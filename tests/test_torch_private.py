@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.constants import default_pg_timeout
 
 from flce_dist import linear_cross_entropy, torch_private
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms, run_ranks
+from tests.problems import Inputs, Upstream, inputs, run_reference
 from tests.processes import environment
 
 c10d: Any = dist.distributed_c10d
@@ -37,30 +37,23 @@ def gone(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
 
 
-def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(6, 8, generator=generator).requires_grad_()
-    weight = torch.randn(20, 8, generator=generator).requires_grad_()
-    return hidden, weight, torch.randint(20, (6,), generator=generator)
-
-
 def test_without_word_of_retain_graph_saved_gradients_are_kept(lacks):
     lacks(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert torch_private.keeps_graph()
-    hidden, weight, labels = problem()
-    loss = linear_cross_entropy(hidden, weight, labels, schedule="in_forward")
+    given = inputs()
+    hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, given.labels, schedule="in_forward")
     first = torch.autograd.grad(2.0 * loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(2.0 * loss, (hidden, weight))
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    logits = exact[0] @ exact[1].T
-    expected = torch.autograd.grad(2.0 * F.cross_entropy(logits, labels), exact)
-    for one, other, right in zip(first, second, expected, strict=True):
-        assert torch.equal(one, other) and relative_rms(one, right) < 1e-6
+    plain = Inputs(hidden, weight, given.labels)
+    expected = run_reference(plain.to(torch.float64), Upstream(2.0))
+    for one, other, name in zip(first, second, ("dhidden", "dweight"), strict=True):
+        assert torch.equal(one, other) and relative_rms(one, expected[name]) < 1e-6
 
 
 def test_without_the_id_of_a_backward_only_overwriting_raises(lacks):
     lacks(torch._C, "_current_graph_task_id")
-    hidden, weight, labels = problem()
+    given = inputs()
+    hidden, weight, labels = given.hidden, given.weight.requires_grad_(), given.labels
     weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     linear_cross_entropy(hidden, weight, labels, accumulate_dweight=True).backward()
     weight.overwrite_main_grad = True  # type: ignore[attr-defined]
@@ -76,20 +69,23 @@ def test_without_an_assertion_on_the_device_the_host_waits(lacks):
         torch_private.assert_soon(torch.tensor(False), "labels")
 
 
-def test_without_groups_by_name_compiled_calls_raise(lacks):
-    lacks(c10d, "_resolve_process_group")
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("_resolve_process_group", lambda: torch_private.group_named("0")),
+        ("_get_default_store", torch_private.default_store),
+        ("__create_chunk_list__", lambda: torch_private.place_of(torch.ones(2))),  # has none
+    ],
+)
+def test_what_nothing_replaces_raises(lacks, name, use):
+    lacks(c10d, name)
     with names_torch:
-        torch_private.group_named("0")
+        use()
 
 
 def test_without_async_tensors_there_are_none(monkeypatch):
     gone(monkeypatch, "torch.distributed._functional_collectives")
     assert torch_private.async_tensors() == ()
-
-
-def test_without_places_of_dtensors_their_state_dicts_raise():
-    with names_torch:
-        torch_private.place_of(torch.ones(2))  # it has none either
 
 
 @pytest.mark.parametrize("name", ["none", "module", "empty", "rendezvous", "store"])
@@ -112,24 +108,15 @@ def test_without_symmetric_memory_tokens_travel_by_collectives(monkeypatch, lack
     assert transport._all_reach_all(group, torch.device("cuda", 0)) == (name == "none")
 
 
-def test_without_a_groups_timeout_it_is_that_of_torch():
-    minute, device = timedelta(minutes=1), torch.device("cpu")
+@pytest.mark.parametrize("lacking", ["nothing", "_timeout", "options", "_get_backend"])
+def test_without_a_groups_timeout_it_is_that_of_torch(lacking):
+    def having(name: str, value: Any) -> Any:
+        return SimpleNamespace() if name == lacking else SimpleNamespace(**{name: value})
 
-    def timeout(backend: Any) -> timedelta:
-        group: Any = SimpleNamespace(_get_backend=lambda device: backend)
-        return torch_private.timeout_of(group, device)
-
-    assert timeout(SimpleNamespace(options=SimpleNamespace(_timeout=minute))) == minute
-    assert timeout(SimpleNamespace(options=SimpleNamespace())) == default_pg_timeout
-    assert timeout(SimpleNamespace()) == default_pg_timeout
-    group: Any = SimpleNamespace()
-    assert torch_private.timeout_of(group, device) == default_pg_timeout
-
-
-def test_without_the_store_no_rank_is_the_first(lacks):
-    lacks(c10d, "_get_default_store")
-    with names_torch:
-        torch_private.default_store()
+    minute = timedelta(minutes=1)
+    backend = having("options", having("_timeout", minute))
+    found = torch_private.timeout_of(having("_get_backend", lambda _: backend), torch.device("cpu"))
+    assert found == (minute if lacking == "nothing" else default_pg_timeout)
 
 
 def test_without_a_world_only_forks_with_groups_raise(monkeypatch, lacks):
