@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.files import digest, remove, sync_directory, write_shard, write_synced
+from flce_dist.launch.train.files import digest, remove, sync_directory, write_synced
 from flce_dist.launch.train.ranks import on_rank_0, together
 from flce_dist.launch.write import writing
 
@@ -72,7 +72,7 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
     def write() -> dict[str, Any]:
         with writing(partial, needed):
             partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
-            return write_shard(partial / shard_name(dist.get_rank()), state)
+            return write_synced(partial / shard_name(dist.get_rank()), state)
 
     def finish(files: dict[str, Any]) -> None:
         unseen = [name for name in files if not (partial / name).exists()]
@@ -154,31 +154,26 @@ class _Damaged(Exception):
 
 
 def _verify(path: Path) -> Checkpoint:
+    name = MANIFEST
     try:
         content = (path / MANIFEST).read_bytes()
-        manifest = json.loads(content)
-        if not isinstance(manifest, dict):
-            raise _Damaged(f"{MANIFEST} must hold a JSON object, got {manifest!r:.40}")
+        manifest = dict(json.loads(content))
         manifest.pop("sha256", None)
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
         files = manifest.pop("files")
         found = Checkpoint(path.parent, **manifest)
+        if found.step != _step(path):
+            raise _Damaged(f"{MANIFEST} is that of step {found.step}")
+        if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
+            raise _Damaged(f"{MANIFEST} does not list the file of every rank")
+        for name, expected in files.items():
+            if digest(path / name) != expected:
+                raise _Damaged(f"{name} has other contents than {MANIFEST} says")
     except OSError as error:
-        raise _Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    if found.step != _step(path):
-        raise _Damaged(f"{MANIFEST} is that of step {found.step}")
-    if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
-        raise _Damaged(f"{MANIFEST} does not list the file of every rank")
-    for name, expected in files.items():
-        try:
-            intact = digest(path / name) == expected
-        except OSError as error:
-            raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
-        if not intact:
-            raise _Damaged(f"{name} has other contents than {MANIFEST} says")
+        raise _Damaged(f"{name} cannot be read: {error}") from error
     return found
 
 

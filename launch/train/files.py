@@ -1,10 +1,11 @@
 """Files of a checkpoint: hashed while they are written, and on disk when the call returns."""
 
 import hashlib
+import io
 import os
 import shutil
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +20,31 @@ def digest(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
 
 
-class _HashedFile:
-    """What ``torch.save`` writes to. It hides an ``OSError``, so ``error`` keeps it."""
+class _HashedFile(io.BufferedWriter):
+    def __init__(self, path: Path):
+        super().__init__(io.FileIO(path, "w"))
+        self.sha256 = hashlib.sha256()
 
-    def __init__(self, file: IO[bytes]):
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
+    def write(self, data: Any) -> int:
         self.sha256.update(data)
-        self.bytes += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
+        return super().write(data)
 
 
-def write_shard(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Write tensors and wait until they are on disk; return size and SHA-256 of the file."""
-    with path.open("wb") as file:
-        hashed = _HashedFile(file)
-        try:
-            torch.save(state, cast(IO[bytes], hashed))
-        except RuntimeError:
-            if hashed.error is not None:
-                raise hashed.error from None
-            raise
+def write_synced(path: Path, content: bytes | dict[str, Tensor]) -> dict[str, Any]:
+    """Write bytes or tensors and wait until they are on disk; return what ``digest`` would."""
+    with _HashedFile(path) as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:  # behind which torch hides an OSError of ``write``
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+        file.flush()
         os.fsync(file.fileno())
-    return {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
+        return {"bytes": file.tell(), "sha256": file.sha256.hexdigest()}
 
 
 def remove(path: Path) -> None:
@@ -60,13 +53,6 @@ def remove(path: Path) -> None:
         old = path.with_suffix(".old")
         path.rename(old)
         shutil.rmtree(old)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

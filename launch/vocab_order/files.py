@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
-from flce_dist.launch.train.files import write_shard, write_synced
+from flce_dist.launch.train.files import write_synced
 from flce_dist.launch.write import replacing
 from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 
 
 def read_counts(path: Path) -> Tensor:
@@ -98,8 +98,7 @@ def write_all(contents: dict[Path, Any]) -> list[Path]:
     """
     with ExitStack() as stack:
         for path, content in contents.items():
-            scratch = stack.enter_context(replacing(path))
-            (write_synced if isinstance(content, bytes) else write_shard)(scratch, content)
+            write_synced(stack.enter_context(replacing(path)), content)
     return list(contents)
 
 
