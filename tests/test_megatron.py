@@ -3,24 +3,39 @@
 megatron-core keeps its process groups in globals of the process, so threads would not do.
 """
 
+import pickle
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import fused_layer, use_linear_cross_entropy
+from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import RankPool, relative_rms
-from tests.megatron_models import VOCAB, H, S, batch, megatron, plugged, token_losses
+from tests.contract.models import uneven
+from tests.megatron_models import (
+    VOCAB,
+    H,
+    S,
+    batch,
+    inputs_of,
+    megatron,
+    plugged,
+    token_losses,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+# --- lazy and real logits
 
 
 def rank_largest(group: Any, sp: bool) -> None:
@@ -49,6 +64,96 @@ def test_the_largest_logit_without_logits(pools: dict[int, RankPool], tp: int, s
     pools[tp].run(rank_largest, sp)
 
 
+def rank_real(group: Any) -> None:
+    model, hidden = plugged(2, sp=True), torch.randn(S // 2, 3, H)
+    layer = model.output_layer
+    # After an exception, too.
+    with pytest.raises(Exception, match="labels"):
+        token_losses(model, batch()[0], torch.full((3, S), VOCAB))
+    logits, bias = layer(hidden)
+    assert type(logits) is Tensor and bias is None
+    layer.loss_keywords["label_smoothing"] = 0.1
+    with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
+        model.compute_language_model_loss(batch()[1], logits)
+    # A hook on the gradient of logits is a reason, too; test_contract.py has forward hooks.
+    layer.is_lazy = True
+    assert isinstance(layer(hidden)[0], LazyLogits)
+    layer.register_full_backward_hook(lambda *given: None)
+    assert type(layer(hidden)[0]) is Tensor
+
+    # What 0.18 and later do in compute_mtp_single_step.
+    model = plugged(2, sp=False, tied=True, mtp=1)
+    weight = model.shared_embedding_or_output_weight()
+    with torch.inference_mode():
+        logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
+    assert type(logits) is Tensor and logits.shape == (S // 2, 3, VOCAB)
+
+
+def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
+    ranks.run(rank_real)
+
+
+def tail_of(model: Any) -> Any:
+    """A model that is the end of ``GPTModel.forward`` as 0.19 has it."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Tail(GPTModel):
+        multiplier = 0.5
+        seen: Any = None
+
+        def forward(self, hidden: Tensor, labels: Any = None, *, output_processor: Any = None):
+            if output_processor is not None:
+                return output_processor(
+                    hidden_states=hidden,
+                    output_layer=self.output_layer,
+                    labels=labels,
+                    compute_language_model_loss=self.compute_language_model_loss,
+                )
+            logits, _ = self.output_layer(hidden, weight=None)
+            logits = logits * self.multiplier
+            self.seen = logits
+            if labels is None:
+                return logits.transpose(0, 1).contiguous()
+            return self.compute_language_model_loss(labels, logits)
+
+    model.__class__ = Tail
+    return model
+
+
+def rank_tail(group: Any) -> None:
+    model = tail_of(plugged(2, sp=True))
+    hidden = torch.randn(S // 2, 3, H, requires_grad=True)
+    labels = batch()[1]
+
+    def processor(output_layer: Any, hidden_states: Tensor, labels: Tensor, **given: Any) -> Any:
+        logits, _ = output_layer(hidden_states)
+        assert type(logits) is Tensor
+        return given["compute_language_model_loss"](labels, logits * model.multiplier)
+
+    def results(model: Any) -> list[Tensor]:
+        found = [model(hidden, output_processor=processor, labels=labels), model(hidden)]
+        for loss in (model(hidden, labels), model(hidden, labels=labels)):
+            found += [loss, *torch.autograd.grad(uneven(loss), (hidden, model.output_layer.weight))]
+        return found
+
+    ours = results(model)
+    assert isinstance(model.seen, LazyLogits) and model.seen.scale == 0.5
+    theirs = results(tail_of(megatron(2, True, False)))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative_rms(mine, other) < 1e-5
+
+
+def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:
+    ranks.run(rank_tail)
+
+
+def test_a_scale_after_a_softcap_is_refused() -> None:
+    """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
+    logits = LazyLogits(mock.Mock(loss_keywords={"softcap": 5.0}), torch.zeros(1), None, None)
+    with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
+        logits * 0.5
+
+
 def rank_padded(group: Any) -> tuple[Tensor, Tensor]:
     # 95 entries on two ranks: 48 rows each, the last one is padding.
     model = plugged(2, sp=True, vocab_size=VOCAB - 1)
@@ -64,46 +169,35 @@ def test_padding_of_the_vocabulary_takes_no_part(pools: dict[int, RankPool]) -> 
         assert torch.equal(before, after)
 
 
+# --- what is kept and copied
+
+
 def rank_two_models(group: Any) -> None:
-    model, other = plugged(1, sp=False), plugged(1, sp=False)
-    names = sorted(model.state_dict())
+    stage, other, plain = nn.Module(), megatron(1, False, False), megatron(1, False, False)
+    stage.post_process = False  # type: ignore[assignment]
+    stages = [stage, other]
+    assert use_linear_cross_entropy(stages, logit_scale=0.5) is stages
+    assert other.output_layer.loss_keywords["logit_scale"] == 0.5
     with torch.no_grad():
         other.output_layer.weight.zero_()
-    uniform = token_losses(other, *batch())
+    model = plugged(1, sp=False, metrics=True)
+    loss, uniform = token_losses(model, *batch()), token_losses(other, *batch())
     torch.testing.assert_close(uniform, torch.full_like(uniform, VOCAB).log())
-    assert not torch.allclose(uniform, token_losses(model, *batch()))
-    assert names == sorted(megatron(1, False, False).state_dict())
+    torch.testing.assert_close(loss, token_losses(plain, *batch()))
+    tokens, labels = batch()
+    assert torch.equal(loss, model(*inputs_of(tokens), None, labels))  # by position
+
+    kept = model.output_layer.last_metrics
+    assert torch.equal(kept.loss, loss) and torch.equal(kept.logprob, -loss)
+    assert not any(metric.requires_grad for metric in kept)
+    assert other.output_layer.last_metrics is None
+    ours = type(model.output_layer)
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    assert ours.__name__ == type(plain.output_layer).__name__
 
 
-def test_models_do_not_mix_and_parameter_names_stay(pools: dict[int, RankPool]) -> None:
+def test_models_do_not_mix_and_keep_their_metrics(pools: dict[int, RankPool]) -> None:
     pools[1].run(rank_two_models)
-
-
-def rank_frozen(group: Any) -> None:
-    model = plugged(2, sp=True)
-    model.output_layer.gradient_accumulation_fusion = True
-    weight = model.output_layer.weight
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
-    hidden = torch.randn(S // 2, 3, H, requires_grad=True)
-    labels = batch()[1].T
-
-    def backward(weight: Any) -> None:
-        hidden.grad = None
-        model.output_layer.token_loss(hidden, weight, labels).sum().backward()
-        assert hidden.grad is not None and hidden.grad.any()
-
-    backward(weight.detach())
-    weight.requires_grad_(False)
-    backward(weight)
-    assert (weight.main_grad == 1).all() and weight.grad is None
-    assert weight.grad_added_to_main_grad is False
-    weight.requires_grad_(True)
-    backward(weight)
-    assert weight.grad_added_to_main_grad is True and not (weight.main_grad == 1).any()
-
-
-def test_a_frozen_or_detached_weight_leaves_main_grad_alone(ranks: RankPool) -> None:
-    ranks.run(rank_frozen)
 
 
 # --- the development branch
