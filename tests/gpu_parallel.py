@@ -27,7 +27,6 @@ from tests import (
     parallel_autograd_checks,
     parallel_checks,
     parallel_device_checks,
-    parallel_empty_checks,
     parallel_filter_checks,
 )
 from tests.parallel_checks import Ranks
@@ -44,7 +43,7 @@ CHECKS: dict[str, Check] = {
     "graphs": parallel_device_checks.captured,
     "exceptions": parallel_device_checks.raised_and_called_again,
     "filtered": parallel_filter_checks.filtered_gradients,
-    "empty": parallel_empty_checks.nothing_to_compute,
+    "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
     "main_grad": parallel_autograd_checks.into_main_grad,

@@ -14,22 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from flce_dist import linear_cross_entropy
+from flce_dist import api
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from tests.parallel_checks import (
+from tests.parallel_problem import Outcome, Problem, share_of
+from tests.parallel_ranks import (
     Options,
     Ranks,
     Truth,
-    differences,
-    different_ways,
     differing,
+    each_way,
     outcome,
     problem,
     said,
+    same_bits,
     step,
 )
-from tests.parallel_problem import Outcome, Problem, share_of
 
 HEADS = 3
 COMPILED = ("recompute", "cached", "in_forward")
@@ -44,7 +44,6 @@ class Heads:
 
     ranks: Ranks
     one: Problem
-    sequence_parallel: bool
     options: Options
 
     def tokens(self, sequence_parallel: bool) -> list[Tensor]:
@@ -57,17 +56,18 @@ class Heads:
 
     def forward(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return hidden of each head, ``[weight, bias]``, and the losses; all are in flight."""
-        ranks, sp = self.ranks, self.sequence_parallel
-        whole, weight, bias, labels, _ = share_of(ranks.group, self.one, sequence_parallel=False)
-        shared = [weight.requires_grad_(), bias.requires_grad_()]
-        hidden = [whole[mine].requires_grad_() for mine in self.tokens(sp)]
+        ranks = self.ranks
+        share = share_of(ranks.group, self.one, sequence_parallel=False)
+        shared = [share.weight.requires_grad_(), share.bias.requires_grad_()]
+        mine = self.tokens(self.options["sequence_parallel"])
+        hidden = [share.hidden[tokens].requires_grad_() for tokens in mine]
+        given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **self.options}
         losses = [
-            linear_cross_entropy(
-                mine, weight, labels[of_head], bias=bias, reduction="sum", tp_group=ranks.group,
-                sequence_parallel=sp, impl=ranks.impl, **self.options,
+            share._replace(hidden=head, labels=share.labels[tokens]).loss(
+                ranks.group, self.one, **given
             )
-            for mine, of_head in zip(hidden, self.tokens(False), strict=True)
-        ]  # fmt: skip
+            for head, tokens in zip(hidden, self.tokens(False), strict=True)
+        ]
         return hidden, shared, losses
 
     def together(self) -> list[Outcome]:
@@ -95,37 +95,31 @@ class Heads:
 def into_main_grad(ranks: Ranks) -> Iterator[str]:
     """Two microbatches add dweight to main_grad in fp32 and in the operands' dtype."""
     one = problem(ranks.device)
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            given = {"sequence_parallel": sp, **options}
-            plain = step(ranks, one, **given)
-            rms = plain.dweight.double().square().mean().sqrt().item()
-            for dtype in dict.fromkeys((torch.float32, one.dtype)):
-                main_grad = torch.full_like(plain.dweight, rms, dtype=dtype)
-                before = main_grad.double()
-                for microbatch in (1, 2):
-                    found = step(ranks, one, call=adding_to(main_grad), **given)
-                    yield from said(way, sp, differing_from(plain, found))
-                    expected = before + microbatch * plain.dweight.double()
-                    error = relative_rms(main_grad, expected)
-                    if not error < 2 * torch.finfo(one.dtype).eps:
-                        yield from said(way, sp, [f"main_grad in {dtype}: error {error:.2g}"])
+    for way, sp, options in each_way(ranks, one):
+        plain = step(ranks, one, **options)
+        rms = plain.dweight.double().square().mean().sqrt().item()
+        for dtype in dict.fromkeys((torch.float32, one.dtype)):
+            main_grad = torch.full_like(plain.dweight, rms, dtype=dtype)
+            before = main_grad.double()
+            for microbatch in (1, 2):
+                found = step(ranks, one, call=adding_to(main_grad), **options)
+                if found.dweight.any():
+                    yield from said(way, sp, ["the gradient of weight is not zeros"])
+                yield from differing(way, sp, found._replace(dweight=plain.dweight), plain)
+                expected = before + microbatch * plain.dweight.double()
+                error = relative_rms(main_grad, expected)
+                if not error < 2 * torch.finfo(one.dtype).eps:
+                    yield from said(way, sp, [f"main_grad in {dtype}: error {error:.2g}"])
 
 
 def adding_to(main_grad: Tensor) -> Callable[..., Tensor]:
-    """``linear_cross_entropy`` with fusion; the gradient in dweight's place is zeros."""
+    """``api.linear_cross_entropy`` with fusion; the gradient in dweight's place is zeros."""
 
     def call(hidden: Tensor, weight: Any, labels: Tensor, **options: Any) -> Tensor:
         weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
-        return linear_cross_entropy(hidden, weight, labels, accumulate_dweight=True, **options)
+        return api.linear_cross_entropy(hidden, weight, labels, accumulate_dweight=True, **options)
 
     return call
-
-
-def differing_from(plain: Outcome, fused: Outcome) -> list[str]:
-    messages = [] if not fused.dweight.any() else ["the gradient of weight is not zeros"]
-    names = differences(plain, fused._replace(dweight=plain.dweight))
-    return messages + ([f"{', '.join(names)} not the same bits"] if names else [])
 
 
 def several_heads(ranks: Ranks) -> Iterator[str]:
@@ -133,19 +127,18 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
     one = problem(ranks.device, options={"reduction": "sum"})
     truth = Truth.of(one)
     rows = slice(*vocab_range(one.n_rows, ranks.rank, ranks.P))
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            heads = Heads(ranks, one, sp, options)
-            first, second = heads.together()
-            yield from said(way, sp, truth.misses(first, torch.cat(heads.tokens(sp)), rows))
-            yield from differing(f"{way}, second backward", sp, second, first)
-            onwards = heads.one_by_one([0, 1, 2])
-            backwards = heads.one_by_one([2, 1, 0])
-            for i in range(HEADS):
-                where = f"{way}, head {i}, backward in either order"
-                yield from differing(where, sp, backwards[i], onwards[i])
-            if not torch.equal(torch.cat([head.dhidden for head in onwards]), first.dhidden):
-                yield from said(way, sp, ["dhidden of heads alone not the same bits"])
+    for way, sp, options in each_way(ranks, one):
+        heads = Heads(ranks, one, options)
+        first, second = heads.together()
+        yield from said(way, sp, truth.misses(first, torch.cat(heads.tokens(sp)), rows))
+        yield from differing(f"{way}, second backward", sp, second, first)
+        onwards = heads.one_by_one([0, 1, 2])
+        backwards = heads.one_by_one([2, 1, 0])
+        for i in range(HEADS):
+            where = f"{way}, head {i}, backward in either order"
+            yield from differing(where, sp, backwards[i], onwards[i])
+        if not torch.equal(torch.cat([head.dhidden for head in onwards]), first.dhidden):
+            yield from said(way, sp, ["dhidden of heads alone not the same bits"])
 
 
 def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
@@ -153,7 +146,7 @@ def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
         def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+            return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
         return checkpoint(
             layer, hidden, weight, bias, use_reentrant=use_reentrant, preserve_rng_state=False
@@ -165,27 +158,24 @@ def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
 def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
     """The same bits, with forward run once more in backward."""
     one = problem(ranks.device)
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            plain = step(ranks, one, sequence_parallel=sp, **options)
-            for use_reentrant in (False, True):
-                call = checkpointed(use_reentrant)
-                mine = step(ranks, one, call=call, sequence_parallel=sp, **options)
-                if use_reentrant and options["schedule"] == "in_forward":
-                    # Its first forward makes no gradients, and sums tokens in another order.
-                    error = relative_rms(mine.loss, plain.loss)
-                    if not error <= 1e-6:
-                        yield from said(way, sp, [f"loss: error {error:.3g} exceeds 1e-06"])
-                    mine = mine._replace(loss=plain.loss)
-                where = f"{way}, use_reentrant={use_reentrant}"
-                yield from differing(where, sp, mine, plain)
+    for way, sp, options in each_way(ranks, one):
+        plain = step(ranks, one, **options)
+        for use_reentrant in (False, True):
+            mine = step(ranks, one, call=checkpointed(use_reentrant), **options)
+            if use_reentrant and options["schedule"] == "in_forward":
+                # Its first forward makes no gradients, and sums tokens in another order.
+                error = relative_rms(mine.loss, plain.loss)
+                if not error <= 1e-6:
+                    yield from said(way, sp, [f"loss: error {error:.3g} exceeds 1e-06"])
+                mine = mine._replace(loss=plain.loss)
+            yield from differing(f"{way}, use_reentrant={use_reentrant}", sp, mine, plain)
 
 
 def compiled_call(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
 ) -> Tensor:
     def layer(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+        return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
     torch._dynamo.reset()
     # The same graphs as inductor makes, in a tenth of the time.
@@ -200,11 +190,10 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
         # On a CPU tests/test_compiled.py has them without sequence parallelism.
         for sp in (False, True) if ranks.on_gpu else (True,):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
-            plain, mine = (
-                step(ranks, one, call=call, **options)
-                for call in (linear_cross_entropy, compiled_call)
+            plain = step(ranks, one, **options)
+            yield from differing(
+                schedule, sp, step(ranks, one, call=compiled_call, **options), plain
             )
-            yield from differing(schedule, sp, mine, plain)
     torch._dynamo.reset()
 
 
@@ -226,10 +215,9 @@ def with_dtensors(ranks: Ranks) -> Iterator[str]:
         ]
         hidden = DTensor.from_local(hidden, mesh, [tokens])
         labels = DTensor.from_local(labels, mesh, [Replicate()])
-        return linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
+        return api.linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
 
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            expected = step(ranks, one, sequence_parallel=sp, **options)
-            mine = step(ranks, one, sequence_parallel=sp, call=as_dtensors, **options)
-            yield from differing(way, sp, mine, expected)
+    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
+        yield "", step(ranks, one, call=as_dtensors, **options)
+
+    yield from same_bits(ranks, one, steps)

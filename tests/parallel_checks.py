@@ -6,9 +6,7 @@ meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ra
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,46 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import check_ranks, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op.plan import Plan, plan
-from flce_dist.options import Impl
+from flce_dist import api, check_ranks, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
-from flce_dist.parallel.vocab import vocab_range
-from tests.parallel_problem import Outcome, Problem, beyond_budget, rank_step, share_of
-
-Options = dict[str, Any]
-GRADIENTS = ("dhidden", "dweight", "dbias")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where checks run: the group of all ranks, and this rank's device."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    impl: Impl | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def P(self) -> int:
-        return self.group.size()
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-
-def problem(device: torch.device, **changes: Any) -> Problem:
-    """An even problem of the device's size; ``changes`` may give it fewer rows or options."""
-    if device.type == "cuda":
-        # Enough tokens, even half of them, to be gathered in two pieces.
-        plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
-    else:
-        plain = Problem(T=48, H=32, V_all=360)  # for plans of small_pieces
-    return plain.changed(**changes)
+from tests.parallel_problem import Outcome, Problem, share_of
+from tests.parallel_ranks import (
+    Options,
+    Ranks,
+    Truth,
+    against_fp64,
+    different_ways,
+    each_way,
+    misses_of_share,
+    other_work,
+    problem,
+    said,
+    same_bits,
+    step,
+    ways,
+)
 
 
 def problems(device: torch.device) -> dict[str, Problem]:
@@ -83,121 +59,28 @@ def problems(device: torch.device) -> dict[str, Problem]:
     }
 
 
-def ways(one: Problem, P: int) -> dict[str, Options]:
-    """Every schedule; part of the columns cached; gradients in forward in token chunks."""
-    token_bytes = -(-one.n_rows // P) * one.dtype.itemsize
-    most = {"max_logits_bytes": one.T * token_bytes * 3 // 4}
-    found: dict[str, Options] = {
-        "recompute": {"schedule": "recompute"},
-        "cached": {"schedule": "cached"},
-        "part cached": {"schedule": "cached", **most},
-        "auto": {"schedule": "auto"},
-        "auto, budget": {"schedule": "auto", **most},
-    }
-    if one.options.get("reduction") != "none":
-        found["in_forward"] = {"schedule": "in_forward"}
-        found["in_forward, chunks"] = {
-            "schedule": "in_forward",
-            "max_logits_bytes": one.T // 3 * token_bytes,
-        }
-    return found
-
-
-def plan_of(one: Problem, P: int, options: Options) -> Plan:
-    """What the op does with ``one`` in this way."""
-    itemsize = one.dtype.itemsize
-    return plan(
-        T=one.T, V=-(-one.V_all // P), itemsize=itemsize, schedule=options["schedule"],
-        max_logits_bytes=options.get("max_logits_bytes"),
-        dweight_row_bytes=(one.H * itemsize, one.H * 4),
-    )  # fmt: skip
-
-
-def different_ways(one: Problem, P: int) -> dict[str, Options]:
-    """Those of ``ways`` that differ in what they do, for checks that compare bits."""
-    kept = ("recompute", "cached", "part cached", "in_forward, chunks")
-    return {name: ways(one, P)[name] for name in kept}
-
-
-def step(
-    ranks: Ranks, one: Problem, *, group: dist.ProcessGroup | None = None, **options: Any
-) -> Outcome:
-    """Forward and backward of this rank's share."""
-    call = options.pop("call", linear_cross_entropy)
-    return rank_step(group or ranks.group, one, call=call, impl=ranks.impl, **options)
-
-
-def outcome(loss: Tensor, gradients: Sequence[Tensor]) -> Outcome:
-    dhidden, dweight, dbias = gradients
-    return Outcome(loss.detach(), dhidden, dweight, dbias)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Outcomes on the whole inputs, in fp64 and of eager PyTorch; every rank makes its own."""
-
-    oracle: Outcome
-    eager: Outcome
-
-    @classmethod
-    def of(cls, one: Problem) -> "Truth":
-        return cls(one.textbook(torch.float64), one.textbook(one.dtype))
-
-    def misses(self, mine: Outcome, tokens: Any, rows: slice) -> list[str]:
-        """Compare a rank's share: the gradients of these tokens and vocabulary rows."""
-        oracle, eager = (
-            Outcome(whole.loss, whole.dhidden[tokens], whole.dweight[rows], whole.dbias[rows])
-            for whole in (self.oracle, self.eager)
-        )
-        return beyond_budget(mine, oracle, eager)
-
-
-def misses_of_share(
-    truth: Truth, mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
-) -> list[str]:
-    rank, P = group.rank(), group.size()
-    tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
-    return truth.misses(mine, tokens, slice(*vocab_range(one.n_rows, rank, P)))
-
-
-def differences(one: Outcome, other: Outcome) -> list[str]:
-    """Names of results that are not equal to the bit; NaN is not equal."""
-    names = ("loss", *GRADIENTS)
-    return [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
-
-
-def said(where: str, sequence_parallel: bool, messages: list[str]) -> Iterator[str]:
-    for message in messages:
-        yield f"{where}{', SP' if sequence_parallel else ''}: {message}"
-
-
-def differing(where: str, sequence_parallel: bool, one: Outcome, other: Outcome) -> Iterator[str]:
-    names = differences(one, other)
-    messages = [f"{', '.join(names)} not the same bits"] if names else []
-    yield from said(where, sequence_parallel, messages)
-
-
-def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether every rank of ``group`` holds the bits of ``x``; collective."""
-    x = x.reshape(-1)
-    everyone = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(everyone, x, group=group)
-    return all(torch.equal(theirs, x) for theirs in everyone)
-
-
 def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
-    """Loss and gradients of every problem in every way, and the same loss everywhere."""
-    for name, one in problems(ranks.device).items():
-        truth = Truth.of(one)
-        for way, options in ways(one, ranks.P).items():
-            for sp in (False, True):
-                mine = step(ranks, one, sequence_parallel=sp, **options)
-                found = misses_of_share(truth, mine, one, ranks.group, sp)
-                if not same_on_all_ranks(mine.loss, ranks.group):
-                    found.append("loss differs between ranks")
-                if not sp and not same_on_all_ranks(mine.dhidden, ranks.group):
-                    found.append("dhidden differs between ranks")
-                yield from said(f"{name}: {way}", sp, found)
+    """Every problem in every way."""
+    return against_fp64(ranks, problems(ranks.device), lambda one: ways(one, ranks.P))
+
+
+def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
+    """No tokens; padding so heavy that all ranks but the first hold nothing else; none counted.
+
+    What a rank does not compute, others may still wait for.
+    """
+    many: Options = {"label_smoothing": 0.1, "z_loss_weight": 1e-3}
+    small = problem(ranks.device, T=24 * ranks.P, H=64, V_all=100, options=many)
+    empty = {
+        "no tokens": small.changed(T=0, V_all=1000),
+        "no rows": small.changed(rows=100 * ranks.P),
+        "no counted tokens": small.changed(ignored=1.1),
+    }
+    ways_of_empty: dict[str, Options] = {
+        **{name: {"schedule": name} for name in ("recompute", "cached", "in_forward")},
+        "filtered": {"filter_eps": 2.0**-20},  # which keeps all that there is of so few columns
+    }
+    return against_fp64(ranks, empty, lambda one: ways_of_empty)
 
 
 def without_peer_copies(ranks: Ranks) -> Iterator[str]:
@@ -208,38 +91,17 @@ def without_peer_copies(ranks: Ranks) -> Iterator[str]:
         yield from gradients_against_fp64(ranks)
 
 
-@contextmanager
-def other_work(ranks: Ranks, seed: int) -> Iterator[None]:
-    """Move later allocations about, and keep another stream of the GPU busy meanwhile."""
-    sizes = torch.randint(1 << 10, 1 << 20, (8,), generator=torch.Generator().manual_seed(seed))
-    held = [torch.full((n,), torch.nan, device=ranks.device) for n in sizes.tolist()]
-    del held[seed % 2 :: 2]
-    if not ranks.on_gpu:
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x = torch.randn(2048, 2048, device=ranks.device, dtype=torch.bfloat16)
-        for _ in range(50 + 50 * ((ranks.rank + seed) % ranks.P)):
-            x = (x @ x).clamp(-1, 1)
-    yield
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-
-
 def equal_bits(ranks: Ranks) -> Iterator[str]:
     """One run like the next, whatever else the device does and wherever memory comes from."""
     one = problem(ranks.device, V_all=problem(ranks.device).V_all - 61)
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            first = step(ranks, one, sequence_parallel=sp, **options)
-            for repeat in range(3):
-                with other_work(ranks, repeat):
-                    again = step(ranks, one, sequence_parallel=sp, **options)
-                yield from differing(f"{way}, repeat {repeat}", sp, again, first)
-                if not same_on_all_ranks(again.loss, ranks.group):
-                    yield f"{way}, repeat {repeat}: loss differs between ranks"
+
+    def again(options: Options) -> Iterator[tuple[str, Outcome]]:
+        for repeat in range(3):
+            with other_work(ranks, repeat):
+                mine = step(ranks, one, **options)
+            yield f", repeat {repeat}", mine
+
+    return same_bits(ranks, one, again)
 
 
 def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
@@ -262,13 +124,11 @@ def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
     pairs = [list(range(r, min(r + 2, ranks.P))) for r in range(0, ranks.P, 2)]
     of_pairs = [dist.new_group(members) for members in pairs]
     for group in (ranks.group, of_pairs[ranks.rank // 2]):
-        for way, options in different_ways(one, group.size()).items():
-            for sp in (False, True):
-                found = statistics(group, sequence_parallel=sp, **options)
-                pairs_of = zip(names, found, alone, strict=True)
-                others = [name for name, x, expected in pairs_of if not torch.equal(x, expected)]
-                text = f"{', '.join(others)} of {group.size()} ranks not the bits of one"
-                yield from said(way, sp, [text] if others else [])
+        for way, sp, options in each_way(ranks, one, different_ways(one, group.size())):
+            pairs_of = zip(names, statistics(group, **options), alone, strict=True)
+            others = [name for name, x, expected in pairs_of if not torch.equal(x, expected)]
+            text = f"{', '.join(others)} of {group.size()} ranks not the bits of one"
+            yield from said(way, sp, [text] if others else [])
 
 
 def meshes(ranks: Ranks) -> Iterator[tuple[str, dist.ProcessGroup, dist.ProcessGroup | None]]:
@@ -316,6 +176,15 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
                 yield from said(f"{name}: {schedule}", sp, found)
 
 
+def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a ValueError of this call says; nothing if there is none."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
     """``check_ranks`` names the argument and the rank, and so does a group's first call.
 
@@ -337,25 +206,14 @@ def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
         arguments: Options = {**share._asdict(), "vocab_size": one.V_all}
         if ranks.rank == odd:
             arguments |= changes
-        try:
-            check_ranks(**arguments, tp_group=ranks.group, impl=ranks.impl)
-            complaint = None
-        except ValueError as error:
-            complaint = str(error)
-        expected = complaint is None
-        if changes:
-            expected = complaint is not None and name in complaint and verdict in complaint
-        if not expected:
-            yield f"{name}: check_ranks said {complaint!r}"
+        text = complaint(check_ranks, **arguments, tp_group=ranks.group, impl=ranks.impl)
+        if bool(text) != bool(changes) or (changes and not (name in text and verdict in text)):
+            yield f"{name}: check_ranks said {text or None!r}"
 
     labels = other_labels if ranks.rank == odd else share.labels
     keywords: Options = {"vocab_size": one.V_all, "vocab_range": share.vocab_range}
     keywords |= {"tp_group": dist.new_group(), "impl": ranks.impl}
-    raised = ""
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
-        try:
-            linear_cross_entropy(share.hidden, share.weight, labels, **keywords)
-        except ValueError as error:
-            raised = str(error)
+        raised = complaint(api.linear_cross_entropy, share.hidden, share.weight, labels, **keywords)
     if f"rank {odd} got others" not in raised:
         yield f"first call with other labels: {raised!r}"

@@ -13,22 +13,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import api
 from flce_dist.kernels import eager_logits
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.parallel.vocab import vocab_range
-from tests.parallel_checks import (
+from tests.parallel_problem import Outcome, Problem, Share, share_of
+from tests.parallel_ranks import (
     Options,
     Ranks,
     different_ways,
     differing,
+    each_way,
     outcome,
     problem,
     said,
+    same_bits,
     step,
 )
-from tests.parallel_problem import Outcome, Problem, share_of
 from tests.test_gpu_execution import host_must_not_wait
 from tests.test_gpu_graphs import Replayed
 
@@ -36,20 +37,10 @@ MIB = 1 << 20
 REPEATS = 2
 
 
-def operands(ranks: Ranks, one: Problem, sequence_parallel: bool) -> list[Tensor]:
-    """This rank's ``[hidden, weight, bias, labels]``, in memory of their own."""
-    share = share_of(ranks.group, one, sequence_parallel=sequence_parallel)
-    return [*share[:3], share.labels.clone()]
-
-
-def call(ranks: Ranks, one: Problem, tensors: list[Tensor], **options: Any) -> Tensor:
-    """The op on this rank's ``operands``."""
-    hidden, weight, bias, labels = tensors
-    bounds = vocab_range(one.n_rows, ranks.rank, ranks.P)
-    return linear_cross_entropy(
-        hidden, weight, labels, bias=bias, vocab_size=one.V_all, vocab_range=bounds,
-        tp_group=ranks.group, impl=ranks.impl, **one.options, **options,
-    )  # fmt: skip
+def call(ranks: Ranks, one: Problem, share: Share, **options: Any) -> Tensor:
+    """The op on this rank's operands."""
+    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
+    return share.loss(ranks.group, one, **given)
 
 
 # --- streams
@@ -83,16 +74,16 @@ def step_on_streams(
     ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
 ) -> Outcome:
     """Forward and backward on these streams, in memory that held NaN before and holds it after."""
-    *leaves, labels = operands(ranks, one, options["sequence_parallel"])
-    leaves = [x.requires_grad_() for x in leaves]
+    share = share_of(ranks.group, one, sequence_parallel=options["sequence_parallel"])
+    leaves = share.leaves()
     streams = [s for s in (forward_on, backward_on) if s is not None]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     with on(forward_on):
         poison(ranks, one, leaves)
         late(ranks, turn)
-        mine = [leaf.clone() for leaf in leaves]  # nobody holds them but the op
-        loss = call(ranks, one, [*mine, labels], **options)
+        mine = Share(*(leaf.clone() for leaf in leaves), *share[3:])  # nobody holds but the op
+        loss = call(ranks, one, mine, **options)
         del mine
         poison(ranks, one, leaves)
     poison(ranks, one, leaves)
@@ -118,27 +109,27 @@ def other_streams(ranks: Ranks) -> Iterator[str]:
     """The same bits on a side stream, and with backward on another one than forward."""
     one = problem(ranks.device)
     first, second = (torch.cuda.Stream() if ranks.on_gpu else None for _ in range(2))
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            expected = step(ranks, one, sequence_parallel=sp, **options)
-            for backward_on, name in ((first, "a side stream"), (second, "two streams")):
-                for turn in range(REPEATS):
-                    mine = step_on_streams(
-                        ranks, one, turn, first, backward_on, sequence_parallel=sp, **options
-                    )
-                    yield from differing(f"{way}, {name}, turn {turn}", sp, mine, expected)
+
+    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
+        for backward_on, name in ((first, "a side stream"), (second, "two streams")):
+            for turn in range(REPEATS):
+                mine = step_on_streams(ranks, one, turn, first, backward_on, **options)
+                yield f", {name}, turn {turn}", mine
+
+    return same_bits(ranks, one, steps)
 
 
 def another_device(ranks: Ranks) -> Iterator[str]:
     """The same bits where another GPU than the tensors' is the current one."""
     one = problem(ranks.device)
     other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            expected = step(ranks, one, sequence_parallel=sp, **options)
-            with torch.cuda.device(other):
-                mine = step(ranks, one, sequence_parallel=sp, **options)
-            yield from differing(way, sp, mine, expected)
+
+    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
+        with torch.cuda.device(other):
+            mine = step(ranks, one, **options)
+        yield "", mine
+
+    return same_bits(ranks, one, steps)
 
 
 # --- CUDA graphs
@@ -150,30 +141,29 @@ def captured(ranks: Ranks) -> Iterator[str]:
     chosen = different_ways(batches[0], ranks.P)
     if not ranks.on_gpu:  # tests/test_gpu_graphs.py runs all steps again there
         chosen = {way: chosen[way] for way in ("cached", "in_forward, chunks")}
-    for way, options in chosen.items():
-        for sp in (False, True):
-            found = list(replays(ranks, batches, sequence_parallel=sp, **options))
-            yield from said(way, sp, found)
+    for way, sp, options in each_way(ranks, batches[0], chosen):
+        yield from said(way, sp, list(replays(ranks, batches, **options)))
 
 
 def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[str]:
     """Capture with the first batch, then replay with each, the first one last."""
     one = batches[0]
 
-    def forward_and_backward(tensors: list[Tensor]) -> list[Tensor]:
-        leaves = [x.requires_grad_() for x in tensors[:3]]
-        loss = call(ranks, one, tensors, **options)
+    def forward_and_backward(share: Share) -> list[Tensor]:
+        leaves = share.leaves()
+        loss = call(ranks, one, share, **options)
         return [loss.detach(), *torch.autograd.grad(loss, leaves, one.upstream)]
 
-    def batch(i: int) -> list[Tensor]:
-        return operands(ranks, batches[i], options["sequence_parallel"])
+    def batch(i: int) -> Share:
+        sequence_parallel = options["sequence_parallel"]
+        return share_of(ranks.group, batches[i], sequence_parallel=sequence_parallel)
 
     def results(tensors: list[Tensor]) -> Outcome:
         return outcome(tensors[0], tensors[1:])
 
     def load(i: int) -> None:
         with torch.no_grad():
-            for buffer, new in zip(static, batch(i), strict=True):
+            for buffer, new in zip(static[:4], batch(i)[:4], strict=True):
                 buffer.copy_(new)
 
     static = batch(0)
@@ -218,7 +208,7 @@ def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
                     pass
                 else:
                     yield f"{way}, {place}: not called"
-            poison(ranks, one, operands(ranks, one, True)[:3])
+            poison(ranks, one, share_of(ranks.group, one, sequence_parallel=True).leaves())
             mine = step(ranks, one, sequence_parallel=True, **options)
             yield from differing(f"{way}, after {place} raised", True, mine, expected)
 
@@ -229,12 +219,13 @@ def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
 def no_waiting_host(ranks: Ranks) -> Iterator[str]:
     """Nothing in forward and backward makes the host wait for the GPU."""
     one = problem(ranks.device)
-    for way, options in different_ways(one, ranks.P).items():
-        for sp in (False, True):
-            expected = step(ranks, one, sequence_parallel=sp, **options)  # compiles
-            with host_must_not_wait():
-                mine = step(ranks, one, sequence_parallel=sp, **options)
-            yield from differing(way, sp, mine, expected)
+
+    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:  # after one that compiles
+        with host_must_not_wait():
+            mine = step(ranks, one, **options)
+        yield "", mine
+
+    return same_bits(ranks, one, steps)
 
 
 def memory(ranks: Ranks) -> Iterator[str]:
@@ -246,13 +237,13 @@ def memory(ranks: Ranks) -> Iterator[str]:
         T, H, V, window, workspace = 512, 32, 8192, MIB, 8 * MIB
         small_temporaries = mock.patch.object(eager_logits, "SCRATCH_BYTES", MIB)
     one = problem(ranks.device, T=T, H=H, V_all=V * ranks.P)
-    tensors = operands(ranks, one, True)
-    leaves = [x.requires_grad_() for x in tensors[:3]]
+    share = share_of(ranks.group, one, sequence_parallel=True)
+    leaves = share.leaves()
     options: Options = {"schedule": "recompute", "max_logits_bytes": window}
     for _ in range(2):  # at first, workspaces that stay
         release_shared_memory()
         with small_temporaries, peak_memory(ranks.device) as peak:
-            loss = call(ranks, one, tensors, sequence_parallel=True, **options)
+            loss = call(ranks, one, share, sequence_parallel=True, **options)
             gradients = torch.autograd.grad(loss, leaves, one.upstream)
             del loss, gradients
     beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)

@@ -11,8 +11,8 @@ from flce_dist.op.plan import pieces
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from tests import filtered_formula
-from tests.parallel_checks import (
-    GRADIENTS,
+from tests.parallel_problem import GRADIENTS, Problem
+from tests.parallel_ranks import (
     Options,
     Ranks,
     Truth,
@@ -26,7 +26,6 @@ from tests.parallel_checks import (
     same_on_all_ranks,
     step,
 )
-from tests.parallel_problem import Problem
 from tests.problems import Inputs, Upstream
 
 

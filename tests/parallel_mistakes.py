@@ -15,19 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import rank_check
+from flce_dist import api, rank_check
 from flce_dist.op import compiled, main_grad
 from flce_dist.parallel import collectives, peer_copies
-from tests import parallel_autograd_checks, parallel_checks, parallel_device_checks
+from tests import parallel_autograd_checks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def replace_op(patch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
     """Let every check call ``wrong(op, hidden, weight, labels, **options)`` for the op."""
-    for module in (parallel_checks, parallel_autograd_checks, parallel_device_checks):
-        op = module.linear_cross_entropy
-        patch.setattr(module, "linear_cross_entropy", lambda *a, op=op, **kw: wrong(op, *a, **kw))
+    op = api.linear_cross_entropy
+    patch.setattr(api, "linear_cross_entropy", lambda *a, **kw: wrong(op, *a, **kw))
 
 
 def never_the_same(patch: pytest.MonkeyPatch) -> None:

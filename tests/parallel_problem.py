@@ -19,6 +19,8 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import error_budget, relative_rms, run_ranks
 from tests.problems import Inputs, Upstream, forget_plans, run_reference, without_infinities
 
+GRADIENTS = ("dhidden", "dweight", "dbias")
+
 
 class Outcome(NamedTuple):
     """Loss and gradients of one rank, or of all ranks joined."""
@@ -86,11 +88,6 @@ class Problem:
         return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
 
-def gradients(leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    dhidden, dweight, dbias = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
-    return dhidden, dweight, dbias
-
-
 class Share(NamedTuple):
     """A rank's own copies of its operands, and all labels."""
 
@@ -100,26 +97,43 @@ class Share(NamedTuple):
     labels: Tensor
     vocab_range: tuple[int, int]
 
+    def leaves(self, frozen: Collection[str] = ()) -> list[Tensor]:
+        """Return hidden, weight and bias; those that are not ``frozen`` require gradients."""
+        return [getattr(self, x).requires_grad_(x not in frozen) for x in self._fields[:3]]
+
+    def loss(
+        self,
+        group: dist.ProcessGroup | None,
+        problem: Problem,
+        *,
+        call: Callable[..., Tensor] = linear_cross_entropy,
+        **options: Any,
+    ) -> Tensor:
+        return call(
+            self.hidden, self.weight, self.labels, bias=self.bias, vocab_size=problem.V_all,
+            vocab_range=self.vocab_range, tp_group=group, **{**problem.options, **options},
+        )  # fmt: skip
+
 
 def share_of(
     group: dist.ProcessGroup | None, problem: Problem, *, sequence_parallel: bool
 ) -> Share:
     """Cut ``problem`` as ``vocab_range`` does and take what this rank holds."""
-    P = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
+    rank, P = (0, 1) if group is None else (group.rank(), group.size())
     hidden, weight, bias, labels = problem.tensors
     start, end = vocab_range(problem.n_rows, rank, P)
     if sequence_parallel:
         hidden = hidden.tensor_split(P)[rank]
-    hidden, weight, bias = (x.clone() for x in (hidden, weight[start:end], bias[start:end]))
-    return Share(hidden, weight, bias, labels, (start, end))
+    return Share(
+        hidden.clone(), weight[start:end].clone(), bias[start:end].clone(), labels.clone(),
+        (start, end),
+    )  # fmt: skip
 
 
 def rank_step(
     group: dist.ProcessGroup | None,
     problem: Problem,
     *,
-    call: Callable[..., Tensor] = linear_cross_entropy,
     upstream_factor: float = 1.0,
     frozen: Collection[str] = (),
     **options: Any,
@@ -127,21 +141,12 @@ def rank_step(
     """Loss and gradients of this rank's share of ``problem``; zeros for operands in ``frozen``."""
     sequence_parallel = options.get("sequence_parallel", False)
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
-    leaves = [getattr(share, x).requires_grad_(x not in frozen) for x in share._fields[:3]]
-    loss = call(
-        leaves[0],
-        leaves[1],
-        share.labels,
-        bias=leaves[2],
-        vocab_size=problem.V_all,
-        vocab_range=share.vocab_range,
-        tp_group=group,
-        **{**problem.options, **options},
-    )
+    leaves = share.leaves(frozen)
+    loss = share.loss(group, problem, **options)
     if loss.requires_grad:
         loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
-    calls = tuple(getattr(group, "calls", ()))
-    return Outcome(loss.detach(), *gradients(leaves), calls=calls)
+    gradients = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+    return Outcome(loss.detach(), *gradients, calls=tuple(getattr(group, "calls", ())))
 
 
 def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
@@ -172,7 +177,7 @@ def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str
     error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
     if not error <= 1e-5:
         found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
-    for name in ("dhidden", "dweight", "dbias"):
+    for name in GRADIENTS:
         mine, *truth = (getattr(x, name) for x in (outcome, oracle, eager))
         budget = error_budget(mine, *truth, dtype=mine.dtype)
         if not budget.met:

@@ -2,7 +2,8 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,38 +81,12 @@ def own_stream(rank: Rank) -> Any:
 # --- what must be right, whatever the order
 
 
-def turns(rank: Rank) -> None:
+def turns(rank: Rank, uses: Sequence[Use] = (gather, gather), streams: bool = False) -> None:
+    """Uses that follow each other, each on a stream of its own if ``streams``."""
     memory = memory_of(rank)
-    gather(rank, memory, 1)
-    gather(rank, memory, 2)
-
-
-def sums(rank: Rank) -> None:
-    memory = memory_of(rank)
-    scatter(rank, memory, 1)
-    gather(rank, memory, 2)
-
-
-def chunks(rank: Rank) -> None:
-    memory = memory_of(rank)
-    scatter(rank, memory, 1, chunks=2)
-    scatter(rank, memory, 2)
-
-
-def two_streams(rank: Rank) -> None:
-    memory = memory_of(rank)
-    with own_stream(rank):
-        gather(rank, memory, 1)
-    with own_stream(rank):
-        gather(rank, memory, 2)
-
-
-def two_streams_of_sums(rank: Rank) -> None:
-    memory = memory_of(rank)
-    with own_stream(rank):
-        scatter(rank, memory, 1)
-    with own_stream(rank):
-        gather(rank, memory, 2)
+    for turn, use in enumerate(uses):
+        with own_stream(rank) if streams else nullcontext():
+            use(rank, memory, turn)
 
 
 def training(rank: Rank) -> None:
@@ -230,9 +205,16 @@ def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = r
 
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
-    program.__name__: program
-    for program in (
-        turns, sums, chunks, training, two_streams, two_streams_of_sums, graph, graph_of_one_rank,
-        graph_of_sums, graph_of_two_streams, failed_capture, exception,
-    )
+    "turns": turns,
+    "sums": partial(turns, uses=(scatter, gather)),
+    "chunks": partial(turns, uses=(partial(scatter, chunks=2), scatter)),
+    "two_streams": partial(turns, streams=True),
+    "two_streams_of_sums": partial(turns, uses=(scatter, gather), streams=True),
+    **{
+        program.__name__: program
+        for program in (
+            training, graph, graph_of_one_rank, graph_of_sums, graph_of_two_streams,
+            failed_capture, exception,
+        )
+    },
 }  # fmt: skip

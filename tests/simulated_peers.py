@@ -87,10 +87,8 @@ def simulated_peers() -> Iterator[dict[str, Meeting]]:
     memories: dict[tuple[str, int], PeerMemories] = {}
     one = threading.Lock()
 
-    def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
+    def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories:
         P, rank, name = group.size(), group.rank(), group.group_name
-        if P == 1:
-            return None
         with one:
             both = [meetings.setdefault(f"{name}/{i}", Meeting(P)) for i in range(2)]
             if (name, rank) not in memories:

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist.testing import RankPool
-from tests import gpu_parallel, parallel_autograd_checks, processes
-from tests.parallel_checks import Ranks, plan_of, problem, ways
+from tests import gpu_parallel, parallel_ranks, processes
 from tests.parallel_mistakes import (
     Plant,
     a_tenth_of_dweight_missing,
@@ -40,6 +39,7 @@ from tests.parallel_mistakes import (
     the_first_loss_for_ever,
 )
 from tests.parallel_problem import Problem, small_pieces
+from tests.parallel_ranks import Ranks, plan_of, problem, ways
 from tests.processes import LAST_RESORT_S, started
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def one_way_only(patch: pytest.MonkeyPatch) -> None:
     def one_way(one: Problem, P: int) -> dict[str, Any]:
         return {"part cached": ways(one, P)["part cached"]}
 
-    patch.setattr(parallel_autograd_checks, "different_ways", one_way)
+    patch.setattr(parallel_ranks, "different_ways", one_way)
 
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:

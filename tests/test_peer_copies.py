@@ -14,7 +14,6 @@ from flce_dist.testing import run_ranks
 from tests.parallel_problem import (
     FEW_BYTES,
     IN_PIECES,
-    PIECE_OPTIONS,
     SCHEDULES,
     Outcome,
     Problem,
@@ -46,31 +45,10 @@ def test_gradients_are_right(schedule, P, few, dtype):
     assert misses(with_peers(P, problem, schedule=schedule, **few), problem) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        PIECE_OPTIONS["none"],
-        PIECE_OPTIONS["token weights"],
-        PIECE_OPTIONS["smoothing"],
-        {"z_loss_weight": 1e-2, "logit_scale": 0.5},
-        {"softcap": 5.0, "reduction": "sum"},
-    ],
-)
-def test_options(options):
-    problem = IN_PIECES.changed(options=options)
-    assert misses(with_peers(4, problem, schedule="cached"), problem) == []
-
-
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
 def test_no_tokens(schedule):
     outcome = with_peers(2, IN_PIECES.changed(T=0), schedule=schedule)
     assert outcome.dhidden.shape == (0, IN_PIECES.H) and not outcome.dweight.any()
-
-
-def test_of_one_rank_nothing_is_copied():
-    with simulated_peers() as meetings:
-        ranks = run_ranks(lambda g: rank_step(g, IN_PIECES, sequence_parallel=True), 1)
-    assert not meetings and misses(joined(ranks, sequence_parallel=True), IN_PIECES) == []
 
 
 @pytest.mark.parametrize("wide", [False, True])

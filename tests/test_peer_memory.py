@@ -37,20 +37,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[peer_watch.Wait]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_order_of_two_ranks(name):
-    assert fake_ranks.run(2, SCENARIOS[name]) == [None, None]
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("P", "seeds"), [(2, 0), (3, 3), (4, 3)])
+def test_orders_of_streams(P, seeds, one_queue, name):
+    """Every order of two ranks, random ones of more.
 
-
-@pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (3, 4))))
-def test_many_orders_of_more_ranks(name, P):
-    assert fake_ranks.run(P, SCENARIOS[name], seeds=3) == [None] * P
-
-
-@pytest.mark.parametrize(("name", "P"), list(itertools.product(SCENARIOS, (2, 4))))
-def test_one_queue_for_all_streams_of_a_gpu(name, P):
-    """As under ``CUDA_DEVICE_MAX_CONNECTIONS=1``: what waits there stops all that comes behind."""
-    seeds = 0 if P == 2 else 3
-    assert fake_ranks.run(P, SCENARIOS[name], seeds=seeds, one_queue=True) == [None] * P
+    ``one_queue``: as under ``CUDA_DEVICE_MAX_CONNECTIONS=1`` what waits in the queue of all streams
+    of a GPU stops all that comes behind.
+    """
+    assert fake_ranks.run(P, SCENARIOS[name], seeds=seeds, one_queue=one_queue) == [None] * P
 
 
 STEPS: dict[Use, int] = {gather: 22, scatter: 25}  # calls of CUDA in a use with one peer

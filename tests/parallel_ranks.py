@@ -1,0 +1,214 @@
+"""What the checks on several ranks share: problems, ways to compute them, and comparisons.
+
+T tokens, H hidden size, V_all vocabulary, P ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import api
+from flce_dist.op.plan import Plan, plan
+from flce_dist.options import Impl
+from flce_dist.parallel.vocab import vocab_range
+from tests.parallel_problem import GRADIENTS, Outcome, Problem, beyond_budget, rank_step
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where checks run: the group of all ranks, and this rank's device."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    impl: Impl | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def P(self) -> int:
+        return self.group.size()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def problem(device: torch.device, **changes: Any) -> Problem:
+    """An even problem of the device's size; ``changes`` may give it fewer rows or options."""
+    if device.type == "cuda":
+        # Enough tokens, even half of them, to be gathered in two pieces.
+        plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
+    else:
+        plain = Problem(T=48, H=32, V_all=360)  # for plans of small_pieces
+    return plain.changed(**changes)
+
+
+def ways(one: Problem, P: int) -> dict[str, Options]:
+    """Every schedule; part of the columns cached; gradients in forward in token chunks."""
+    token_bytes = -(-one.n_rows // P) * one.dtype.itemsize
+    most = {"max_logits_bytes": one.T * token_bytes * 3 // 4}
+    found: dict[str, Options] = {
+        "recompute": {"schedule": "recompute"},
+        "cached": {"schedule": "cached"},
+        "part cached": {"schedule": "cached", **most},
+        "auto": {"schedule": "auto"},
+        "auto, budget": {"schedule": "auto", **most},
+    }
+    if one.options.get("reduction") != "none":
+        found["in_forward"] = {"schedule": "in_forward"}
+        found["in_forward, chunks"] = {
+            "schedule": "in_forward",
+            "max_logits_bytes": one.T // 3 * token_bytes,
+        }
+    return found
+
+
+def plan_of(one: Problem, P: int, options: Options) -> Plan:
+    """What the op does with ``one`` in this way."""
+    itemsize = one.dtype.itemsize
+    return plan(
+        T=one.T, V=-(-one.V_all // P), itemsize=itemsize, schedule=options["schedule"],
+        max_logits_bytes=options.get("max_logits_bytes"),
+        dweight_row_bytes=(one.H * itemsize, one.H * 4),
+    )  # fmt: skip
+
+
+def different_ways(one: Problem, P: int) -> dict[str, Options]:
+    """Those of ``ways`` that differ in what they do, for checks that compare bits."""
+    kept = ("recompute", "cached", "part cached", "in_forward, chunks")
+    return {name: ways(one, P)[name] for name in kept}
+
+
+def each_way(
+    ranks: Ranks, one: Problem, of: Mapping[str, Options] | None = None
+) -> Iterator[tuple[str, bool, Options]]:
+    """Yield ``(way, sequence_parallel, all options of the call)``, by default of different ways."""
+    for way, options in (different_ways(one, ranks.P) if of is None else of).items():
+        for sp in (False, True):
+            yield way, sp, {"sequence_parallel": sp, **options}
+
+
+def step(
+    ranks: Ranks, one: Problem, *, group: dist.ProcessGroup | None = None, **options: Any
+) -> Outcome:
+    """Forward and backward of this rank's share."""
+    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
+    return rank_step(group or ranks.group, one, **given)
+
+
+def outcome(loss: Tensor, gradients: Sequence[Tensor]) -> Outcome:
+    dhidden, dweight, dbias = gradients
+    return Outcome(loss.detach(), dhidden, dweight, dbias)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Outcomes on the whole inputs, in fp64 and of eager PyTorch; every rank makes its own."""
+
+    oracle: Outcome
+    eager: Outcome
+
+    @classmethod
+    def of(cls, one: Problem) -> "Truth":
+        return cls(one.textbook(torch.float64), one.textbook(one.dtype))
+
+    def misses(self, mine: Outcome, tokens: Any, rows: slice) -> list[str]:
+        """Compare a rank's share: the gradients of these tokens and vocabulary rows."""
+        oracle, eager = (
+            Outcome(whole.loss, whole.dhidden[tokens], whole.dweight[rows], whole.dbias[rows])
+            for whole in (self.oracle, self.eager)
+        )
+        return beyond_budget(mine, oracle, eager)
+
+
+def misses_of_share(
+    truth: Truth, mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
+) -> list[str]:
+    rank, P = group.rank(), group.size()
+    tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
+    return truth.misses(mine, tokens, slice(*vocab_range(one.n_rows, rank, P)))
+
+
+def differences(one: Outcome, other: Outcome) -> list[str]:
+    """Names of results that are not equal to the bit; NaN is not equal."""
+    names = ("loss", *GRADIENTS)
+    return [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
+
+
+def said(where: str, sequence_parallel: bool, messages: list[str]) -> Iterator[str]:
+    for message in messages:
+        yield f"{where}{', SP' if sequence_parallel else ''}: {message}"
+
+
+def differing(where: str, sequence_parallel: bool, one: Outcome, other: Outcome) -> Iterator[str]:
+    names = differences(one, other)
+    messages = [f"{', '.join(names)} not the same bits"] if names else []
+    yield from said(where, sequence_parallel, messages)
+
+
+def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether every rank of ``group`` holds the bits of ``x``; collective."""
+    x = x.reshape(-1)
+    everyone = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(everyone, x, group=group)
+    return all(torch.equal(theirs, x) for theirs in everyone)
+
+
+def against_fp64(
+    ranks: Ranks, problems: Mapping[str, Problem], of: Callable[[Problem], dict[str, Options]]
+) -> Iterator[str]:
+    """Loss and gradients of every problem in every way, and the same loss everywhere."""
+    for name, one in problems.items():
+        truth = Truth.of(one)
+        for way, sp, options in each_way(ranks, one, of(one)):
+            mine = step(ranks, one, **options)
+            found = misses_of_share(truth, mine, one, ranks.group, sp)
+            if not same_on_all_ranks(mine.loss, ranks.group):
+                found.append("loss differs between ranks")
+            if not sp and one.T and not same_on_all_ranks(mine.dhidden, ranks.group):
+                found.append("dhidden differs between ranks")
+            yield from said(f"{name}: {way}", sp, found)
+
+
+def same_bits(
+    ranks: Ranks,
+    one: Problem,
+    steps: Callable[[Options], Iterator[tuple[str, Outcome]]],
+    of: Mapping[str, Options] | None = None,
+) -> Iterator[str]:
+    """Whatever ``steps`` yields, by name, has the bits of a plain step with the same options."""
+    for way, sp, options in each_way(ranks, one, of):
+        expected = step(ranks, one, **options)
+        for name, mine in steps(options):
+            yield from differing(f"{way}{name}", sp, mine, expected)
+            if not same_on_all_ranks(mine.loss, ranks.group):
+                yield f"{way}{name}: loss differs between ranks"
+
+
+@contextmanager
+def other_work(ranks: Ranks, seed: int) -> Iterator[None]:
+    """Move later allocations about, and keep another stream of the GPU busy meanwhile."""
+    sizes = torch.randint(1 << 10, 1 << 20, (8,), generator=torch.Generator().manual_seed(seed))
+    held = [torch.full((n,), torch.nan, device=ranks.device) for n in sizes.tolist()]
+    del held[seed % 2 :: 2]
+    if not ranks.on_gpu:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x = torch.randn(2048, 2048, device=ranks.device, dtype=torch.bfloat16)
+        for _ in range(50 + 50 * ((ranks.rank + seed) % ranks.P)):
+            x = (x @ x).clamp(-1, 1)
+    yield
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
