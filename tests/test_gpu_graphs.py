@@ -13,9 +13,9 @@ from torch import Tensor
 from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_cross_entropy_with_metrics
 from tests.problems import IGNORE, Inputs
 from tests.test_gpu_oracle import (
+    EVERY_SCHEDULE,
     SMALL,
     each_device,
-    every_schedule,
     inputs_on,
     on_cuda,
     options_of,
@@ -83,60 +83,37 @@ def step_on(inputs: Inputs, **options: Any) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def load(static: Inputs, new: Inputs) -> None:
-    with torch.no_grad():
-        for name, buffer in vars(static).items():
-            buffer.copy_(getattr(new, name))
-
-
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @each_device
-@every_schedule
-@pytest.mark.parametrize(
-    "options", [{}, {"metrics": True, "label_smoothing": 0.1}], ids=["loss", "metrics"]
-)
-def test_replay_equals_a_plain_call(options, schedule, device):
-    if options and schedule == "in_forward":
+@pytest.mark.parametrize("schedule", [*EVERY_SCHEDULE, "filtered"])
+@pytest.mark.parametrize("metrics", [False, True])
+def test_replay_equals_a_plain_call(metrics, schedule, device):
+    """Captured with one batch, replayed with others; of each other tiles are kept."""
+    if metrics and schedule == "in_forward":
         pytest.skip("in_forward has no gradient of the metrics")
     static = batch(0, device)
-    check_replays(static, device, **options, **options_of(schedule, static))
-
-
-@each_device
-def test_filtered_gradients_in_rounds(device):
-    """Other tiles are kept of each batch, and metrics say how many."""
-    T, V, _ = SMALL[device]
-    a_third = T * 2 * V // 3
-    check_replays(
-        batch(0, device), device, metrics=True, filter_eps=2.0**-9, max_logits_bytes=a_third
-    )
-
-
-def check_replays(static: Inputs, device: str, **options: Any) -> None:
-    """Capture on ``static``, which is batch 0, and replay on that and others."""
+    if schedule == "filtered":  # in rounds
+        options = {
+            "filter_eps": 2.0**-9,
+            "max_logits_bytes": static.weight.shape[0] * 2 * len(static.labels) // 3,
+        }
+    else:
+        options = options_of(schedule, static)
+    if metrics:
+        options |= {"metrics": True, "label_smoothing": 0.1}
     expected = [step_on(batch(seed, device), **options) for seed in range(4)]
     replayed = Replayed(lambda: step_on(static, **options), device)
     for seed in (1, 2, 3, 0):
-        load(static, batch(seed, device))
+        with torch.no_grad():
+            for name, buffer in vars(static).items():
+                buffer.copy_(getattr(batch(seed, device), name))
         assert not equal(replayed.results, expected[seed])  # nothing new before the replay
         replayed.replay()
         assert all(x.isfinite().all() for x in replayed.results if x.is_floating_point())
         assert equal(replayed.results, expected[seed]), f"batch {seed}"
-
-
-@each_device
-def test_stale_inputs_are_noticed(device):
-    """A replay that did not read one of its inputs anew would differ, whichever it is."""
-    for name in vars(batch(0, device)):
-        static, new = batch(0, device), batch(1, device)
-        replayed = Replayed(lambda static=static: step_on(static), device)  # type: ignore[misc]
-        load(static, new)
-        getattr(static, name).detach().copy_(getattr(batch(0, device), name))
-        replayed.replay()
-        assert not equal(replayed.results, step_on(new)), name
 
 
 @on_cuda

@@ -1,6 +1,6 @@
 """accumulate_dweight on a GPU: GEMMs that accumulate in place, memory, graphs, no waiting host.
 
-The same checks on a CPU prove themselves. T tokens, V vocabulary rows, H hidden size.
+T tokens, V vocabulary rows, H hidden size.
 """
 
 from typing import Any
@@ -13,12 +13,13 @@ from flce_dist import linear_cross_entropy
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
 from tests.problems import Inputs
+from tests.test_gpu_cases import WAYS, each_way
 from tests.test_gpu_execution import host_must_not_wait
 from tests.test_gpu_graphs import Replayed
 from tests.test_gpu_oracle import each_device, every_schedule, inputs_on, on_cuda, options_of
 
 T, V, H = 130, 36_000, 64
-MIB = 1 << 20
+ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
 
 each_main_dtype = pytest.mark.parametrize(
     ("dtype", "main_dtype"),
@@ -49,6 +50,13 @@ def step(inputs: Inputs, weight: Tensor, **options: Any) -> Tensor:
     return hidden.grad
 
 
+def unfused(inputs: Inputs, **options: Any) -> Tensor:
+    """dweight in fp64, of the op without main_grad."""
+    weight: Any = inputs.weight.clone().requires_grad_()
+    step(inputs, weight, **options)
+    return weight.grad.double()
+
+
 @each_device
 @every_schedule
 @each_main_dtype
@@ -56,9 +64,8 @@ def test_what_is_added_is_dweight(dtype, main_dtype, schedule, device):
     inputs = inputs_on(device, T, V, H, dtype)
     options = {"reduction": "sum", "vocab_size": V - 100, **options_of(schedule, inputs)}
     inputs.labels.clamp_(max=V - 101)
-    plain = inputs.weight.clone().requires_grad_()
+    plain: Any = inputs.weight.clone().requires_grad_()
     dhidden = step(inputs, plain, **options)
-    assert plain.grad is not None
     weight = parameter(inputs, main_dtype)
     before = weight.main_grad.clone()
     for microbatch in (1, 2):
@@ -110,18 +117,20 @@ def test_the_host_never_waits(schedule, device):
 def test_a_replayed_graph_adds_again(schedule, device):
     inputs = inputs_on(device, T, V, H, torch.bfloat16)
     weight, options = parameter(inputs, torch.float32), options_of(schedule, inputs)
-
-    def run() -> list[Tensor]:
-        return [step(inputs, weight, accumulate_dweight=True, **options)]
-
-    replayed = Replayed(run, device)
+    replayed = Replayed(lambda: [step(inputs, weight, accumulate_dweight=True, **options)], device)
     weight.main_grad.zero_()
     for _ in range(3):
         replayed.replay()
-    plain = inputs.weight.clone().requires_grad_()
-    step(inputs, plain, **options)
-    assert plain.grad is not None
-    assert (
-        relative_rms(weight.main_grad, 3 * plain.grad.double())
-        < 2 * torch.finfo(torch.bfloat16).eps
-    )
+    assert relative_rms(weight.main_grad, 3 * unfused(inputs, **options)) < ROUNDING
+
+
+@each_device
+@each_way
+def test_columns_beside_main_grad_are_left_alone(way, device):
+    inputs, options = inputs_on(device, 130, 700, 64, torch.bfloat16), WAYS[way]
+    wider = torch.zeros(700, 200, device=device)
+    weight = parameter(inputs, torch.float32)
+    weight.main_grad = wider[:, 50:114]
+    step(inputs, weight, accumulate_dweight=True, **options)
+    assert relative_rms(weight.main_grad, unfused(inputs, **options)) < ROUNDING
+    assert not wider[:, :50].any() and not wider[:, 114:].any()

@@ -18,8 +18,7 @@ from tests.problems import Inputs, Outcome, Upstream, each_dtype, run
 from tests.test_gpu_oracle import (
     CUDA,
     aim,
-    assert_gradients_close,
-    assert_loss_close,
+    assert_close,
     each_device,
     every_schedule,
     inputs_on,
@@ -49,8 +48,7 @@ def test_every_schedule_at_a_realistic_shape(schedule, dtype, device):
     # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
     counted = (inputs.labels >= 0).sum()
     actual = run(our_call, inputs, Upstream(counted), **options_of(schedule, inputs))
-    assert_loss_close(actual["loss"], truth["loss"].sum() / counted)
-    assert_gradients_close(actual, truth, eager, dtype)
+    assert_close(actual, truth | {"loss": truth["loss"] / counted}, eager, dtype)
 
 
 # --- beside logits kept in 16 bits
@@ -135,15 +133,15 @@ def test_of_eight_tokens_ours_rounds_no_more_than_eager(schedule, impl, device):
 
 # --- logits of +-1e4
 
+T, V = 128, 512
 FAR = 9984.0  # exact in every dtype, as are its sums with multiples of 1/8 in fp32
 
 
 def extreme_inputs(name: str, device: str, dtype: torch.dtype) -> Inputs:
-    """T = 128 tokens, 512 columns; hidden states pick rows of ``z`` and a constant column.
+    """Hidden states pick rows of ``z`` and, at T, a constant column.
 
     ``z`` [T, V] then are the logits, exact in fp32 but for those of "scaled inputs".
     """
-    T, V = 128, 512
     g = torch.Generator().manual_seed(0)
     noise = torch.randint(-16, 17, (T, V), generator=g) / 8
     labels = torch.randint(V, (T,), generator=g)
@@ -168,48 +166,23 @@ def extreme_inputs(name: str, device: str, dtype: torch.dtype) -> Inputs:
 EXTREME = ["one +1e4", "all -1e4", "random +-1e4", "scaled inputs"]
 
 
-def check_extreme(actual: Outcome, inputs: Inputs, kept: torch.dtype) -> None:
-    """Hold ``actual`` against fp64 within what eager fp32 and the rounding of ``kept`` allow.
-
-    Eager PyTorch in 16 bits is no yardstick here: its logits are off by 32.
-    """
-    truth = textbook_in_chunks(inputs, torch.float64)
-    eager = textbook_in_chunks(inputs, torch.float32)
-    assert_loss_close(actual["loss"], truth["loss"].sum())
-    assert all(x.isfinite().all() for x in actual.values())
-    constant = inputs.weight.shape[1] - 32  # sum_v dz_v is 0: only rounding, magnified, is left
-    if (inputs.weight[:, constant] == -FAR).all():
-        left, of_eager = (x["dhidden"][:, constant].abs().max() for x in (actual, eager))
-        assert left <= torch.finfo(kept).eps * FAR + 4 * of_eager
-        for outcome in (actual, truth, eager):
-            outcome["dhidden"] = outcome["dhidden"].clone().index_fill(
-                1, torch.tensor(constant, device=left.device), 0.0
-            )  # fmt: skip
-    assert_gradients_close(actual, truth, eager, kept)
-
-
 @each_device
 @each_dtype
 @every_schedule
 @pytest.mark.parametrize("name", EXTREME)
 def test_logits_of_ten_thousand(name, schedule, dtype, device):
+    """Within what eager fp32 and the rounding of what is kept allow.
+
+    Eager PyTorch in 16 bits is no yardstick here: its logits are off by 32.
+    """
     inputs = extreme_inputs(name, device, dtype)
     actual = run(our_call, inputs, Upstream(), reduction="sum", **options_of(schedule, inputs))
+    truth, eager = (textbook_in_chunks(inputs, kind) for kind in (torch.float64, torch.float32))
     # fp16 caches in bf16, for its range.
-    in_bf16 = dtype == torch.float16 and schedule != "recompute"
-    check_extreme(actual, inputs, torch.bfloat16 if in_bf16 else dtype)
-
-
-@pytest.mark.parametrize("name", EXTREME)
-def test_wrong_gradients_at_extreme_logits_are_noticed(name):
-    inputs = extreme_inputs(name, "cpu", torch.bfloat16)
-    actual = run(our_call, inputs, Upstream(), reduction="sum")
-    wrong = replace(inputs, labels=inputs.labels.roll(1))
-    for gradient in ("dhidden", "dweight"):
-        for spoiled in (
-            torch.zeros_like(actual[gradient]),
-            actual[gradient] * 0.95,
-            run(our_call, wrong, Upstream(), reduction="sum")[gradient],
-        ):
-            with pytest.raises(AssertionError, match="exceeds budget"):
-                check_extreme({**actual, gradient: spoiled}, inputs, torch.bfloat16)
+    kept = torch.bfloat16 if dtype == torch.float16 and schedule != "recompute" else dtype
+    if name == "all -1e4":  # sum_v dz_v is 0: only rounding, magnified, is left
+        left, of_eager = (x["dhidden"][:, T].abs().max() for x in (actual, eager))
+        assert left <= torch.finfo(kept).eps * FAR + 4 * of_eager
+        for outcome in (actual, truth, eager):
+            outcome["dhidden"][:, T] = 0.0
+    assert_close(actual, truth, eager, kept)
