@@ -1,6 +1,8 @@
 """Files that others see whole, as they were before, or not at all; what fails is one line."""
 
 import errno
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.strict_json import strict_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,6 +62,19 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
             scratch.rename(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def strict_json(value: Any, *, indent: int | None = 1) -> str:
+    """Return ``value`` as JSON that any reader takes, with null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,7 +1,6 @@
 """How `python -m tests` divides the tests, what a run may see, and what missing packages become."""
 
 import os
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -146,18 +145,3 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")
     assert failed.startswith("FAILED ") and "::test_imports_what_no_extra_has" in failed
     assert "1 failed, 1 passed, 4 skipped" in counts
-
-
-def test_extras_have_these_packages() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="is part of Python 3.11 and newer")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-    def packages(extra: str) -> set[str]:
-        found = set()
-        for line in project["optional-dependencies"][extra]:
-            name, others = re.findall(r"^([\w-]+)(?:\[(.*)\])?", line)[0]
-            found |= set().union(*map(packages, others.split(","))) if others else {name}
-        return found
-
-    for package, extra in machine.PACKAGES.values():
-        assert package in packages(extra)

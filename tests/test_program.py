@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flce_dist.launch import program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
+from tests.machine import PACKAGES
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -176,23 +177,23 @@ def test_what_another_extra_brings(module, extra, tmp_path, monkeypatch, capsys)
 
 
 def test_extras_are_those_of_pyproject() -> None:
+    """For the messages of programs, and for what tests say about packages that they miss."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
-    listed = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())
-    extras = listed["project"]["optional-dependencies"]
-    names = {"megatron-core": "megatron", "mistral-common": "mistral_common", "pyyaml": "yaml"}
+    project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
 
-    def brought(extra: str) -> set[str]:
+    def packages(extra: str) -> set[str]:
         found = set()
-        for line in extras[extra]:
-            own = re.fullmatch(r"flce_dist\[([\w,-]+)\]", line)
-            package = re.split("[<>=]", line)[0]
-            inner = own[1].split(",") if own else []
-            found |= set().union(*map(brought, inner)) if own else {names.get(package, package)}
+        for line in project["optional-dependencies"][extra]:
+            name, others = re.findall(r"^([\w-]+)(?:\[(.*)\])?", line)[0]
+            found |= set().union(*map(packages, others.split(","))) if others else {name}
         return found
 
-    assert {extra: brought(extra) for extra in MODULES} == MODULES
+    names = {"megatron-core": "megatron", "mistral-common": "mistral_common", "pyyaml": "yaml"}
+    for extra, modules in MODULES.items():
+        assert {names.get(package, package) for package in packages(extra)} == modules
+    assert all(package in packages(extra) for package, extra in PACKAGES.values())
     # Ranks gather objects through it, in launch.verify for example.
-    assert any(line.startswith("numpy") for line in listed["project"]["dependencies"])
+    assert any(line.startswith("numpy") for line in project["dependencies"])
     assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
 
 

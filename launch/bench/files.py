@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
-from flce_dist.launch.strict_json import strict_json
-from flce_dist.launch.write import write_json, write_text
+from flce_dist.launch.write import strict_json, write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError
 
 Item = TypeVar("Item")

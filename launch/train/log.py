@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
-from flce_dist.launch.strict_json import strict_json
 from flce_dist.launch.train.config import RunConfig, flatten
-from flce_dist.launch.write import replacing, write_figure, write_json, writing
+from flce_dist.launch.write import replacing, strict_json, write_figure, write_json, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
