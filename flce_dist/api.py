@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_dist import torch_private
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import LinearCrossEntropyFunction
+from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import DISTRIBUTED, localized
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.main_grad import captured
@@ -28,7 +29,6 @@ from flce_dist.options import (
     LossOptions,
     Reduction,
     Schedule,
-    extra_schedule,
     options_of,
 )
 

@@ -9,7 +9,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from types import ModuleType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 Reduction = Literal["none", "sum", "mean"]
@@ -71,15 +71,6 @@ class LossOptions:
         With one it is that number times ``softcap'(z)``, so backward needs the logits again.
         """
         return self.label_smoothing != 0.0 and self.softcap is not None
-
-
-def extra_schedule(schedule: object) -> ModuleType | None:
-    """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
-    if not isinstance(schedule, str) or not schedule.startswith("filtered:"):
-        return None
-    from flce_dist.filtered import schedule as filtered
-
-    return filtered
 
 
 class Declared(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from flce_dist import testing
+from flce_dist import filtered
 from flce_dist.filtered import FilteredGradients
 from flce_dist.testing import relative_rms
 from tests.problems import IGNORE, Inputs, Outcome, Upstream, run_op, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
-NOT_OF_THE_REFERENCE = ("filter_eps", "schedule", "max_logits_bytes", "impl")
+NOT_OF_THE_REFERENCE = ("schedule", "max_logits_bytes", "impl")
 
 
 def zipf_inputs(
@@ -48,9 +48,7 @@ def definition(
     assert upstream.loss is not None
     for name in NOT_OF_THE_REFERENCE:
         options.pop(name, None)
-    return testing.filtered_gradients(
-        filter_eps=eps, dloss=upstream.loss, **vars(inputs), **options
-    )
+    return filtered.filtered_gradients(eps=eps, dloss=upstream.loss, **vars(inputs), **options)
 
 
 def filtered_gradients(
@@ -87,7 +85,7 @@ def check_filtered(
     spoilt = problem.hidden.clone()
     spoilt[problem.labels == IGNORE] = torch.nan
     given = replace(problem, hidden=spoilt)
-    actual = run_op(given, upstream, impl=impl, filter_eps=eps, **options)
+    actual = run_op(given, upstream, impl=impl, schedule=filtered.schedule(eps), **options)
     wanted = filtered_gradients(problem, eps, upstream, **options)
     truth = exact(problem, torch.float64, upstream, **options)
     rounded = exact(problem, problem.dtype, upstream, **options)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget
@@ -47,7 +47,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMOOTH = ("label_smoothing", 0.1)
 Z_LOSS = ("z_loss_weight", 1e-3)
 SOFTCAP = ("softcap", 15.0)
-FILTER = ("filter_eps", 0.3)
+EPS = 0.3
 BUDGET = ("max_logits_bytes", 1)  # the smallest pieces: 256 columns or tokens
 
 # By what they add to those before: the first few take both paths, all schedules and the filter.
@@ -56,7 +56,7 @@ CASES = [
     Case(130, 123, BF16, "recompute", metrics=True),
     Case(3, 64, BF16, "in_forward", padding=5),
     Case(130, 64, FP16, "auto", options=(BUDGET,)),
-    Case(129, 64, BF16, "auto", bias=True, padding=5, options=(FILTER, SMOOTH)),
+    Case(129, 64, BF16, filtered.schedule(EPS), bias=True, padding=5, options=(SMOOTH,)),
     Case(1, 123, FP32, "cached", bias=True),
     Case(130, 64, BF16, "recompute", pointers=True, options=(SOFTCAP, SMOOTH, BUDGET)),
     Case(300, 64, FP32, "in_forward", options=(BUDGET,)),
@@ -113,18 +113,19 @@ def reference(tensors: dict[str, Tensor], case: Case, dtype: torch.dtype) -> dic
     }
     tensors["weight"] = tensors["weight"].clone()
     tensors["weight"][V:] = 0.0
-    kept = {k: v for k, v in case.options if k not in ("max_logits_bytes", "filter_eps")}
+    kept = {k: v for k, v in case.options if k != "max_logits_bytes"}
     case = Case(**{**vars(case), "options": tuple(kept.items())})
     return outcome(reference_linear_cross_entropy, tensors, case)
 
 
-def filtered(tensors: dict[str, Tensor], case: Case, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``truth`` with the gradients that filter_eps defines; some tiles must not be kept."""
+def filtered_truth(
+    tensors: dict[str, Tensor], case: Case, truth: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """``truth`` with the filtered gradients; some tiles must not be kept."""
     inputs, options = Inputs(**{name: x.cpu() for name, x in tensors.items()}), dict(case.options)
-    eps = options.pop("filter_eps")
-    kept = definition(inputs, eps, vocab_size=V).kept
+    kept = definition(inputs, EPS, vocab_size=V).kept
     assert kept.any() and not kept.all(), f"{case}: nothing to filter, or everything"
-    gradients = filtered_gradients(inputs, eps, vocab_size=V, reduction="sum", **options)
+    gradients = filtered_gradients(inputs, EPS, vocab_size=V, reduction="sum", **options)
     return {name: gradients.get(name, x).to(x) for name, x in truth.items()}
 
 
@@ -135,8 +136,8 @@ def check(case: Case, device: str, impl: str | None) -> None:
     actual = outcome(call, tensors, case, schedule=case.schedule, impl=impl)
     truth = reference(tensors, case, torch.float64)
     eager = reference(tensors, case, case.dtype)
-    if FILTER in case.options:
-        exact, truth = truth, filtered(tensors, case, truth)
+    if case.schedule == filtered.schedule(EPS):
+        exact, truth = truth, filtered_truth(tensors, case, truth)
         eager = {name: truth[name] + (x.double() - exact[name]) for name, x in eager.items()}
     for name, result in actual.items():
         budget = error_budget(result, truth[name], eager[name], dtype=case.dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import api, check_ranks, linear_cross_entropy_with_metrics
+from flce_dist import api, check_ranks, filtered, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
 from tests.parallel_problem import Outcome, Problem, share_of
 from tests.parallel_ranks import (
@@ -78,7 +78,9 @@ def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
     }
     ways_of_empty: dict[str, Options] = {
         **{name: {"schedule": name} for name in ("recompute", "cached", "in_forward")},
-        "filtered": {"filter_eps": 2.0**-20},  # which keeps all that there is of so few columns
+        "filtered": {
+            "schedule": filtered.schedule(2.0**-20)
+        },  # which keeps all that there is of so few columns
     }
     return against_fp64(ranks, empty, lambda one: ways_of_empty)
 

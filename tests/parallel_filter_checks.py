@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy_with_metrics
 from flce_dist.op.plan import pieces
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
@@ -30,7 +30,7 @@ from tests.problems import Inputs, Upstream
 
 
 def filtered_gradients(ranks: Ranks) -> Iterator[str]:
-    """filter_eps: what is defined on all ranks' tensors, one kept_share, the same bits again."""
+    """Filtered: what is defined on all ranks' tensors, one kept_share, the same bits again."""
     one = problem(ranks.device) if ranks.on_gpu else problem(ranks.device, T=360, V_all=2856)
     V_all = one.V_all - 61
     one = one.changed(V_all=V_all)
@@ -44,7 +44,11 @@ def filtered_gradients(ranks: Ranks) -> Iterator[str]:
     }
     for way, options in ways_filtered.items():
         for sp, truth in truths.items():
-            given: Options = {"sequence_parallel": sp, "filter_eps": eps, **options}
+            given: Options = {
+                "sequence_parallel": sp,
+                "schedule": filtered.schedule(eps),
+                **options,
+            }
             mine = step(ranks, one, **given)
             found = misses_of_share(truth, mine, one, ranks.group, sp)
             share = kept_share(ranks, one, **given)

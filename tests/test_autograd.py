@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
 from tests.problems import (
     METRICS,
@@ -27,7 +27,9 @@ from tests.problems import (
 )
 
 each_way = pytest.mark.parametrize(
-    "way", [*({"schedule": schedule} for schedule in SCHEDULES), {"filter_eps": 0.1}], ids=str
+    "way",
+    [*({"schedule": schedule} for schedule in SCHEDULES), {"schedule": filtered.schedule(0.1)}],
+    ids=str,
 )
 
 # --- frozen operands

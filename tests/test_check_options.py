@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op import checks
 from flce_dist.options import DECLARED, LossOptions
 from tests.check_arguments import H, T, V, arguments
@@ -39,7 +39,6 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduce_in_fp32": ("a bool", FLAGS),
     "tp_invariant": ("a bool", FLAGS),
     "accumulate_dweight": ("a bool", FLAGS),
-    "filter_eps": ("None or a float within [0, 1)", [*FLOATS, -0.1, 1, 1.0]),
     "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
@@ -73,23 +72,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for schedule in ("cached", "in_forward")
     ),
-    *(
-        (
-            {"filter_eps": eps, "schedule": schedule},
-            "filter_eps needs schedule='auto' or 'recompute', since what it keeps is known only "
-            f"after forward, got schedule='{schedule}'",
-        )
-        for eps, schedule in ((2.0**-12, "cached"), (0.0, "in_forward"))
+    (
+        {"schedule": filtered.schedule(0.0), "softcap": 5.0},
+        "filtered.schedule needs softcap=None, since a softcap's slope differs between the columns "
+        "of a tile, got softcap=5.0",
     ),
     (
-        {"filter_eps": 0.1, "softcap": 5.0},
-        "filter_eps needs softcap=None, since a softcap's slope differs between the columns of a "
-        "tile, got softcap=5.0",
-    ),
-    (
-        {"filter_eps": 0.1, "tp_invariant": True},
-        "filter_eps needs tp_invariant=False, since tiles are counted from the first row of each "
-        "rank, got tp_invariant=True",
+        {"schedule": filtered.schedule(0.1), "tp_invariant": True},
+        "filtered.schedule needs tp_invariant=False, since tiles are counted from the first row of "
+        "each rank, got tp_invariant=True",
     ),
     (
         {"impl": "triton", "hidden": torch.zeros(T, H).double(),
@@ -147,6 +138,15 @@ def test_options_that_contradict_each_other(
 def test_combinations_that_are_not_supported(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         linear_cross_entropy(**arguments(**changes))
+
+
+@pytest.mark.parametrize("eps", [*FLOATS, None, -0.1, 1, 1.0, ""], ids=str)
+def test_thresholds_that_no_probability_has(eps: Any) -> None:
+    words = re.escape(f"eps of filtered.schedule must be a float within [0, 1), got {eps}")
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        filtered.schedule(eps)
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        linear_cross_entropy(**arguments(schedule=f"filtered:{eps}"))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

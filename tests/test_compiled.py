@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.library import opcheck
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
@@ -120,7 +120,7 @@ def test_transforms_are_refused_by_name():
 
 def test_in_forward_with_metrics_is_refused():
     compiled = torch.compile(loss_of_metrics, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"under torch.compile .* takes no schedule='in_forward'"):
+    with pytest.raises(Exception, match=r"under torch.compile .* takes schedule='in_forward' only"):
         compiled(*inputs(9), {"schedule": "in_forward"})
 
 
@@ -140,7 +140,11 @@ def test_in_forward_with_metrics_is_refused():
 def test_opcheck(schedule, reduction, with_metrics, dtype):
     """Schema, fake, autograd registration and dynamic shapes, by torch.library.opcheck."""
     hidden, weight, bias, labels = inputs(9, dtype=dtype)
-    how = {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
+    how = (
+        {"schedule": filtered.schedule(2.0**-12)}
+        if schedule == "filtered"
+        else {"schedule": schedule}
+    )
     options = LossOptions(
         reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, impl="eager",
         with_metrics=with_metrics, **how,

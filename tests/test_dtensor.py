@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import api, check_ranks, linear_cross_entropy
+from flce_dist import api, check_ranks, filtered, linear_cross_entropy
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
@@ -124,7 +124,7 @@ def test_gradients_come_in_kind(pools, shape, problem, placements, schedule):
 @pytest.mark.parametrize("placements", [ALL, SEQUENCE])
 def test_filtered_gradients(pools, placements):
     """As of plain tensors; tiles without a label are not kept."""
-    options = {"filter_eps": 0.5, "sequence_parallel": placements is SEQUENCE}
+    options = {"schedule": filtered.schedule(0.5), "sequence_parallel": placements is SEQUENCE}
     problem = Problem(V_all=4096)
     plain, exact = on_threads(2, problem, **options), problem.textbook(torch.float64)
     for rank in pools[2].run(step_rank, (2,), problem, placements, **options):

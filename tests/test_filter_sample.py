@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist.filtered import schedule as filtered
+from flce_dist import filtered
+from flce_dist.filtered import gradients
 from flce_dist.filtered.oracle import sampled_tokens
 from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.parallel.token_order import TokenOrder
@@ -58,7 +59,7 @@ def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
     problem = zipf_inputs(T, 1300, 16, torch.float64, bias=True)
     mask = MASKS["first of each sequence"](torch.arange(T))
     problem, upstream, options = masked(problem, mask, way)
-    actual = run_op(problem, upstream, impl="eager", filter_eps=EPS, **options)
+    actual = run_op(problem, upstream, impl="eager", schedule=filtered.schedule(EPS), **options)
     wanted = filtered_gradients(problem, EPS, upstream, **options)
     for name, gradient in wanted.items():
         assert relative_rms(actual[name], gradient) <= 1e-11, name
@@ -73,13 +74,13 @@ def test_a_mask_costs_no_accuracy(mutate: Patch, way: str) -> None:
     mask = torch.arange(512) % 4 == 0
 
     def error(problem: Inputs, upstream: Upstream, options: dict[str, Any]) -> float:
-        actual = run_op(problem, upstream, impl="eager", filter_eps=EPS, **options)
+        actual = run_op(problem, upstream, impl="eager", schedule=filtered.schedule(EPS), **options)
         wanted = exact(problem, torch.float64, upstream, **options)
         return relative_rms(actual["dhidden"], wanted["dhidden"])
 
     unmasked = error(whole, Upstream(), {})
     assert error(*masked(whole, mask, way)) <= 1.3 * unmasked
-    mutate(filtered, "profile_sample", lambda original, *args: every_step(*args))
+    mutate(gradients, "profile_sample", lambda original, *args: every_step(*args))
     assert error(*masked(whole, mask, way)) > 3 * unmasked
 
 
@@ -88,7 +89,7 @@ def test_each_run_of_counted_tokens_gives_one(n: int) -> None:
     """All tokens while they are few; never one twice."""
     counted = torch.zeros(2 * n + 3, dtype=torch.bool)
     counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(n))[:n]] = True
-    found = filtered.profile_sample(counted, TokenOrder(1, ((0, len(counted)),)))
+    found = gradients.profile_sample(counted, TokenOrder(1, ((0, len(counted)),)))
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()
@@ -111,6 +112,6 @@ def test_the_sample_is_that_of_the_callers_order() -> None:
     """Two pieces of two ranks: 0 1 2 3 | 4 5 6 7 is gathered as 0 4 | 1 2 3 5 6 7."""
     order = TokenOrder(2, ((0, 2), (2, 8)))
     counted = torch.tensor([True, True, False, True, True, False, True, True])
-    found = filtered.profile_sample(order.permuted(counted), order)
+    found = gradients.profile_sample(order.permuted(counted), order)
     gathered = order.permuted(torch.arange(8))
     assert gathered[found[:6]].tolist() == [0, 1, 3, 4, 6, 7] and (found[6:] == -1).all()

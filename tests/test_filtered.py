@@ -1,4 +1,4 @@
-"""Filtered gradients on one rank: what ``filter_eps`` approximates, and how closely.
+"""Filtered gradients on one rank: what ``filtered.schedule`` approximates, and how closely.
 
 T tokens, V vocabulary rows, H hidden size.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy_with_metrics
 from flce_dist.filtered.oracle import sampled_tokens
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.testing import relative_rms
@@ -86,7 +86,9 @@ def test_triton_computes_what_is_defined(dtype: torch.dtype, name: str) -> None:
 
 def test_in_fp64_nothing_else_is_approximated() -> None:
     problem = zipf_inputs(300, 1300, 16, torch.float64, bias=True, token_weight=True)
-    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS, label_smoothing=0.1)
+    actual = run_op(
+        problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS), label_smoothing=0.1
+    )
     wanted = filtered_gradients(problem, EPS, label_smoothing=0.1)
     for name in GRADIENTS:
         assert relative_rms(actual[name], wanted[name]) <= 1e-12, name
@@ -98,14 +100,16 @@ def test_sizes(T: int, V: int) -> None:
 
 
 def test_without_tokens() -> None:
-    actual = run_op(zipf_inputs(0, 300, 8), Upstream(), impl="eager", filter_eps=EPS)
+    actual = run_op(
+        zipf_inputs(0, 300, 8), Upstream(), impl="eager", schedule=filtered.schedule(EPS)
+    )
     assert actual["loss"] == 0 and not actual["dweight"].any()
 
 
 def test_without_counted_tokens() -> None:
     problem = zipf_inputs(200, 600, 8, ignored=1.1)
     problem.hidden.fill_(torch.nan)
-    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
+    actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS))
     assert actual["loss"] == 0 and not actual["dweight"].any() and not actual["dhidden"].any()
 
 
@@ -125,7 +129,7 @@ def test_rank_one_is_far_closer_than_dropping(
 ) -> None:
     problem, wanted = large[0].to(dtype), large[1]
     assert 0.15 < definition(problem, EPS).kept.double().mean() < 0.25
-    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)
+    actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS))
     dropped = filtered_gradients(problem, EPS, drops=True)
     for name, budget, least in (("dhidden", 0.003, 0.1), ("dweight", 0.003, 0.002)):
         # Inputs are rounded too: against the gradients of fp32 inputs.
@@ -141,7 +145,9 @@ def test_rows_that_no_block_keeps_move_in_the_right_direction(
     problem, wanted = large
     never = ~definition(problem, EPS).kept.any(0).repeat_interleave(256)[:8000]
     assert never.sum() > 1000
-    actual = run_op(problem, Upstream(), impl="eager", filter_eps=EPS)["dweight"][never].double()
+    actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS))["dweight"][
+        never
+    ].double()
     truth = wanted["dweight"][never]
     error = (actual - truth).norm(dim=1) / truth.norm(dim=1)
     assert error.median() < 0.8
@@ -152,7 +158,7 @@ def test_a_smaller_eps_is_closer(large: tuple[Inputs, Outcome]) -> None:
     problem, wanted = large
     errors = []
     for eps in (2.0**-9, 2.0**-12, 2.0**-16):
-        actual = run_op(problem, Upstream(), impl="eager", filter_eps=eps)
+        actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(eps))
         errors.append([relative_rms(actual[name], wanted[name]) for name in GRADIENTS[:2]])
     assert all(a > 2 * b > 4 * c for a, b, c in zip(*errors, strict=True))
 
@@ -178,7 +184,7 @@ def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -
     problem = inputs(dtype)
     options: dict[str, Any] = {"impl": "eager", "with_metrics": with_metrics}
     plain = run_op(problem, Upstream(), schedule="recompute", **options)
-    assert_same(plain, run_op(problem, Upstream(), filter_eps=0.0, **options))
+    assert_same(plain, run_op(problem, Upstream(), schedule=filtered.schedule(0.0), **options))
 
 
 @each_impl
@@ -188,16 +194,17 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
     truth = definition(problem.to(torch.device("cpu")), EPS)
 
     plain = linear_cross_entropy_with_metrics(*operands, impl=impl)
-    assert plain.kept_share == 1 and plain.rank_one_mass == 0
     for needs_grad in (True, False):  # without a gradient, what it would approximate
         hidden = problem.hidden.clone().requires_grad_(needs_grad)
-        out = linear_cross_entropy_with_metrics(hidden, *operands[1:], filter_eps=EPS, impl=impl)
+        out = linear_cross_entropy_with_metrics(
+            hidden, *operands[1:], schedule=filtered.schedule(EPS), impl=impl
+        )
         assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
         assert out.rank_one_mass.item() == pytest.approx(truth.rank_one_mass.item(), rel=1e-4)
         assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
         for metric, same in zip(out[:5], plain, strict=False):
             assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)
-    every = linear_cross_entropy_with_metrics(*operands, filter_eps=0.0, impl=impl)
+    every = linear_cross_entropy_with_metrics(*operands, schedule=filtered.schedule(0.0), impl=impl)
     assert every.kept_share == 1 and every.rank_one_mass == 0
 
 
@@ -205,9 +212,14 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
 def test_gradients_of_metrics_are_refused(metric: str) -> None:
     problem = zipf_inputs(40, 300, 8)
     out = linear_cross_entropy_with_metrics(
-        problem.hidden.requires_grad_(), problem.weight, problem.labels, filter_eps=EPS
+        problem.hidden.requires_grad_(),
+        problem.weight,
+        problem.labels,
+        schedule=filtered.schedule(EPS),
     )
-    with pytest.raises(NotImplementedError, match="filter_eps has gradients of the loss only"):
+    with pytest.raises(
+        NotImplementedError, match=r"filtered\.schedule has gradients of the loss only"
+    ):
         (out.loss + getattr(out, metric).sum()).backward()
 
 
@@ -225,8 +237,8 @@ def test_rescued_tokens(impl: str) -> None:
     for shift in (0.0, -80.0, -200.0):
         shifted = with_logits((0.1 * z).float().clamp(max=2), labels)
         shifted = replace(shifted, bias=bias + shift)
-        actual = run_op(shifted, Upstream(torch.ones(6)), impl=impl, filter_eps=2.0**-3,
-                        reduction="none")  # fmt: skip
+        how: Any = {"impl": impl, "schedule": filtered.schedule(2.0**-3), "reduction": "none"}
+        actual = run_op(shifted, Upstream(torch.ones(6)), **how)
         wanted = filtered_gradients(shifted, 2.0**-3, Upstream(torch.ones(6)), reduction="none")
         for name in GRADIENTS:
             assert relative_rms(actual[name], wanted[name]) <= 1e-4, (name, shift)

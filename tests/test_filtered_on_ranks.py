@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
@@ -44,7 +44,7 @@ def on_rank(
     ]
     out = linear_cross_entropy_with_metrics(
         leaves[0], leaves[1], problem.labels, bias=leaves[2], token_weight=problem.token_weight,
-        tp_group=group, vocab_range=(start, end), filter_eps=EPS,
+        tp_group=group, vocab_range=(start, end), schedule=filtered.schedule(EPS),
         **{"vocab_size": len(problem.weight), **options},
     )  # fmt: skip
     out.loss.backward()
@@ -169,7 +169,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
     def step(group: dist.ProcessGroup) -> None:
         hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (200, 1100))
         linear_cross_entropy(
-            hidden, weight, torch.arange(200), tp_group=group, filter_eps=EPS,
+            hidden, weight, torch.arange(200), tp_group=group, schedule=filtered.schedule(EPS),
             max_logits_bytes=200 * 4 * 300,
         ).backward()  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_compiled_code_computes_the_same_bits(dynamic: bool) -> None:
         found = []
         for call in (linear_cross_entropy, compiled):
             hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
-            loss = call(hidden, weight, problem.labels, filter_eps=EPS)
+            loss = call(hidden, weight, problem.labels, schedule=filtered.schedule(EPS))
             loss.backward()
             found.append((loss.detach(), hidden.grad, weight.grad))
         for one, other in zip(*found, strict=True):
@@ -205,26 +205,35 @@ def test_compiled_metrics() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     arguments: Any = (problem.hidden, problem.weight, problem.labels)
     for one, other in zip(
-        call(*arguments, filter_eps=EPS), compiled(*arguments, filter_eps=EPS), strict=True
+        call(*arguments, schedule=filtered.schedule(EPS)),
+        compiled(*arguments, schedule=filtered.schedule(EPS)),
+        strict=True,
     ):
         assert torch.equal(one, other)
     problem.hidden.requires_grad_()
-    with pytest.raises(Exception, match="takes filter_eps only without gradients"):
-        compiled(*arguments, filter_eps=EPS)
+    with pytest.raises(Exception, match=r"takes schedule='filtered:.*' only without gradients"):
+        compiled(*arguments, schedule=filtered.schedule(EPS))
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dweight_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
     problem = zipf_inputs(200, 1300, 8, torch.bfloat16)
     problem.labels.clamp_(max=1199)
-    plain = run_op(problem, Upstream(), impl="eager", filter_eps=EPS, vocab_size=1200)
+    plain = run_op(
+        problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS), vocab_size=1200
+    )
     weight: Any = torch.nn.Parameter(problem.weight.clone())
     before = 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.main_grad = before.to(main_dtype)
     before = weight.main_grad.clone()
     hidden = problem.hidden.clone().requires_grad_()
     linear_cross_entropy(
-        hidden, weight, problem.labels, filter_eps=EPS, vocab_size=1200, accumulate_dweight=True
+        hidden,
+        weight,
+        problem.labels,
+        schedule=filtered.schedule(EPS),
+        vocab_size=1200,
+        accumulate_dweight=True,
     ).backward()
     assert weight.grad is None and hidden.grad is not None
     assert torch.equal(hidden.grad, plain["dhidden"])

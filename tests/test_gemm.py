@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from flce_dist import filtered
 from flce_dist.kernels import gemm
 from flce_dist.op import plan
 from flce_dist.testing import relative_rms
@@ -64,7 +65,9 @@ def empty_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @both
-@pytest.mark.parametrize("options", [*({"schedule": x} for x in SCHEDULES), {"filter_eps": 0.1}])
+@pytest.mark.parametrize(
+    "options", [*({"schedule": x} for x in SCHEDULES), {"schedule": filtered.schedule(0.1)}]
+)
 def test_no_tokens(empty_as_on_a_gpu, impl, options):
     problem = make_inputs(0, 30, H, torch.bfloat16, bias=True)
     options = {"label_smoothing": 0.1, "reduction": "sum", **options}
@@ -74,7 +77,8 @@ def test_no_tokens(empty_as_on_a_gpu, impl, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "recompute"}, {"schedule": "cached"}, {"filter_eps": 2.0**-60}]
+    "options",
+    [{"schedule": "recompute"}, {"schedule": "cached"}, {"schedule": filtered.schedule(2.0**-60)}],
 )
 def test_a_rank_without_rows(empty_as_on_a_gpu, options):
     """The last of four ranks; it would raise before the sum of dhidden, and its peers hang."""

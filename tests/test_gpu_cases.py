@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
@@ -29,7 +29,7 @@ from tests.test_gpu_oracle import (
     textbook_in_chunks,
 )
 
-FILTERED = {"filter_eps": 2.0**-9}
+FILTERED = {"schedule": filtered.schedule(2.0**-9)}
 # Of calls whose results are compared among themselves.
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {"schedule": name} for name in EVERY_SCHEDULE},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from flce_dist import linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy
 from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget
 from tests.problems import METRICS
@@ -104,7 +104,11 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     weight = torch.randn(V, H, generator=g).to(device, dtype).requires_grad_()
     bias = torch.randn(V, generator=g).to(device, dtype).requires_grad_()
     labels = torch.randint(V, (2, 33), generator=g).to(device)
-    how = {"filter_eps": 2.0**-12} if schedule == "filtered" else {"schedule": schedule}
+    how = (
+        {"schedule": filtered.schedule(2.0**-12)}
+        if schedule == "filtered"
+        else {"schedule": schedule}
+    )
     how |= {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.5}
     options = LossOptions(reduction, with_metrics=with_metrics, **how)
     spec = (*dataclasses.astuple(options), None, [True] * 3)

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    LinearCrossEntropy,
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
 from tests.problems import IGNORE, Inputs
 from tests.test_gpu_oracle import (
     EVERY_SCHEDULE,
@@ -76,7 +81,7 @@ def step_on(inputs: Inputs, **options: Any) -> list[Tensor]:
     if kwargs.pop("metrics", False):
         out = linear_cross_entropy_with_metrics(hidden, weight, inputs.labels, **kwargs)
         total = out.loss
-        if "filter_eps" not in options:  # else metrics have no gradients
+        if "filtered" not in options.get("schedule", "auto"):  # else metrics have no gradients
             total = total + (out.entropy + 0.1 * out.lse - out.logprob).sum()
         return [*(x.detach() for x in out), *torch.autograd.grad(total, leaves)]
     loss = linear_cross_entropy(hidden, weight, inputs.labels, **kwargs)
@@ -97,7 +102,7 @@ def test_replay_equals_a_plain_call(metrics, schedule, device):
     static = batch(0, device)
     if schedule == "filtered":  # in rounds
         options = {
-            "filter_eps": 2.0**-9,
+            "schedule": filtered.schedule(2.0**-9),
             "max_logits_bytes": static.weight.shape[0] * 2 * len(static.labels) // 3,
         }
     else:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from flce_dist import filtered
 from tests.test_api_random_cases import SETTINGS, Drawn, check_on_ranks, plain_call
 from tests.test_gpu_oracle import CUDA
 
@@ -66,7 +67,7 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
 
 def call(name: str, drawn: dict[str, Any]) -> Drawn:
     schedule = name.split()[1]
-    how = ("filter_eps", 2.0**-9) if schedule == "filtered" else ("schedule", schedule)
+    how = "schedule", filtered.schedule(2.0**-9) if schedule == "filtered" else schedule
     chosen = {**COMBINATIONS, **FILTERED}[name]
     return plain_call(**{**chosen, **drawn, "how": (how, *chosen.get("how", ()))})
 

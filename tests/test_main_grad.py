@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from flce_dist import check_ranks, linear_cross_entropy
+from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
 from flce_dist.op import compiled, plan
@@ -185,7 +185,10 @@ def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     ("impl", "options"),
-    [*(("eager", {"schedule": x}) for x in SCHEDULES), ("triton", {"filter_eps": 0.1})],
+    [
+        *(("eager", {"schedule": x}) for x in SCHEDULES),
+        ("triton", {"schedule": filtered.schedule(0.1)}),
+    ],
 )
 def test_columns_beside_main_grad_are_left_alone(impl, options):
     """Rows of main_grad may be farther apart than H."""

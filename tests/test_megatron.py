@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
+from flce_dist import filtered
 from flce_dist.megatron import fused_layer, use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import RankPool, relative_rms
@@ -271,7 +272,9 @@ def problem(s: int) -> tuple[Tensor, Tensor, Tensor]:
 def rank_blocks(group: Any, tp: int, sp: bool) -> None:
     rank, s = group.rank(), TILE_T * (tp if sp else 1)
     model = megatron(tp, sp, False)
-    use_linear_cross_entropy(model, filter_eps=2.0**-10, impl="eager", metrics=True)
+    use_linear_cross_entropy(
+        model, schedule=filtered.schedule(2.0**-10), impl="eager", metrics=True
+    )
     layer = model.output_layer
     hidden, weight, labels = problem(s)
     hidden.requires_grad_()

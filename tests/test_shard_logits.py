@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import relative_rms
 from tests.problems import (
     IGNORE,
@@ -245,7 +245,7 @@ def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
         hidden, weight = FarApart.apply(hidden), FarApart.apply(weight)
         return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
 
-    how = {"filter_eps": 0.5} if schedule == "filtered" else {"schedule": schedule}
+    how = {"schedule": filtered.schedule(0.5)} if schedule == "filtered" else {"schedule": schedule}
     results = run(call, inputs, upstream, impl="triton", **how, **options)
     compare(results, inputs, upstream, **options)
 

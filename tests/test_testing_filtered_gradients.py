@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from flce_dist import vocab_order
-from flce_dist.filtered import filtered_gradients
+from flce_dist.filtered import filtered_gradients, vocab_order
 from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V
 from flce_dist.kernels.filtered import tiles as filter_tiles
 from flce_dist.testing import relative_rms
@@ -28,7 +27,7 @@ def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
     weight[0] = 6.0
     weight[256:] = torch.linspace(-1.0, 0.0, 256)[:, None]
     found = filtered_gradients(
-        hidden, weight, torch.zeros(256, dtype=torch.int64), filter_eps=0.1, reduction="sum"
+        hidden, weight, torch.zeros(256, dtype=torch.int64), eps=0.1, reduction="sum"
     )
     assert found.kept.tolist() == [[True, False], [True, False]]
     p = (hidden @ weight.T).softmax(1)
@@ -54,6 +53,6 @@ def test_where_all_tiles_are_kept_it_is_the_gradient_of_the_loss(drops: bool) ->
 
 def test_a_threshold_at_a_probability_is_refused() -> None:
     operands = torch.zeros(4, 2), torch.zeros(512, 2), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"within 1e-05 of filter_eps = 0\.001953125, relative"):
-        filtered_gradients(*operands, filter_eps=1 / 512)
-    assert filtered_gradients(*operands, filter_eps=1.001 / 512).rank_one_mass == 0.5
+    with pytest.raises(ValueError, match=r"within 1e-05 of eps = 0\.001953125, relative"):
+        filtered_gradients(*operands, eps=1 / 512)
+    assert filtered_gradients(*operands, eps=1.001 / 512).rank_one_mass == 0.5

@@ -81,7 +81,7 @@ def test_heads_are_compared_in_the_order(ranks: RankPool, tmp_path: Path) -> Non
         assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
         assert head["peak_mib"] > 0
     filtered, exact, _ = heads
-    assert filtered == "ours: auto, filtered"
+    assert filtered == "ours: filtered:0.001953125"
     assert exact.startswith("ours: recompute, ")
     assert heads[exact]["dweight_relative_rms"] < 1e-5
     assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, vocab_range
+from flce_dist import filtered, linear_cross_entropy, vocab_range
 from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
@@ -162,7 +162,7 @@ def test_a_mistake_is_found(mutate: Patch, fault: str, dtype: torch.dtype) -> No
 
 
 def test_gradients_that_are_not_filtered_are_found(mutate: Patch) -> None:
-    def exact(original: Callable[..., Any], *args: Any, filter_eps: float, **kwargs: Any) -> Tensor:
+    def exact(original: Callable[..., Any], *args: Any, schedule: str, **kwargs: Any) -> Tensor:
         return original(*args, **kwargs)
 
     mutate(verify_checks, "linear_cross_entropy", exact)
@@ -172,9 +172,10 @@ def test_gradients_that_are_not_filtered_are_found(mutate: Patch) -> None:
 def test_eps_0_that_filters_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """End to end: the line names the case."""
 
-    def filtering(*args: Any, filter_eps: float | None, **kwargs: Any) -> Tensor:
-        filter_eps = 1e-9 if filter_eps == 0.0 else filter_eps
-        return linear_cross_entropy(*args, filter_eps=filter_eps, **kwargs)
+    def filtering(*args: Any, schedule: Any, **kwargs: Any) -> Tensor:
+        if schedule == filtered.schedule(0.0):
+            schedule = filtered.schedule(1e-9)
+        return linear_cross_entropy(*args, schedule=schedule, **kwargs)
 
     monkeypatch.setattr(verify_checks, "linear_cross_entropy", filtering)
     shape = ["--shapes", "8", "16", "32", "--schedules", "recompute"]

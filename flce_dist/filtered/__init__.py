@@ -9,8 +9,8 @@
 when to use it and when not to.
 """
 
+from flce_dist.filtered.gradients import FilteredLossWithMetrics, schedule
 from flce_dist.filtered.oracle import FilteredGradients, filtered_gradients
-from flce_dist.filtered.schedule import FilteredLossWithMetrics, schedule
 from flce_dist.filtered.vocab_order import VocabOrder, frequency_order
 
 __all__ = [

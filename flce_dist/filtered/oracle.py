@@ -1,4 +1,4 @@
-"""The gradients that ``filtered.schedule`` defines, in dense fp64 matrices: the oracle of their tests.
+"""The gradients that ``schedule`` of this package defines, in dense fp64 matrices: the oracle.
 
 They differ from exact gradients by design, so tests compare with this definition and measure the
 distance from exact gradients apart. docs/filtered_gradients.md explains it.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist.filtered.schedule import TILE_V
+from flce_dist.kernels.filtered.tiles import TILE_V
 
 TILE = TILE_V
 """Rows whose gradients are computed, or approximated, together."""

@@ -18,7 +18,7 @@ from flce_dist.api import (
 )
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.megatron.vocab_rows import by_token, place_of_token
-from flce_dist.options import extra_schedule
+from flce_dist.op.call import extra_schedule
 
 _WINDOW = 8192
 """Columns of logits that exist at once while the largest logit is searched."""

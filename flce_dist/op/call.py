@@ -7,6 +7,7 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -104,6 +105,15 @@ class Schedule(Protocol):
         operands is None unless they are kept. At least one upstream gradient is not None. If this
         backward ``is_last``, what was saved may be overwritten.
         """
+
+
+def extra_schedule(schedule: object) -> ModuleType | None:
+    """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
+    if not isinstance(schedule, str) or not schedule.startswith("filtered:"):
+        return None
+    from flce_dist.filtered import gradients
+
+    return gradients
 
 
 class Sink(Protocol):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.options import COUNT, DECLARED, Declared, LossOptions, extra_schedule
+from flce_dist.op.call import extra_schedule
+from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 ANY_TEXT = Declared(str, False, (), None)

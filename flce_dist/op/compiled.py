@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flce_dist.op import checks
 from flce_dist.op.autograd import run_backward, run_forward
-from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream
+from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, prepare
-from flce_dist.options import DECLARED, Declared, LossOptions, extra_schedule
+from flce_dist.options import DECLARED, Declared, LossOptions
 from flce_dist.parallel import collectives
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
-from flce_dist.op.call import Call, Needs, Operands, Schedule
+from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
 from flce_dist.op.plan import pieces, plan
-from flce_dist.options import LossOptions, extra_schedule
+from flce_dist.options import LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows

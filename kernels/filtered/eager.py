@@ -4,7 +4,7 @@ D lies in a dense window of columns in which the tiles that are not kept are 0. 
 window, whichever tiles are kept, so nothing is read on the host.
 
 T = tokens, V = vocabulary rows here, H = hidden size, W = columns of one window; blocks of tokens
-and tiles of rows are counted by ``filter_tiles``.
+and tiles of rows are counted by ``tiles.py``.
 """
 
 from dataclasses import dataclass, replace

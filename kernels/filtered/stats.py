@@ -1,7 +1,7 @@
 """What filtered gradients need beside D: which tiles are kept, the mass of the others, and the
 profile by which it spreads.
 
-T = tokens, V = vocabulary rows here, H = hidden size; a tile of ``filter_tiles.py`` is TILE_T
+T = tokens, V = vocabulary rows here, H = hidden size; a tile of ``tiles.py`` is TILE_T
 tokens by TILE_V rows, J = tiles of rows. The statistics kernel's tiles are BLOCK_V columns wide,
 which divides TILE_V.
 """
@@ -135,7 +135,7 @@ def _tile_means_kernel(
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:
     """Return uninitialised [2, n, T] fp32 for the maxima and sums of the tiles of the kernel of
-    ``linear_stats``, which are those of ``filter_tiles.py`` or divide them.
+    ``linear_stats``, which are those of ``tiles.py`` or divide them.
     """
     columns = _stats_columns(logits)
     return logits.hidden.new_empty(2, -(-logits.V // columns), logits.T, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Lists of the kept tiles, in the orders in which the GEMMs of filtered gradients read them.
 
-A tile is (b, j): block b of tokens, column j of the vocabulary (``filter_tiles.py``); J = columns.
+A tile is (b, j): block b of tokens, column j of the vocabulary (``tiles.py``); J = columns.
 Tiles are numbered column by column, in each by block: the number of a tile minus that of the first
 of its round is its slot in the buffer of D. Rounds are ranges of columns. They are cut from the
 end, at every ``capacity - blocks`` kept tiles, so the last rounds are full and the first are empty

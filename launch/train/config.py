@@ -214,7 +214,8 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
 def _check_head(config: HeadConfig) -> None:
     if config.filter_eps is not None and config.schedule != "auto":
         raise ConfigError(
-            f"head.filter_eps is a schedule of its own, got head.schedule={config.schedule} beside it"
+            "head.filter_eps needs head.schedule=auto, since it is a schedule of its own, got "
+            f"head.schedule={config.schedule}"
         )
     try:  # errors begin with the name of an option
         LinearCrossEntropy(1, 1, device="meta", **config.options())

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 from flce_dist.launch.train.files import write_synced
 from flce_dist.launch.write import replacing
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 
 
 def read_counts(path: Path) -> Tensor:

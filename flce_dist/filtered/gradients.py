@@ -137,17 +137,16 @@ class Filtered:
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         if self._is_exact:
-            loss, outputs, saved = self.recompute.forward(call, operands)
-            if call.options.with_metrics:
-                outputs = *outputs, loss.new_ones(()), loss.new_zeros(())
-            return loss, outputs, saved
+            loss, metrics, saved = self.recompute.forward(call, operands)
+            scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
+            return loss, (*metrics, *scalars), saved
         kernels = filter_kernels_of(call.impl)
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
         stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
         loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
-        outputs = metrics
+        outputs: Outputs = metrics
         if call.options.with_metrics:
             outputs = *metrics, *_approximation(call, one.logits, kept, mass)
         of_tokens = stats.label_logit, stats.reference, stats.others
@@ -236,7 +235,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     weight = logits.weight
     blocks, _ = tile_grid(logits.T, logits.V)
     capacity = max(2, chunk.window_v // TILE_V) * blocks
-    lists = kernels.filtered.tile_lists(kept, capacity)
+    lists = kernels.tile_lists(kept, capacity)
     dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
     rows = chunk.rows
     assert rows.scale is not None
