@@ -51,10 +51,10 @@ def planned(device: str, V: int, schedule: Schedule) -> Plan:
 
 def step_bytes(inputs: Inputs, **options: Any) -> int:
     """Peak of forward and backward above inputs and gradients, once workspaces exist."""
-    leaves = [x.requires_grad_() for x in (inputs.hidden, inputs.weight)]
+    hidden, weight = leaves = [x.requires_grad_() for x in (inputs.hidden, inputs.weight)]
     for _ in range(2):
         with peak_memory(inputs.hidden.device) as peak:
-            linear_cross_entropy(*leaves, inputs.labels, **options).backward()
+            linear_cross_entropy(hidden, weight, inputs.labels, **options).backward()
         for leaf in leaves:
             leaf.grad = None
     return peak.bytes - sum(leaf.nbytes for leaf in leaves)
