@@ -13,6 +13,7 @@ from torch import Tensor
 from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
+    FOLLOW_T,
     exp,
     logits_tile,
     softcap_slope,
@@ -22,7 +23,7 @@ from flce_dist.kernels.primitives import (
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOW_T)
 def _dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each

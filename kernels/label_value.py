@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import cast, label_columns
+from flce_dist.kernels.primitives import FOLLOW_T, cast, label_columns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOW_T)
 def _write_label_kernel(
     labels_ptr, value_ptr,  # in:  [T] int64, [T] fp32
     out_ptr,  # out: [T, V], only the labels' elements

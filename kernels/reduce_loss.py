@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.primitives import FOLLOW_T
 
-@triton.jit
+
+@triton.jit(do_not_specialize=FOLLOW_T)
 def _loss_norm_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     norm_ptr,  # out: [] fp32
@@ -31,7 +33,7 @@ def _loss_norm_kernel(
     tl.store(norm_ptr, tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOW_T)
 def _reduce_loss_kernel(
     loss_ptr, norm_ptr,  # in:  [T], [] fp32
     total_ptr,  # out: [] fp32

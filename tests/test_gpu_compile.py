@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -120,3 +121,27 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     outputs = operator(*arguments)
     assert torch.equal(outputs[0], direct)
     assert with_metrics == (outputs[len(METRICS) + 1].dtype == torch.bool)  # correct
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "schedule", ["recompute", "cached", "in_forward", filtered.schedule(2.0**-12)]
+)
+def test_a_new_number_of_tokens_compiles_no_kernel(schedule: Any) -> None:
+    compiled: list[str] = []
+
+    def step(T: int) -> None:
+        g = torch.Generator("cuda").manual_seed(T)
+        hidden, weight = (
+            torch.randn(n, H, generator=g, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (T, V)
+        )
+        labels = torch.randint(V, (T,), generator=g, device="cuda")
+        linear_cross_entropy(hidden, weight, labels, schedule=schedule).backward()
+
+    step(1216)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **seen: compiled.append(seen["repr"])
+        for T in (1217, 1232, 1279):
+            step(T)
+    assert not compiled

@@ -16,20 +16,26 @@ from torch import Tensor
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.launching import tile_launch
-from flce_dist.kernels.primitives import cast, exp, first_reference, label_columns, logits_tile
+from flce_dist.kernels.primitives import (
+    FOLLOW_T,
+    cast,
+    exp,
+    first_reference,
+    label_columns,
+    logits_tile,
+)
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FOLLOW_T)
 def _kept_tiles_kernel(
-    max_ptr, sum_ptr,  # in:  [J * STATS, T] fp32 each, of the statistics kernel's tiles
+    stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr, label_logit_ptr, lse_ptr,  # in:  [T] int64 (global ids), [T], [T] fp32
     kept_ptr, mass_ptr,  # out: [blocks, J] uint8, [J, T]
     T, V, J, num_stats,
-    stride_n,
     vocab_start_index, ignore_index, eps,
     STATS: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
@@ -37,6 +43,7 @@ def _kept_tiles_kernel(
     offs_t = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     offs_j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     mask_t = offs_t < T
+    sums_ptr = stats_ptr + tl.cast(num_stats, tl.int64) * T
     column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
     lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
     label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
@@ -45,10 +52,10 @@ def _kept_tiles_kernel(
     for i in tl.static_range(STATS):
         n = (offs_j * STATS + i).to(tl.int64)[:, None]  # V / 128 * T passes 2**31 at 262k x 1M
         mask = (n < num_stats) & mask_t[None, :]
-        offs = n * stride_n + offs_t[None, :]
-        part = tl.load(max_ptr + offs, mask=mask, other=-float("inf"))
+        offs = n * T + offs_t[None, :]
+        part = tl.load(stats_ptr + offs, mask=mask, other=-float("inf"))
         largest = tl.maximum(largest, part)
-        total += tl.load(sum_ptr + offs, mask=mask, other=0.0)
+        total += tl.load(sums_ptr + offs, mask=mask, other=0.0)
     mass = total * exp(first_reference(label_logit) - lse)[None, :]
     has_label = (column >= 0)[None, :] & (column[None, :] // TILE_V == offs_j[:, None])
     is_finite = mass < float("inf")  # nor is it NaN
@@ -165,11 +172,10 @@ def kept_tiles(
         return kept, mass
     BLOCK_J = 16
     _kept_tiles_kernel[(blocks, -(-J // BLOCK_J))](
-        tiles[0], tiles[1],
+        tiles,
         logits.labels, stats.label_logit, stats.lse,
         kept.view(torch.uint8), mass,
         T, V, J, tiles.shape[1],
-        tiles.stride(1),
         logits.vocab_start_index, logits.ignore_index, eps,
         STATS=TILE_V // _stats_columns(logits),
         TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_J=BLOCK_J,
