@@ -26,7 +26,8 @@ def _scale_rows_kernel(
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     counted = tl.load(labels_ptr + t) != ignore_index
     mask_n = offs_n < N
-    x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_n & counted, other=0.0)
+    mask_x = offs_n < tl.where(counted, N, 0)
+    x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_x, other=0.0)
     scaled = x.to(tl.float32)
     if HAS_SCALE:
         scaled *= tl.load(scale_ptr + t)

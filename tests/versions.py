@@ -22,6 +22,7 @@ PAIRS = {
     "2.11": ("torch==2.11.*", "triton==3.6.*", "numpy>=2.4"),
     "2.13": ("torch==2.13.*", "triton==3.7.*", "numpy>=2.3"),
     "2.14": ("torch==2.14.*", "triton==3.8.*", "numpy>=2.3"),
+    "2.15": ("torch==2.15.*", "triton==3.9.*", "numpy>=2.3"),
 }
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
@@ -51,7 +52,7 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr, flush=True)
-        last = done.stdout.rstrip().rpartition("\n")[2]
+        last = re.findall(r"^.*\d+ (?:passed|failed).* in .*$", done.stdout, re.M)[-1]
         for n, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", last):
             found[outcome] += int(n)
         found["error"] += done.returncode not in (0, 1)  # pytest itself failed
