@@ -52,8 +52,9 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr, flush=True)
-        last = re.findall(r"^.*\d+ (?:passed|failed).* in .*$", done.stdout, re.M)[-1]
-        for n, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", last):
+        # Behind it a destructor may print more.
+        last = re.findall(r"^.*(?:passed|failed|error).* in .*$", done.stdout, re.M)[-1:] or [""]
+        for n, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", last[0]):
             found[outcome] += int(n)
         found["error"] += done.returncode not in (0, 1)  # pytest itself failed
     return found
