@@ -44,7 +44,7 @@ MODULES = {
 }  # fmt: skip
 """What each extra of pyproject.toml brings."""
 EXTRAS = {"verify": "verify", "vocab_order": "vocab-order", "bench": "bench", "plot": "bench"}
-"""The extra of a program, by the folder it is in; "train" for what that lacks and for others."""
+"""The extra of a program, by the folder it is in; that of others is "train"."""
 
 
 class RunError(Exception):
@@ -88,17 +88,13 @@ def _status(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         raise
     except ModuleNotFoundError as error:
-        if error.name not in MODULES["train"]:
+        extra = EXTRAS.get(PROGRAM.removeprefix(HERE), "train")
+        if error.name not in MODULES[extra]:
             raise
-        raise _needs(error.name) from error
+        needs = f"{PROGRAM} needs {error.name}: pip install 'flce_dist[{extra}]'"
+        raise RunError(needs) from error
     sys.stdout.flush()
     return status
-
-
-def _needs(module: str) -> RunError:
-    extra = EXTRAS.get(PROGRAM.removeprefix(HERE).split(".")[0], "train")
-    extra = extra if module in MODULES[extra] else "train"
-    return RunError(f"{PROGRAM} needs {module}: pip install 'flce_dist[{extra}]'")
 
 
 def _end_of_imports(kind: type, error: BaseException, trace: Any) -> None:

@@ -117,16 +117,12 @@ def read_utf8(path: Path, option: str) -> str:
         raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
 
 
-def check_ranges(config: Any) -> None:
-    """Check each number against the range that its field declares.
+def check_ranges(value: Any, hint: Any = None, key: str = "") -> None:
+    """Check each number in a dataclass, or in the value of ``key``, against its declared range.
 
     Raises:
         ConfigError: names the key, the range and the value.
     """
-    _check_range(config, type(config), "")
-
-
-def _check_range(value: Any, hint: Any, key: str) -> None:
     if typing.get_origin(hint) is Annotated:
         expected = declared(hint)
         assert expected.range is not None, key
@@ -136,13 +132,13 @@ def _check_range(value: Any, hint: Any, key: str) -> None:
             raise ConfigError(f"{key} must be {expected.words}, got {value}")
     elif dataclasses.is_dataclass(value):
         for name, inner in typing.get_type_hints(type(value), include_extras=True).items():
-            _check_range(getattr(value, name), inner, f"{key}.{name}" if key else name)
+            check_ranges(getattr(value, name), inner, f"{key}.{name}" if key else name)
     elif isinstance(value, tuple):
         inners = typing.get_args(hint)
         if inners[-1] is Ellipsis:
             inners = inners[:1] * len(value)
         for i, (item, inner) in enumerate(zip(value, inners, strict=True)):
-            _check_range(item, inner, f"{key}[{i}]")
+            check_ranges(item, inner, f"{key}[{i}]")
 
 
 def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:

@@ -85,12 +85,11 @@ def scaled_dweight(hidden, weight, labels):
 @pytest.mark.parametrize(
     "fault, name",
     [
-        (lambda *args: canonical(*args) * 1.01, "loss"),
         (lambda *args: canonical(*args) * float("nan"), "loss"),
         (detached, "dhidden"),
         (scaled_dweight, "dweight"),
     ],
-    ids=["scaled loss", "nan", "detached", "scaled dweight"],
+    ids=["nan", "detached", "scaled dweight"],
 )
 def test_a_wrong_peer_is_marked_and_keeps_its_times(tmp_path, monkeypatch, capsys, fault, name):
     peer(monkeypatch, fault)

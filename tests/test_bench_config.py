@@ -23,6 +23,7 @@ from flce_dist.launch.yaml_config import ConfigError
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted((ROOT / "configs" / "bench").glob("*.yaml"))
+OVER_RANKS = "tensor_parallel"
 
 
 def from_yaml(tmp_path: Path, text: str, *overrides: str, world_size: int = 1) -> BenchConfig:
@@ -31,24 +32,22 @@ def from_yaml(tmp_path: Path, text: str, *overrides: str, world_size: int = 1) -
     return load_config(["--config", str(path), *overrides], world_size=world_size)
 
 
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_grids_are_valid(path: Path) -> None:
-    config = load_config(["--config", str(path)], world_size=1)
+@pytest.mark.parametrize(
+    ("path", "world_size"),
+    [(path, P) for path in GRIDS for P in ((1, 2, 4, 8) if path.stem == OVER_RANKS else (1,))],
+    ids=lambda x: getattr(x, "stem", None),
+)
+def test_grids_are_valid(path: Path, world_size: int) -> None:
+    """That for several ranks on any number, with whole hidden states in floors alone."""
+    config = load_config(["--config", str(path)], world_size=world_size)
     assert config.out.name == path.stem
     for shape in all_shapes(config):
-        ratios = {floor_of(run) for run in runs_of(config, shape)}
-        assert ratios <= {run.impl for run in runs_of(config, shape)} | {"gemm1", "gemm3"}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_the_grid_for_several_ranks_is_the_same_on_any_number(world_size: int) -> None:
-    path = ROOT / "configs" / "bench" / "tensor_parallel.yaml"
-    config = load_config(["--config", str(path)], world_size=world_size)
-    for shape in all_shapes(config):
         runs = runs_of(config, shape)
-        whole = {run.impl for run in runs if not run.sequence_parallel}
-        assert whole == {"gemm1", "gemm3", "gemm4"}
-        assert {"megatron_fused", "megatron_unfused"} <= {run.impl for run in runs}
+        assert {floor_of(run) for run in runs} <= {run.impl for run in runs} | {"gemm1", "gemm3"}
+        if path.stem == OVER_RANKS:
+            whole = {run.impl for run in runs if not run.sequence_parallel}
+            assert whole == {"gemm1", "gemm3", "gemm4"}
+            assert {"megatron_fused", "megatron_unfused"} <= {run.impl for run in runs}
 
 
 def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path: Path) -> None:
@@ -95,16 +94,12 @@ def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_do
     "text, message",
     [
         ("shapes: 3", r"shapes must be a list, got 3"),
-        ("shapes: [3]", r"shapes\[0\] must hold keys and values, got 3"),
         ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
-        ("shapes: [{T: many}]", r"shapes\[0\]\.T must be int, got 'many'"),
-        ("shapes: [{dtype: fp8}]", r"shapes\[0\]\.dtype must be one of bf16, .*, got 'fp8'"),
         ("cross: {T: [1, x]}", r"cross\.T\[1\] must be int, got 'x'"),
-        ("runs: [{mode: backward}]", r"runs\[0\]\.mode must be one of forward, forward_backward"),
         ("shapes: [{runs: [{impl: 3}]}]", r"shapes\[0\]\.runs\[0\]\.impl must be str, got 3"),
     ],
 )
-def test_wrong_yaml(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_lists_in_yaml(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_yaml(tmp_path, text)
 
@@ -121,17 +116,11 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
         (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
         (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
-        (BenchConfig(shapes=(ShapeSpec(T=0),)), 1, r"^shapes\[0\]\.T must be an int .* got 0"),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
-        (BenchConfig(rounds=0), 1, r"rounds must be an int within \[1, .*, got 0"),
-        (BenchConfig(runs=(RunSpec(max_logits_bytes=0),)), 1, r"runs\[0\]\.max_logits_bytes .* 0"),
         (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),
-        (BenchConfig(settle_ms=-1.0), 1, r"settle_ms must be a float that is finite .* got -1\.0"),
-        (BenchConfig(sample_ms=float("nan")), 1, "sample_ms must be a float that is .*, got nan"),
         (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
         (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
-        (BenchConfig(seed=-1), 1, "seed must be an int within .*, got -1"),
         (BenchConfig(cuda_graph=True, device="cpu"), 1, "cuda_graph needs a GPU, got device=cpu"),
     ],
 )

@@ -1,11 +1,14 @@
 """The benchmark's profiles: kernels by run, in a file beside the results."""
 
+import contextlib
 import gzip
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,6 @@ from torch.autograd.profiler_util import Interval
 from flce_dist.launch.bench.profiles import (
     Activity,
     Profile,
-    by_call,
-    covered,
     describe,
     profile_of,
     take_profile,
@@ -25,9 +26,15 @@ from flce_dist.launch.bench.profiles import (
 from tests import bench_run
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+BETWEEN = "Memcpy PtoP (Device -> Device)"
 OWN_PART = "Memcpy DtoD (Device -> Device)"
-GPU = DeviceType.CUDA
 PRODUCT = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
+OURS = "_linear_stats_kernel"
+KINDS = {
+    NCCL: "communication", BETWEEN: "communication", PRODUCT: "products", OURS: "products",
+    "fill": "other", OWN_PART: "other", "Memset (Device)": "other",
+}  # fmt: skip
+GPU = DeviceType.CUDA
 
 RECOMPUTE = "  - {impl: eager, schedule: recompute}\n"
 
@@ -49,6 +56,7 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
         assert times == sorted(times, reverse=True) and times[0] > 0
     products = {kernel["name"]: kernel for kernel in profiles[0]["kernels"]}["aten::mm"]
     assert products["launches"] == 4  # the logits twice and both gradients
+    assert profiles[0]["step_us"] is None, "a CPU has no time line of its own"
 
     files = sorted(tmp_path.glob("out/*.trace.json.gz"))
     assert [path.name for path in files] == sorted(
@@ -67,103 +75,66 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
     assert not list(tmp_path.glob("out/*.gz")), "a profile comes without a trace"
 
 
-def test_launches_and_times_are_those_of_one_call():
-    def call() -> None:
-        for _ in range(3):
-            torch.ones(4).cumsum(0)
-
-    profile = take_profile(call, 5, torch.device("cpu"))
-    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
-    assert launches["aten::cumsum"] == pytest.approx(3)
-    assert profile == Profile(profile.kernels), "a CPU has no time line of its own"
-    assert describe(profile) == ""
-
-
-def test_covered_is_what_counting_moments_finds():
-    draw = random.Random(0)
-    for _ in range(50):
-        starts = [draw.randrange(40) for _ in range(draw.randrange(12))]
-        spans = [(start, start + draw.randrange(9)) for start in starts]
-        moments = {moment for start, end in spans for moment in range(start, end)}
-        assert covered(spans) == len(moments)
-
-
 def one_step(start: float) -> list[Activity]:
     """A gather that all wait for, two products with a reduce-scatter beside them, and its tail."""
     times = [
         (NCCL.replace("ReduceScatter_Sum", "AllGather"), 0, 10),
-        ("_linear_stats_kernel", 10, 40),
+        (OURS, 10, 40),
         ("vectorized_elementwise_kernel", 38, 46),  # 2 of its 8 beside the product
         (PRODUCT, 50, 80),
         (NCCL, 60, 95),  # 20 of its 35 beside the product
-        ("Memcpy PtoP (Device -> Device)", 95, 97),
+        (BETWEEN, 95, 97),
         (OWN_PART, 97, 98),
     ]
     return [Activity(name, start + begin, start + end) for name, begin, end in times]
 
 
 def test_each_moment_of_a_step_counts_once():
-    profile = profile_of(one_step(1000.0), calls=1)
-    assert profile.step_us == 98
-    assert profile.products_us == 30 + 30
-    assert profile.other_us == 6 + 1
-    assert profile.comm_us == 10 + 35 + 2
-    assert profile.exposed_comm_us == 10 + 15 + 2
-    assert profile.idle_us == 4 and profile.idle_share == pytest.approx(4 / 98)
-    parts = profile.products_us + profile.other_us + profile.exposed_comm_us + profile.idle_us
-    assert parts == profile.step_us
-    assert profile.kernels[0].time_us == 35 and profile.kernels[0].name == NCCL
-    assert describe(profile) == (
-        "0.098 ms: products 0.060, other kernels 0.007, exposed communication 0.027 (27.6%) of "
-        "0.047, idle 4.1%"
-    )
-    profile = profile_of([Activity(PRODUCT, 0, 10), Activity("fill", 10, 12)], calls=2)
-    assert (profile.comm_us, profile.exposed_comm_us, profile.idle_us) == (0, 0, 0)
-
-
-def copies_aside(start: float) -> list[Activity]:
-    """A product waits for the first of two pieces and then runs beside the second one's copies."""
-    times = [
-        (OWN_PART, 0, 4, 0),  # to where the peers read it
-        (OWN_PART, 4, 30, 7),
-        ("Memcpy PtoP (Device -> Device)", 10, 20, 8),
-        ("Memcpy PtoP (Device -> Device)", 20, 35, 8),
-        ("Memset (Device)", 30, 32, 0),
-        (PRODUCT, 32, 60, 0),
-    ]
-    return [Activity(name, start + begin, start + end, on) for name, begin, end, on in times]
-
-
-def test_copies_between_gpus_are_communication_and_wait_without_a_kernel():
-    profile = profile_of(copies_aside(100.0), calls=1)
-    assert profile.step_us == 60 and profile.products_us == 28
-    assert profile.other_us == 4 + 2, "copies and fills of the stream that computes"
-    assert profile.comm_us == 25
-    assert profile.exposed_comm_us == 20, "a copy aside hides nothing"
-    assert profile.idle_us == 6, "nor is it communication"
-    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
-    assert launches[OWN_PART] == 2 and launches["Memset (Device)"] == 1
-    assert [kind for kind, *_ in profile.timeline] == [
-        "other", "communication", "communication", "other", "products",
-    ]  # fmt: skip
-    assert profile_of(copies_aside(0.0) + copies_aside(60.0), 2) == profile
+    """Found by counting; a copy aside is neither work nor communication."""
+    draw = random.Random(0)
+    for _ in range(200):
+        found = []
+        for _ in range(draw.randrange(1, 12)):
+            start = draw.randrange(40)
+            end, stream = start + draw.randrange(1, 9), draw.randrange(3)
+            found.append(Activity(draw.choice(list(KINDS)), start, end, stream))
+        moments: dict[str, set[int]] = {"products": set(), "other": set(), "communication": set()}
+        computing = {x.stream for x in found if x.name in (PRODUCT, OURS, "fill")}
+        for x in found:
+            if x.name != OWN_PART or x.stream in computing:
+                moments[KINDS[x.name]] |= set(range(int(x.start_us), int(x.end_us)))
+        products, other, communication = moments.values()
+        profile = profile_of(found, calls=1)
+        step = max(x.end_us for x in found) - min(x.start_us for x in found)
+        assert profile.step_us == step and profile.products_us == len(products)
+        assert profile.other_us == len(other - products)
+        assert profile.comm_us == len(communication)
+        assert profile.exposed_comm_us == len(communication - products - other)
+        assert profile.idle_us == step - len(products | other | communication)
+        assert profile.idle_share == profile.idle_us / step
+        counted = [(x.name, x.end_us - x.start_us) for x in found]
+        assert {k.name: k.launches for k in profile.kernels} == Counter(name for name, _ in counted)
+        times = [kernel.time_us for kernel in profile.kernels]
+        assert sum(times) == sum(us for _, us in counted) and times == sorted(times, reverse=True)
 
 
 def test_a_profile_is_of_one_call_on_average_and_its_timeline_of_the_middle_one():
+    assert describe(profile_of(one_step(1000.0), 1)) == (
+        "0.098 ms: products 0.060, other kernels 0.007, exposed communication 0.027 (27.6%) of "
+        "0.047, idle 4.1%"
+    )
     steps = [one_step(start) for start in (0.0, 100.0, 205.0)]  # 2 and 7 of idling between them
-    steps[1][1] = Activity("_linear_stats_kernel", 111.0, 140.0)
-    profile = profile_of([x for step in steps for x in step], calls=3)
+    steps[1][1] = Activity(OURS, 111.0, 140.0)
+    shuffled = random.Random(0).sample(steps[0] + steps[1] + steps[2], 21)
+    profile = profile_of(shuffled, calls=3)
     assert profile.step_us == pytest.approx((205 + 98) / 3)
     assert profile.exposed_comm_us == 27 and profile.products_us == pytest.approx(60 - 1 / 3)
     assert profile.idle_us == pytest.approx(4 + (2 + 7 + 1) / 3)
-    launches = {kernel.name: kernel.launches for kernel in profile.kernels}
-    assert launches[PRODUCT] == 1
+    assert {kernel.launches for kernel in profile.kernels} == {1}
     assert profile.timeline[:2] == (("communication", 0, 10), ("products", 11, 40))
     assert len(profile.timeline) == 7 and profile.timeline[-1] == ("other", 97, 98)
-    shuffled = random.Random(0).sample(steps[0] + steps[1] + steps[2], 21)
-    assert by_call(shuffled, 3) == steps
-    assert by_call(steps[0], 2) == [], "seven launches are not those of two calls"
-    assert profile_of(steps[0], 2).timeline == () == profile_of([], 2).timeline
+    assert profile_of(steps[0], 2).timeline == (), "seven launches are not those of two calls"
+    assert profile_of([], 2) == Profile(())
 
 
 def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
@@ -173,25 +144,24 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
     # Aside, so that the profile tells whether streams are known.
     found = [replace(x, stream=int(x.name == OWN_PART)) for x in found]
 
-    class Event:
-        def __init__(self, x: Activity, annotation: bool = False, device: DeviceType = GPU):
-            self.name, self.is_user_annotation, self.device_type = x.name, annotation, device
-            self.time_range = Interval(x.start_us, x.end_us)
-            self.device_resource_id = x.stream
+    def event(x: Activity, annotation: bool = False, device: DeviceType = GPU) -> Any:
+        return SimpleNamespace(
+            name=x.name,
+            is_user_annotation=annotation,
+            device_type=device,
+            time_range=Interval(x.start_us, x.end_us),
+            device_resource_id=x.stream,
+        )
 
-    class Found:
-        def __enter__(self):
-            return self
+    def events() -> list[Any]:
+        whole = Activity("ProfilerStep", 0.0, 9000.0)
+        others = [event(whole, annotation=True), event(whole, device=DeviceType.CPU)]
+        return [*others, event(replace(whole, name="nccl:x")), *map(event, found)]
 
-        def __exit__(self, *error):
-            pass
+    def profiler(activities: object) -> Any:
+        return contextlib.nullcontext(SimpleNamespace(events=events))
 
-        def events(self):
-            whole = Activity("ProfilerStep", 0.0, 9000.0)
-            others = [Event(whole, annotation=True), Event(whole, device=DeviceType.CPU)]
-            return [*others, Event(replace(whole, name="nccl:x")), *map(Event, found)]
-
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Found())
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     calls: list[None] = []
     profile = take_profile(lambda: calls.append(None), 2, torch.device("cuda"))

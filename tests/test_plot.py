@@ -43,28 +43,20 @@ def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path: Path, ca
 
 def test_memory_names_what_is_wrong_or_failed() -> None:
     found = [replace(r, workspace_mib=None) if r.status == "error" else r for r in GRADIENTS]
-    figure = drawn(memory(found))
-    bars = [bar for bar in figure.axes[0].patches if bar.get_width() > 0]  # type: ignore[attr-defined]
-    assert [bar.get_width() for bar in bars] == [1.0, 100.0, 100.0]  # type: ignore[attr-defined]
+    figure = drawn(memory([*found, *(replace(r, T=16) for r in GRADIENTS[:3])]))
+    first, second = figure.axes
+    bars: list[Any] = [bar for bar in first.patches if bar.get_width() > 0]  # type: ignore[attr-defined]
+    assert [bar.get_width() for bar in bars] == [1.0, 100.0, 100.0]
     assert [bar.get_hatch() is not None for bar in bars] == [False, False, True]
     assert bars[0].get_facecolor() != bars[1].get_facecolor() == bars[2].get_facecolor()
-    shown = texts(figure)
-    assert shown == ["0", "100", "100, wrong dweight", "OutOfMemoryError: CUDA out"]
-    assert all(x.get_bbox_patch() for x in figure.axes[0].texts), "lines run behind them"
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert texts(figure) == ["0", "100", "100, wrong dweight", "OutOfMemoryError: CUDA out"]
+    labels = [label.get_text() for label in first.get_yticklabels()]
     assert labels == ["triton cached", "canonical", "cce", "cce_exact"]
-    assert figure.axes[-1].get_xlabel().endswith("\nnot installed: liger")
-    assert figure.axes[0].get_xscale() == "log"
+    assert second.get_xlabel().endswith("\nnot installed: liger")
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["T=8, H=16, V=64, bf16", "T=16, H=16, V=64, bf16"]
+    assert first.get_xlim() == second.get_xlim()
     assert_readable(figure)
-
-
-def test_shapes_have_panels_with_one_axis() -> None:
-    figure = drawn(memory(GRADIENTS + [replace(r, T=16) for r in GRADIENTS[:3]]))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "T=8, H=16, V=64, bf16",
-        "T=16, H=16, V=64, bf16",
-    ]
-    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 
 def test_the_dial_runs_from_recompute_to_cached() -> None:
@@ -75,8 +67,6 @@ def test_the_dial_runs_from_recompute_to_cached() -> None:
     assert np.asarray(curve.get_ydata()).tolist() == [1.3, 1.2]
     squares = [line for line in axes.lines if line.get_marker() == "s"]
     assert [np.asarray(line.get_ydata()).item() for line in squares] == [1.4, 1.1]
-    assert axes.get_ylim()[0] == 0.9
-    assert axes.get_legend() is None
     assert {"auto", "recompute", "cached", "3 matrix products"} <= set(texts(figure))
     assert_readable(figure)
     assert dial(GRADIENTS) is None
@@ -136,13 +126,10 @@ def test_scaling_shows_time_and_memory_against_ranks() -> None:
         assert gaps.min() > largest, "one covers another"
 
 
-def test_scaling_needs_several_numbers_of_ranks() -> None:
-    assert scaling([r for r in OVER_RANKS if r.P == 2]) is None
-    assert scaling([]) is None
+def test_scaling_needs_several_numbers_of_ranks_that_succeeded() -> None:
     failed = [replace(r, p50_ms=None, status="error") for r in OVER_RANKS if r.P > 1]
     assert scaling([r for r in OVER_RANKS if r.P == 1] + failed) is None
-    two_and_four = {r.P: r for r in OVER_RANKS[1:3]}
-    assert efficiency(two_and_four) == {4: 1.0}
+    assert efficiency({r.P: r for r in OVER_RANKS[1:3]}) == {4: 1.0}
 
 
 def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(

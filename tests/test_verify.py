@@ -46,12 +46,6 @@ def zero_gradients(call, hidden, weight, labels, **kwargs):
     return attached if loss is out else out._replace(loss=attached)
 
 
-def wrong_rows(call, hidden, weight, labels, **kwargs):
-    """Labels are looked up one row too far."""
-    shifted = labels.where(labels < 1, labels - 1)
-    return call(hidden, weight, shifted, **kwargs)
-
-
 def loss_off_by_1e_4(call, *args, **kwargs):
     out = call(*args, **kwargs)
     return out * 1.0001 if isinstance(out, torch.Tensor) else out._replace(loss=out.loss * 1.0001)
@@ -61,16 +55,12 @@ def gradient_off_by_1_percent(call, hidden, *args, **kwargs):
     return call(hidden + 0.01 * (hidden - hidden.detach()), *args, **kwargs)
 
 
-def smoothing_of_the_shard(call, hidden, weight, labels, *, label_smoothing=0.0, **kwargs):
-    return call(hidden, weight, labels, label_smoothing=label_smoothing * 0.5, **kwargs)
-
-
 def raises(call, *args, **kwargs):
     raise RuntimeError("kernel does not compile")
 
 
-MISTAKES = zero_gradients, wrong_rows, loss_off_by_1e_4, gradient_off_by_1_percent
-FAULTS = {fault.__name__: fault for fault in (*MISTAKES, smoothing_of_the_shard, raises)}
+MISTAKES = zero_gradients, loss_off_by_1e_4, gradient_off_by_1_percent, raises
+FAULTS = {fault.__name__: fault for fault in MISTAKES}
 
 
 def test_passes_in_one_process_in_every_dtype(capsys):
@@ -82,8 +72,8 @@ def test_passes_in_one_process_in_every_dtype(capsys):
         assert f"{dtype}, T=24 H=64 V=200: error / budget" in printed
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_missed_in_one_process(fault, monkeypatch, capsys):
+@pytest.mark.parametrize("fault", ["zero_gradients", "raises"])
+def test_a_fault_is_found_in_one_process(fault, monkeypatch, capsys):
     plant(FAULTS[fault], functools.partial(monkeypatch.setattr, verify_checks))
     assert run(*FEW) == 1
     assert "FAIL: " in capsys.readouterr().out

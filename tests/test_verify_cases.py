@@ -1,49 +1,72 @@
 """The cases and data of ``launch.verify``."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from flce_dist.launch.verify import __main__ as verify
-from flce_dist.launch.verify.cases import Shape, cases, default_shapes, part_cached_budget, variants
+from flce_dist.launch.verify import checks as verify_checks
+from flce_dist.launch.verify.cases import (
+    FILTER_EPS,
+    Shape,
+    cases,
+    default_shapes,
+    filtered_variants,
+    part_cached_budget,
+    variants,
+)
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
-from flce_dist.op import prepare
-from flce_dist.op.plan import Plan, plan
+from flce_dist.op.plan import plan
+
+SCHEDULES: Any = ("recompute", "cached", "in_forward", "auto")
 
 
 def test_every_schedule_reduction_and_option_has_a_case():
-    schedules: Any = ("recompute", "cached", "in_forward", "auto")
-    found = [case for variant in variants() for case in cases(variant, schedules, 2, None)]
+    found = [case for variant in variants() for case in cases(variant, SCHEDULES, 2, None)]
     plain = {(c.schedule, c.variant.reduction, c.sequence_parallel) for c in found}
     assert len(plain) == 4 * 3 * 2 - 2  # in_forward has no reduction="none"
     options = {name for case in found for name, _ in case.variant.options}
     assert options == {"label_smoothing", "z_loss_weight", "softcap", "logit_scale"}
-    assert {c.schedule for c in found if c.variant.uneven} == set(schedules)
-    alone = [case for variant in variants() for case in cases(variant, schedules, 1, None)]
+    assert {c.schedule for c in found if c.variant.uneven} == set(SCHEDULES)
+    alone = [case for variant in variants() for case in cases(variant, SCHEDULES, 1, None)]
     assert not any(case.sequence_parallel for case in alone)
 
 
-@pytest.mark.parametrize("dtype", verify.DTYPES.values(), ids=str)
-def test_a_part_is_really_cached_by_default(dtype, mutate):
-    """Whatever the window takes of a budget: columns are cached and others recomputed."""
-    *_, wide = default_shapes("cpu", 1)
-    (plain, *_) = variants()
-    (_, part) = cases(plain, ("cached",), 1, part_cached_budget(wide, 1, dtype))
-    seen: list[Plan] = []
+def test_filtered_gradients_have_cases_of_recompute():
+    found = [case for x in filtered_variants() for case in cases(x, SCHEDULES, 2, None)]
+    kinds = [(FILTER_EPS, None)] * 3 + [(FILTER_EPS, 1), (0.0, None)]
+    for sp in (False, True):
+        of_sp = [(c.filter_eps, c.max_logits_bytes) for c in found if c.sequence_parallel == sp]
+        assert Counter(of_sp) == Counter(kinds)
+    assert not list(cases(filtered_variants()[0], ("cached", "in_forward"), 1, None))
 
-    def spy(plan, **kwargs):
-        seen.append(plan(**kwargs))
-        return seen[-1]
 
-    mutate(prepare, "plan", spy)
-    data = make_data(plain, wide, 1, dtype, torch.device("cpu"), seed=0)
-    truth = make_truth(data, plain, metric_gradients=False, filter_eps=None, P=1)
-    assert all(check.met for check in run_case(part, data, truth, None, None).values())
-    (chosen,) = seen
-    assert (chosen.T, chosen.V) == (wide.T, wide.V_all)
-    assert 0 < chosen.cached_v < chosen.V
+def test_a_case_is_called_as_it_says(mutate):
+    seen: list[dict[str, Any]] = []
+
+    def spy(call, *args, **kwargs):
+        seen.append(kwargs)
+        return call(*args, **kwargs)
+
+    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
+        mutate(verify_checks, name, spy)
+    for variant in variants():
+        data = make_data(variant, Shape(8, 16, 32), 1, torch.float32, torch.device("cpu"), seed=0)
+        truth = make_truth(data, variant, metric_gradients=False, filter_eps=None, P=1)
+        for case in cases(variant, SCHEDULES, 1, 4096):
+            run_case(case, data, truth, None, "eager")
+            asked = seen.pop()
+            options = {"reduction": variant.reduction, **dict(variant.options)}
+            options |= {"schedule": case.schedule, "max_logits_bytes": case.max_logits_bytes}
+            assert options.items() <= asked.items()
+            assert (asked["bias"] is not None) == variant.bias
+            assert (asked["token_weight"] is not None) == variant.token_weight
+            assert (asked["vocab_range"] is not None) == variant.uneven
+            assert asked["vocab_size"] == data.vocab_size
+    assert not seen
 
 
 @pytest.mark.parametrize("dtype", verify.DTYPES.values(), ids=str)

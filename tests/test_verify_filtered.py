@@ -1,7 +1,6 @@
 """The cases of ``launch.verify`` with filter_eps: their data, and the mistakes that they find."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -41,18 +40,6 @@ def missed(case: Case, dtype: torch.dtype) -> set[str]:
     return {name for name, check in checks.items() if not check.met}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_all_kinds_of_cases_are_there(sequence_parallel: bool) -> None:
-    found = [
-        (case.filter_eps, case.max_logits_bytes)
-        for variant in filtered_variants()
-        for case in cases(variant, ("recompute", "cached", "in_forward", "auto"), 2, None)
-        if case.sequence_parallel == sequence_parallel
-    ]
-    assert Counter(found) == {(FILTER_EPS, None): 3, (FILTER_EPS, 1): 1, (0.0, None): 1}
-    assert not list(cases(filtered_variants()[0], ("cached", "in_forward"), 1, None))
-
-
 # --- data
 
 
@@ -84,23 +71,16 @@ def test_no_probability_is_near_the_threshold(P: int, seed: int, variant: int) -
 
 def test_tiles_and_labels_are_of_all_kinds() -> None:
     data = data_of(CASES[0], torch.float32)
-    p = probabilities(CASES[0], data)
+    p, counted = probabilities(CASES[0], data), data.labels >= 0
     blocks = [block.split(TILE_V, 1) for block in p.split(TILE_T)]
     likely = torch.tensor([[bool(tile.max() > FILTER_EPS) for tile in row] for row in blocks])
-    assert likely.shape == (3, 9)
     assert likely.sum() > 6  # more than fit into one round of the smallest budget
-    assert likely.any(1).tolist() == [True, True, False]
-    assert not likely.any(0).all() and not likely.all()
-    counted = data.labels >= 0
+    assert likely.any(1).tolist() == [True, True, False] and not likely.any(0).all()
     of_token = likely.repeat_interleave(TILE_T, 0)[: len(p)]
-    has_likely_row = of_token.gather(1, data.labels.clamp_min(0)[:, None] // TILE_V)[:, 0] & counted
-    alone = counted & ~has_likely_row
-    assert alone.sum() > 10 and has_likely_row.sum() > 50
-    labels_alone = Counter(data.labels[alone].tolist())
-    assert max(labels_alone.values()) > 3, "several tokens share such a label"
-    assert set(labels_alone) & set(data.labels[has_likely_row].tolist()), "in another block"
-    kept = of_token.repeat_interleave(TILE_V, 1)[:, : p.shape[1]]
-    assert 0.3 < p.masked_fill(kept, 0.0).sum() / counted.sum() < 0.8
+    of_label = of_token.gather(1, data.labels.clamp_min(0)[:, None] // TILE_V)[:, 0]
+    alone, beside = (data.labels[counted & x] for x in (~of_label, of_label))
+    assert alone.bincount().max() > 3, "several tokens share a label in an unlikely tile"
+    assert set(alone.tolist()) & set(beside.tolist()), "which is a likely one of another block"
 
 
 # --- mistakes
@@ -159,14 +139,6 @@ def test_a_mistake_is_found(mutate: Patch, fault: str, dtype: torch.dtype) -> No
         plain = case.variant.name == "filter_eps" or dtype != torch.bfloat16
         wanted = {"dhidden", "dweight"} if plain else {"dhidden"}
         assert missed(case, dtype) >= wanted, f"{case.variant.name}: {case.name}"
-
-
-def test_gradients_that_are_not_filtered_are_found(mutate: Patch) -> None:
-    def exact(original: Callable[..., Any], *args: Any, schedule: str, **kwargs: Any) -> Tensor:
-        return original(*args, **kwargs)
-
-    mutate(verify_checks, "linear_cross_entropy", exact)
-    assert missed(CASES[0], torch.float32) == {"dhidden", "dweight"}
 
 
 def test_eps_0_that_filters_is_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

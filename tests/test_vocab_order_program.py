@@ -79,45 +79,34 @@ def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: s
     assert all(torch.equal(back[name], x) for name, x in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("P", [2, 3])
-def test_files_of_ranks(tmp_path: Path, order: str, P: int) -> None:
-    """Rows move between ranks; what is not named stays."""
+@pytest.mark.parametrize(
+    ("P", "file", "first"),
+    [(2, "{}", 1), (3, "rank{}.pt", 0), (12, "rank{}.pt", 0), (12, "tp{:02}_of_12.pt", 1)],
+)
+def test_files_of_ranks(tmp_path: Path, order: str, P: int, file: str, first: int) -> None:
+    """Rows move between ranks, which names say in whatever order they are given; the rest stays."""
     name = "output_layer.weight"
     whole, other = torch.randn(ROWS, 8), torch.randn(5)
     shards = [whole[slice(*vocab_range(ROWS, rank, P))] for rank in range(P)]
-    files = [
-        saved(tmp_path / "old" / f"rank{rank}.pt", {name: shard, "other": other})
-        for rank, shard in enumerate(shards)
-    ]
-    run("convert", *files, "--to", "ordered", "--order", order, "--out", tmp_path / "new",
-        "--names", name)  # fmt: skip
-    new = [tmp_path / "new" / f"rank{rank}.pt" for rank in range(P)]
-    states = [torch.load(path) for path in new]
-    rows, tokens = torch.cat([state[name] for state in states]), torch.load(order)
-    assert torch.equal(rows[:V], whole[tokens]) and torch.equal(rows[V:], whole[V:])
+    names = [file.format(rank) for rank in range(first, first + P)]
+    old, new, back = (
+        [tmp_path / folder / name for name in names] for folder in ("old", "new", "back")
+    )
+    for path, shard in zip(old, shards, strict=True):
+        saved(path, {name: shard, "other": other})
+    to, tokens = ("--order", order, "--out", tmp_path / "new", "--names", name), torch.load(order)
+    for given in (sorted(old), old[::-1], old[P // 2 :] + old[: P // 2]):
+        run("convert", *given, "--to", "ordered", *to)
+        states = [torch.load(path) for path in new]
+        rows = torch.cat([state[name] for state in states])
+        assert torch.equal(rows[:V], whole[tokens]) and torch.equal(rows[V:], whole[V:])
     for state, shard in zip(states, shards, strict=True):
         assert state[name].shape == shard.shape and torch.equal(state["other"], other)
         assert torch.equal(state["output_layer.row_of_token"], tokens.argsort())
     run("convert", *new, "--to", "plain", "--out", tmp_path / "back", "--names", name)
-    for rank, shard in enumerate(shards):
-        back = torch.load(tmp_path / "back" / f"rank{rank}.pt")
-        assert back.keys() == {name, "other"} and torch.equal(back[name], shard)
-
-
-@pytest.mark.parametrize(("name", "first"), [("rank{}.pt", 0), ("tp{:02}_of_12.pt", 1), ("{}", 1)])
-def test_names_say_the_ranks(tmp_path: Path, order: str, name: str, first: int) -> None:
-    """Also where a shell lists rank10.pt before rank2.pt, or a user swaps two."""
-    weight, P = torch.randn(V + 8, 4), 12
-    shards = weight.split((V + 8) // P)
-    files = [
-        saved(tmp_path / "old" / name.format(rank), {"weight": shard.clone()})
-        for rank, shard in enumerate(shards, start=first)
-    ]
-    new, to = [tmp_path / "new" / Path(path).name for path in files], ("--to", "ordered")
-    wanted = torch.cat([weight[torch.load(order)], weight[V:]])
-    for given in (sorted(files), files[::-1], files[3:] + files[:3]):
-        run("convert", *given, *to, "--order", order, "--out", tmp_path / "new")
-        assert torch.equal(torch.cat([torch.load(path)["weight"] for path in new]), wanted)
+    for path, shard in zip(back, shards, strict=True):
+        state = torch.load(path)
+        assert state.keys() == {name, "other"} and torch.equal(state[name], shard)
 
 
 @pytest.mark.parametrize(
@@ -157,53 +146,52 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, order: str) -> None:
     assert before == {path: path.read_bytes() for path in before}
 
 
-WRONG: dict[str, tuple[Any, list[str], str]] = {
-    "too few rows": ({"weight": torch.ones(V - 1, 2)}, [], "must have the 700 rows .* got 699"),
-    "ordered": (
-        {"weight": torch.ones(V, 2), "row_of_token": torch.arange(V)}, [], "have an order already"
-    ),
-    "plain": ({"weight": torch.ones(V, 2)}, ["--to", "plain"], "no row_of_token"),
-    "no permutation": (
-        {"weight": torch.ones(V, 2), "row_of_token": torch.zeros(V, dtype=torch.long)},
-        ["--to", "plain"], "each of 700 token ids once",
-    ),
-    "no tensor": ({"bias": torch.ones(V)}, [], "no tensor weight with rows"),
-    "no dict": ([1], [], "must hold a dict of tensors by name, got list"),
-}  # fmt: skip
+WEIGHT, MAP = torch.ones(V, 2), torch.arange(V)
+FILES: dict[str, Any] = {
+    "head": {"weight": WEIGHT},
+    "short": {"weight": torch.ones(V - 1, 2)},
+    "ordered": {"weight": WEIGHT, "row_of_token": MAP},
+    "permuted": {"weight": WEIGHT, "row_of_token": torch.zeros_like(MAP)},
+    "bias": {"bias": torch.ones(V)},
+    "list": [1],
+    "negative": torch.tensor([3, -1]),
+}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_converted_is_refused(tmp_path: Path, order: str, case: str) -> None:
-    state, how, message = WRONG[case]
-    path = saved(tmp_path / "head.pt", state)
-    how = how or ["--to", "ordered", "--order", order]
-    with pytest.raises(ConfigError, match=message) as error:
-        run("convert", path, *how, "--out", tmp_path / "new")
-    assert path in str(error.value) and not (tmp_path / "new").exists()
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path, order: str) -> None:
-    path = saved(tmp_path / "head.pt", {"weight": torch.ones(V, 2)})
-    negative = saved(tmp_path / "negative.pt", torch.tensor([3, -1]))
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("convert short.pt {ordered}", "short.pt.* must have the 700 rows .* got 699"),
+        ("convert ordered.pt {ordered}", "ordered.pt.* have an order already"),
+        ("convert head.pt {plain}", "head.pt.* no row_of_token"),
+        ("convert permuted.pt {plain}", "permuted.pt.* each of 700 token ids once"),
+        ("convert bias.pt {ordered}", "bias.pt.* no tensor weight with rows"),
+        ("convert list.pt {ordered}", "list.pt must hold a dict of tensors by name, got list"),
+        ("convert head.pt --to ordered --out new", "--to ordered needs --order"),
+        ("convert head.pt --to ordered --out new --order no.pt", "no.pt cannot be read: No such"),
+        ("convert head.pt --to ordered --out new --order text.pt", "must be a file of torch.save"),
+        ("convert {ordered}", "files must name at least one file"),
+        ("convert head.pt {plain} --order order.pt", "--to plain takes the order from"),
+        ("order text.pt", "must be a file of torch.save"),
+        ("order no.npy", "no.npy cannot be read: No such file"),
+        ("order head.pt", "must hold a tensor, got dict"),
+        ("order negative.pt", "negative.pt: counts must be at least 0, got -1"),
+        ("order order.pt --out new --padded-vocab-size 1", "padded_vocab_size must be at"),
+        ("count", "texts must name at least one file"),
+        ("count no.txt", "texts must name a file that can be read"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    tmp_path: Path, order: str, command: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        saved(tmp_path / f"{name}.pt", content)
     (tmp_path / "text.pt").write_text("text")
-    to = ("--to", "ordered", "--out", tmp_path / "new")
-    cases: list[tuple[tuple[Any, ...], str]] = [
-        (("convert", path, *to), "--to ordered needs --order"),
-        (("convert", path, *to, "--order", tmp_path / "no.pt"), "no.pt cannot be read: No such"),
-        (("convert", path, *to, "--order", tmp_path / "text.pt"), "must be a file of torch.save"),
-        (("convert", *to), "files must name at least one file"),
-        (("convert", path, "--to", "plain", "--out", tmp_path / "new", "--order", order), "plain"),
-        (("order", tmp_path / "text.pt"), "must be a file of torch.save"),
-        (("order", tmp_path / "no.npy"), "no.npy cannot be read: No such file"),
-        (("order", path), "must hold a tensor, got dict"),
-        (("order", negative), "negative.pt: counts must be at least 0, got -1"),
-        (("order", order, "--padded-vocab-size", 1), "padded_vocab_size must be at least V_all"),
-        (("count",), "texts must name at least one file"),
-        (("count", tmp_path / "no.txt"), "texts must name a file that can be read"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(ConfigError, match=message):
-            run(*arguments)
+    to = {"ordered": "--to ordered --order order.pt --out new", "plain": "--to plain --out new"}
+    with pytest.raises(ConfigError, match=message):
+        run(*command.format(**to).split())
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, order: str) -> None:

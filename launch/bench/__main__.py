@@ -49,6 +49,9 @@ from flce_dist.launch.process_group import start
 from flce_dist.launch.write import check_writable
 from flce_dist.launch.yaml_config import ConfigError
 
+VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
+"""How variables begin that decide how collectives run, and beside what."""
+
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if the benchmark ran to its end, whatever single runs did."""
@@ -90,12 +93,13 @@ def _bench(
     console: Console,
 ) -> None:
     P = 1 if tp_group is None else tp_group.size()
+    packages = {peer.package for peer in PEERS.values() if peer.package is not None}
     facts = {
         "command": shlex.join(["python", "-m", "flce_dist.launch.bench", *sys.argv[1:]]),
         "ranks": P,
         **about(device),
-        "environment": _environment(),
-        "peers": _peer_versions(),
+        "environment": {x: os.environ[x] for x in sorted(os.environ) if x.startswith(VARIABLES)},
+        "peers": {package: version_of(package) for package in sorted(packages)},
         "config": as_json(config),
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
@@ -137,7 +141,15 @@ def _bench_shape(
     else:
         problem = head.problem(device, tp_group)
     found = [Measured(run, problem, config) for run in runs_of(config, shape)]
-    with _progress(console) as progress:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # seldom: drawing shares the interpreter with the launches timed
+    ) as progress:
         bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
         truth: Truth | None = None
         if config.check != "none":
@@ -171,17 +183,6 @@ def _bench_shape(
     return records, profiles
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        refresh_per_second=2,  # seldom: drawing shares the interpreter with the launches timed
-    )
-
-
 def _records_so_far(
     config: BenchConfig, facts: dict[str, Any], tp_group: dist.ProcessGroup | None
 ) -> list[Record]:
@@ -197,20 +198,6 @@ def _records_so_far(
     if isinstance(found[0], ConfigError):
         raise found[0]
     return found[0]
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables that decide how collectives run, and beside what."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_"))
-    }
-
-
-def _peer_versions() -> dict[str, str | None]:
-    packages = {peer.package for peer in PEERS.values() if peer.package is not None}
-    return {package: version_of(package) for package in sorted(packages)}
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def _start(P: int) -> dist.ProcessGroup:
 
     if not torch.cuda.is_available():
         # megatron-core asks for the current GPU wherever it makes a buffer, and takes any device.
-        _put_current_device(lambda: torch.device("cpu"))
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore
     if not dist.is_initialized():  # one process; Megatron's path has collectives there too
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -67,10 +67,6 @@ def _start(P: int) -> dist.ProcessGroup:
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     assert group.size() == P
     return group
-
-
-def _put_current_device(function: Callable[[], Any]) -> None:
-    torch.cuda.current_device = function
 
 
 def drop_buffers() -> None:
@@ -88,4 +84,4 @@ def stop() -> None:
         for name, value in list(vars(parallel_state).items()):
             if isinstance(value, dist.ProcessGroup):  # it forgets to let go of some
                 setattr(parallel_state, name, None)
-        _put_current_device(_current_device)
+        torch.cuda.current_device = _current_device

@@ -86,7 +86,7 @@ def make_problem(
         t = torch.arange(shape.flagged, device=device) * shape.T // shape.flagged
         column = labels[t] - rank * rows
         mine = (column >= 0) & (column < rows)
-        of_label = _sum(weight[column.where(mine, 0)].float() * mine[:, None], problem)
+        of_label = _reduced(weight[column.where(mine, 0)].float() * mine[:, None], problem)
         hidden[t] = (of_label * (-100 / (shape.H * 0.02**2))).to(dtype)
     return problem
 
@@ -153,14 +153,14 @@ def make_truth(problem: Problem, *, gradients: bool) -> Truth:
         column = problem.labels[tokens, None] - problem.rank * rows
         mine = (column >= 0) & (column < rows)
         column = column.where(mine, 0)
-        label_logit = _sum(z.gather(1, column).where(mine, 0.0), problem)
-        top = _max(z.amax(1, keepdim=True), problem)
+        label_logit = _reduced(z.gather(1, column).where(mine, 0.0), problem)
+        top = _reduced(z.amax(1, keepdim=True), problem, dist.ReduceOp.MAX)
         z.sub_(top).exp_()
-        total = _sum(z.sum(1, keepdim=True), problem)
+        total = _reduced(z.sum(1, keepdim=True), problem)
         loss += (top + total.log() - label_logit).sum()
         if dhidden is not None and dweight is not None:
             z.div_(total).scatter_add_(1, column, -mine.double())  # now the logits' gradient, T dz
-            dhidden[tokens] = _sum(z @ weight, problem) / T
+            dhidden[tokens] = _reduced(z @ weight, problem) / T
             dweight.addmm_(z.T, hidden, alpha=1 / T)
     return Truth(loss.item() / T, dhidden, dweight)
 
@@ -181,13 +181,9 @@ def errors_of(
     )
 
 
-def _sum(x: Tensor, problem: Problem) -> Tensor:
+def _reduced(
+    x: Tensor, problem: Problem, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     if problem.tp_group is not None:
-        dist.all_reduce(x, group=problem.tp_group)
-    return x
-
-
-def _max(x: Tensor, problem: Problem) -> Tensor:
-    if problem.tp_group is not None:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=problem.tp_group)
+        dist.all_reduce(x, op, group=problem.tp_group)
     return x

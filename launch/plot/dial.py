@@ -12,8 +12,6 @@ from flce_dist.launch.plot.drawing import (
     OUR_COLOR,
     Shape,
     mark_gemms,
-    over,
-    over_gemms,
     shape_title,
     with_gradients,
 )
@@ -26,10 +24,11 @@ def dial(records: list[Record]) -> Figure | None:
     curves: dict[Shape, dict[float, float]] = {}
     ends: dict[Shape, dict[str, float]] = {}
     for shape, found in with_gradients(records).items():
-        for r, gemms_ms in over_gemms(found):
-            value = over(r.p50_ms, gemms_ms)
-            if value is None or r.impl not in OURS:
+        gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+        for r in found:
+            if gemms_ms is None or r.p50_ms is None or r.impl not in OURS:
                 continue
+            value = r.p50_ms / gemms_ms
             if r.schedule == "auto" and r.max_logits_bytes is not None:
                 curves.setdefault(shape, {})[r.max_logits_bytes / MIB] = value
             elif r.schedule in ("recompute", "cached") and r.max_logits_bytes is None:

@@ -50,18 +50,6 @@ def with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
     return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
 
 
-def over_gemms(found: list[Record]) -> list[tuple[Record, float]]:
-    """Return each run with the time of three GEMMs at its shape; [] if that is not known."""
-    gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
-    if gemms_ms is None:
-        return []
-    return [(r, gemms_ms) for r in found if r.op != "floor"]
-
-
-def over(ms: float | None, other_ms: float | None) -> float | None:
-    return None if ms is None or other_ms is None else ms / other_ms
-
-
 def shape_title(shape: Shape) -> str:
     T, H, V, dtype, P = shape
     return f"T={T}, H={H}, V={V}, {dtype}" + (f", {P} ranks" if P > 1 else "")

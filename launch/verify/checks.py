@@ -7,6 +7,7 @@ collective of ours, and no mistake in one, can spoil both sides of a comparison.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,11 +60,8 @@ def make_truth(
         eps=filter_eps,
         dloss=data.dloss,
         bias=data.bias,
-        reduction=variant.reduction,
-        token_weight=data.token_weight,
-        vocab_size=data.vocab_size,
         shard_starts=[vocab_range(len(data.weight), rank, P)[0] for rank in range(P)],
-        **dict(variant.options),
+        **_options(variant, data),
     )
     for name in oracle.keys() & {"dhidden", "dweight", "dbias"}:
         gradient = getattr(defined, name)
@@ -113,19 +111,21 @@ def _results(
         weight,
         data.labels,
         bias=bias,
-        reduction=case.variant.reduction,
-        token_weight=data.token_weight,
-        vocab_size=data.vocab_size,
         vocab_range=(own.start, own.stop) if case.variant.uneven else None,
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         impl=impl,
-        **dict(case.variant.options),
+        **_options(case.variant, data),
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
     return _differentiate(outputs, leaves, data, case.metric_gradients)
+
+
+def _options(variant: Variant, data: Data) -> dict[str, Any]:
+    given = {"token_weight": data.token_weight, "vocab_size": data.vocab_size}
+    return {"reduction": variant.reduction, **given, **dict(variant.options)}
 
 
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
@@ -137,10 +137,7 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         weight,
         data.labels,
         bias=bias,
-        reduction=variant.reduction,
-        token_weight=data.token_weight,
-        vocab_size=data.vocab_size,
-        **dict(variant.options),
+        **_options(variant, data),
     )
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
     return _differentiate((*outputs, one, zero), leaves, data, metric_gradients)

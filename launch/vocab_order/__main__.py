@@ -10,6 +10,7 @@ Each file is written whole or not at all.
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,13 +22,11 @@ import tyro
 from flce_dist.filtered import frequency_order
 from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.launch.vocab_order.files import (
-    array_bytes,
     by_rank,
     check_outputs,
     read_counts,
     read_order,
     read_state,
-    tensor_bytes,
     write_all,
 )
 from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
@@ -107,8 +106,10 @@ def count(command: Count) -> list[Path]:
     counts = np.zeros(tokenizer.n_words, dtype=np.int64)
     for text in texts:
         counts += np.bincount(encode(tokenizer, text), minlength=len(counts))
-    content = array_bytes(counts) if command.out.suffix == ".npy" else None
-    return write_all({command.out: content or tensor_bytes(torch.from_numpy(counts))})
+    if command.out.suffix != ".npy":
+        return write_all({command.out: torch.from_numpy(counts)})
+    np.save(buffer := io.BytesIO(), counts)
+    return write_all({command.out: buffer.getvalue()})
 
 
 def order(command: Order) -> list[Path]:
@@ -118,7 +119,7 @@ def order(command: Order) -> list[Path]:
         found = frequency_order(counts, padded_vocab_size=command.padded_vocab_size)
     except ValueError as error:
         raise ConfigError(f"{command.counts}: {error}") from error
-    return write_all({command.out: tensor_bytes(found.token_of_row)})
+    return write_all({command.out: found.token_of_row})
 
 
 def convert(command: Convert) -> list[Path]:

@@ -1,6 +1,5 @@
 """Files of counts, orders and state dicts. What is read is checked, and nothing in it is run."""
 
-import io
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
@@ -78,20 +76,8 @@ def check_outputs(outputs: Sequence[Path], read: Sequence[Path]) -> None:
                 raise ConfigError(f"--out must not replace {path}, which is read; got {out}")
 
 
-def array_bytes(x: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, x)
-    return buffer.getvalue()
-
-
-def tensor_bytes(x: Tensor) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    return buffer.getvalue()
-
-
 def write_all(contents: dict[Path, Any]) -> list[Path]:
-    """Write bytes and state dicts, and rename them once all are on disk; return the paths.
+    """Write bytes, tensors and state dicts, and rename them once all are on disk; return the paths.
 
     Raises:
         RunError: a file cannot be written. None is there in part.
