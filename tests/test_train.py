@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
 pytest.importorskip("flce_dist.launch.train.run")
 
-from flce_dist.launch.train.trainer import Trainer
+from flce_dist.launch.train.run import Trainer
 from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
 from tests.tiny_training import program, records
 

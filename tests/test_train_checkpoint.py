@@ -89,8 +89,8 @@ def be_a_folder(path: Path) -> None:
         ("rank-00001.pt", be_a_folder, "rank-00001.pt cannot be read: Is a directory"),
         (MANIFEST, Path.unlink, "manifest.json cannot be read: No such file"),
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
-        (MANIFEST, write("[]"), "manifest.json has other contents than its own digest says"),
-        (MANIFEST, write('"text"'), "manifest.json cannot be read"),
+        (MANIFEST, write("[]"), "manifest.json must hold a JSON object, got []"),
+        (MANIFEST, write('"text"'), "manifest.json must hold a JSON object, got 'text'"),
         (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
     ],
 )
