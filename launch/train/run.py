@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
-        self.groups = initialize_megatron(config, device)
+        self.groups = initialize_megatron(device, config.seed, config.parallel.tensor)
         order_by = corpus.token_counts() if config.head.vocab_order else None
         self.model = build_model(config, corpus.vocab_size, device, order_by)
         self.distributed = distribute(self.model)

@@ -68,18 +68,24 @@ def compared(
     title: str,
     run: Callable[[Any], dict[str, Any]],
     *models: dict[str, Any],
+    change: Callable[[Any], object] = lambda model: None,
     dtype: torch.dtype = torch.float32,
     needs: str = "",
 ) -> None:
     """Add a line that compares what ``run`` returns of ``gpt`` with each of these options.
 
-    ``needs``: a field of TransformerConfig.
+    ``change`` is made to each model. ``needs``: a field of TransformerConfig.
     """
+
+    def build(at: Setting, options: dict[str, Any]) -> Any:
+        model = gpt(at, **options)
+        change(model)
+        return model
 
     def decide(at: Setting) -> float:
         if needs:
             need_config(needs)
-        return max(against_megatron(partial(gpt, at, **x), run, dtype=dtype) for x in models)
+        return max(against_megatron(partial(build, at, x), run, dtype=dtype) for x in models)
 
     line(title)(decide)
 
