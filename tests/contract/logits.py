@@ -1,7 +1,6 @@
 """Lines of the contract: real logits, what sees them, other models, and refusals."""
 
 import operator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.contract.compare import (
     BUDGET,
-    against_megatron,
     compare,
     compared,
     line,
@@ -38,19 +36,18 @@ def of_no_labels(model: Any) -> dict[str, Any]:
 compared("labels=None: real logits, of this rank or gathered", of_no_labels, {})
 
 
-@line("compute_mtp_single_step")
-def mtp_single_step(at: Setting) -> float:
-    from megatron.core.models.gpt import GPTModel
+def predicted_by_one_step(model: Any) -> dict[str, Any]:
+    need_attribute(type(model), "compute_mtp_single_step")
+    torch.manual_seed(2)
+    hidden, ids = torch.randn(4, 1, H), torch.arange(4)[None]
+    hidden, logits = model.compute_mtp_single_step(hidden, ids, ids, 0)
+    return {"hidden": hidden, "logits": logits}
 
-    need_attribute(GPTModel, "compute_mtp_single_step")
 
-    def run(model: Any) -> dict[str, Any]:
-        torch.manual_seed(2)
-        hidden, ids = torch.randn(4, 1, H), torch.arange(4)[None]
-        hidden, logits = model.compute_mtp_single_step(hidden, ids, ids, 0)
-        return {"hidden": hidden, "logits": logits}
-
-    return against_megatron(partial(gpt, Setting(at.tp, False), mtp=1), run)
+compared(
+    "compute_mtp_single_step", predicted_by_one_step, {"mtp": 1},
+    model=lambda at, **options: gpt(Setting(at.tp, False), **options),
+)  # fmt: skip
 
 
 def hooked(model: Any) -> dict[str, Any]:
@@ -79,9 +76,7 @@ compared("compute_language_model_loss of real logits", loss_of_logits, {})
 
 
 def processed(model: Any) -> dict[str, Any]:
-    from megatron.core.models.gpt import GPTModel
-
-    need_argument(GPTModel.forward, "output_processor")
+    need_argument(type(model).forward, "output_processor")
 
     def process(**given: Any) -> tuple[Tensor, Tensor]:
         logits, _ = given["output_layer"](given["hidden_states"], weight=given["output_weight"])
@@ -150,24 +145,19 @@ def metrics(at: Setting) -> float:
     return compare(ours, theirs, BUDGET[torch.float32])
 
 
-@line("T5 and its bias")
-def t5_model(at: Setting) -> float:
-    def run(model: Any) -> dict[str, Any]:
-        tokens, _, labels = batch()
-        mask = torch.zeros(tokens.shape[0], 1, S, S, dtype=torch.bool)
-        loss = model(tokens, tokens, mask, mask, mask, lm_labels=labels)
-        uneven(loss).backward()
-        logits = model(tokens, tokens, mask, mask, mask).detach()
-        layer = model.output_layer
-        head = layer.weight.grad if layer.bias is None else layer.bias.grad
-        return {"loss": loss.detach(), "logits": logits, "head": head}
-
-    return max(against_megatron(partial(t5, at, tied), run) for tied in (False, True))
+def t5_loss_and_logits(model: Any) -> dict[str, Any]:
+    tokens, _, labels = batch()
+    mask = torch.zeros(tokens.shape[0], 1, S, S, dtype=torch.bool)
+    loss = model(tokens, tokens, mask, mask, mask, lm_labels=labels)
+    uneven(loss).backward()
+    logits = model(tokens, tokens, mask, mask, mask).detach()
+    layer = model.output_layer
+    head = layer.weight.grad if layer.bias is None else layer.bias.grad
+    return {"loss": loss.detach(), "logits": logits, "head": head}
 
 
-@line("Mamba and hybrid models")
-def hybrid_model(at: Setting) -> float:
-    return against_megatron(partial(hybrid, at), loss_and_gradients)
+compared("T5 and its bias", t5_loss_and_logits, {"tied": False}, {"tied": True}, model=t5)
+compared("Mamba and hybrid models", loss_and_gradients, {}, model=hybrid)
 
 
 @line("refusals by name")

@@ -1,5 +1,6 @@
 """Lines of the contract: gradient_accumulation_fusion, and Megatron's DDP."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +38,6 @@ def accumulated_in_bf16(model: Any) -> dict[str, Any]:
     return found
 
 
-def accumulated_and_reduced(model: Any) -> dict[str, Any]:
-    """The dummies' hooks start the reduction of a bucket, so it must hold dweight by then."""
-    return accumulated(model, overlap_grad_reduce=True, bucket_size=1)
-
-
 def fused(**options: Any) -> dict[str, Any]:
     return {"gradient_accumulation_fusion": True, **options}
 
@@ -64,7 +60,11 @@ compared(
     "fusion: detached heads", accumulated, fused(mtp=2, mtp_detach_heads=True),
     needs="mtp_detach_heads",
 )  # fmt: skip
-compared("fusion: reduction overlapped with backward", accumulated_and_reduced, fused())
+# The dummies' hooks start the reduction of a bucket, so it must hold dweight by then.
+compared(
+    "fusion: reduction overlapped with backward",
+    partial(accumulated, overlap_grad_reduce=True, bucket_size=1), fused(),
+)  # fmt: skip
 
 
 def fuse_the_head(model: Any) -> Any:
