@@ -10,14 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import checkpoint
-from flce_dist.launch.train import ranks as train_ranks
 from flce_dist.launch.train.checkpoint import MANIFEST, Checkpoint, clean, newest_whole, save
 from flce_dist.testing import RankPool
 
@@ -47,25 +45,23 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def newest(directory: Path) -> tuple[int | None, list[str]]:
+    """Step of the newest whole checkpoint, and what was said."""
+    messages: list[str] = []
+    found = newest_whole(directory, messages.append)
+    return None if found is None else found.step, messages
+
+
 def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
     assert names(directory) == ["step-00000010", "step-00000015"]
-    messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest == Checkpoint(directory, 15, 30, CONFIG)
-    assert messages == []
-    manifest = json.loads((newest.path / MANIFEST).read_text())
-    assert (manifest["step"], manifest["samples"], manifest["config"]) == (15, 30, CONFIG)
-    assert list(manifest["files"]) == ["rank-00000.pt", "rank-00001.pt"]
+    assert newest(directory) == (15, [])
+    found = newest_whole(directory, print)
+    assert found == Checkpoint(directory, 15, 30, CONFIG)
     for rank in range(2):
-        state = newest.load(rank)
+        state = found.load(rank)
         assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
         assert state["step"] == 15
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    assert newest(directory / "nowhere") == (None, [])
 
 
 def truncate(path: Path) -> None:
@@ -81,6 +77,17 @@ def be_a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def list_one_rank(manifest: Path) -> None:
+    """With a digest that fits."""
+    values = json.loads(manifest.read_bytes())
+    del values["sha256"], values["files"]["rank-00001.pt"]
+    manifest.write_bytes(checkpoint._render(values))
+
+
+def be_of_step_10(manifest: Path) -> None:
+    shutil.copy(manifest.parents[1] / "step-00000010" / MANIFEST, manifest)
+
+
 @pytest.mark.parametrize(
     "file, damage, reason",
     [
@@ -89,26 +96,26 @@ def be_a_folder(path: Path) -> None:
         ("rank-00001.pt", be_a_folder, "rank-00001.pt cannot be read: Is a directory"),
         (MANIFEST, Path.unlink, "manifest.json cannot be read: No such file"),
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
-        (MANIFEST, write("[]"), "manifest.json has other contents than its own digest says"),
-        (MANIFEST, write('"text"'), "manifest.json cannot be read"),
+        (MANIFEST, write("[]"), "manifest.json must hold a JSON object, got []"),
+        (MANIFEST, write('"text"'), "manifest.json must hold a JSON object, got 'text'"),
         (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
+        (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
+        (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
     ],
 )
 def test_a_damaged_newest_is_skipped_by_name(
     directory: Path, file: str, damage: Callable[[Path], object], reason: str
 ) -> None:
     damage(directory / "step-00000015" / file)
-    messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.step == 10
-    damaged, decision = messages
+    step, (damaged, decision) = newest(directory)
+    assert step == 10 and decision == "going back to checkpoint step 10"
     assert damaged.startswith(f"checkpoint step 15 is damaged: {reason}")
-    assert decision == "going back to checkpoint step 10"
 
 
 def test_no_flipped_bit_goes_unseen(directory: Path) -> None:
-    """Every bit of the manifest, and a sample of each other file's."""
-    shutil.rmtree(directory / "step-00000010")
+    """Every bit of the manifest, and a sample of each other file's; none is left to go back to."""
+    (directory / "step-00000010" / MANIFEST).unlink()
+    expected = r"step 15 is damaged: {} .*step 10 is damaged: .*move them elsewhere"
     for path in sorted((directory / "step-00000015").iterdir()):
         content = path.read_bytes()
         bits: Any = range(8 * len(content))
@@ -117,43 +124,10 @@ def test_no_flipped_bit_goes_unseen(directory: Path) -> None:
         with path.open("r+b", buffering=0) as file:
             for byte, bit in (divmod(place, 8) for place in bits):
                 os.pwrite(file.fileno(), bytes([content[byte] ^ 1 << bit]), byte)
-                with pytest.raises(RunError, match=f"checkpoint step 15 is damaged: {path.name} "):
-                    newest_whole(directory, lambda _: None)
+                with pytest.raises(RunError, match=expected.format(path.name)):
+                    newest(directory)
                 os.pwrite(file.fileno(), content[byte : byte + 1], byte)
-    assert newest_whole(directory, lambda _: None) is not None
-
-
-def rewrite(manifest: Path, **changes: Any) -> None:
-    """Change a manifest and make its digest fit."""
-    values = json.loads(manifest.read_bytes())
-    del values["sha256"]
-    manifest.write_bytes(checkpoint._render(values | changes))
-
-
-def test_a_manifest_must_name_its_folder_and_the_file_of_every_rank(directory: Path) -> None:
-    manifest = directory / "step-00000015" / MANIFEST
-    files = json.loads(manifest.read_bytes())["files"]
-    (directory / "step-00000010").rename(directory / "step-00000016")
-    messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.step == 15
-    assert messages[0] == "checkpoint step 16 is damaged: manifest.json is that of step 10"
-    rewrite(manifest, files={"rank-00000.pt": files["rank-00000.pt"]})
-    with pytest.raises(RunError, match=r"damaged: manifest\.json does not list the file of"):
-        newest_whole(directory, messages.append)
-
-
-def test_all_damaged_is_refused(directory: Path) -> None:
-    for path in directory.iterdir():
-        flip_a_bit(path / "rank-00001.pt")
-    messages: list[str] = []
-    with pytest.raises(RunError, match=r"step 15 is damaged: .*step 10 is.*move them elsewhere"):
-        newest_whole(directory, messages.append)
-    assert messages == [] and names(directory) == ["step-00000010", "step-00000015"]
-    for path in directory.iterdir():
-        path.rename(path.with_suffix(".bad"))
-    assert newest_whole(directory, messages.append) is None  # set aside is out of the way
-    assert newest_whole(directory / "nowhere", messages.append) is None
+    assert newest(directory) == (15, [])
 
 
 class Malice:
@@ -162,11 +136,9 @@ class Malice:
 
 
 def test_loading_runs_no_code(directory: Path) -> None:
-    newest = newest_whole(directory, lambda _: None)
-    assert newest is not None
-    torch.save({"weight": Malice()}, newest.path / "rank-00000.pt")
+    torch.save({"weight": Malice()}, directory / "step-00000015" / "rank-00000.pt")
     with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
-        newest.load(0)
+        Checkpoint(directory, 15, 30, CONFIG).load(0)
 
 
 def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: Path) -> None:
@@ -174,9 +146,7 @@ def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: P
     for name in [*strangers, "step-00000020.tmp", "step-00000005.old"]:
         shutil.copytree(directory / "step-00000015", directory / name)
     messages: list[str] = []
-    newest = newest_whole(directory, messages.append)
-    assert newest is not None and newest.step == 15
-    clean(directory, newest, messages.append)
+    clean(directory, newest_whole(directory, messages.append), messages.append)
     assert names(directory) == sorted([*strangers, "step-00000010", "step-00000015"])
     (message,) = messages
     assert "step-00000020.tmp was never finished; removing it" in message
@@ -186,58 +156,47 @@ def test_damaged_ones_are_set_aside_and_do_not_count_among_the_kept(
     ranks: RankPool, directory: Path
 ) -> None:
     for _ in range(2):  # a second time over what the first set aside
-        flip_a_bit(directory / "step-00000015" / "rank-00000.pt")
+        truncate(directory / "step-00000015" / "rank-00000.pt")
         clean(directory, newest_whole(directory, lambda _: None), lambda _: None)
         assert names(directory) == ["step-00000010", "step-00000015.bad"]
         ranks.run(rank_save, directory, [15], 2)
         assert names(directory) == ["step-00000010", "step-00000015", "step-00000015.bad"]
 
 
-def rank_save_until_killed(group: Any, directory: Path) -> None:
-    """Stop where each rank has written its file and rank 0 not yet the manifest."""
-    gathers = iter([None, KeyboardInterrupt])  # of sizes, of digests
+def rank_error(group: Any, directory: Path, fault: str = "") -> str:
+    """Save step 20 where ``fault`` is a file that meets a full disk, or another of the below."""
+    write_synced, gather = checkpoint.write_synced, checkpoint.together
+    gathered: list[Any] = []
+
+    def on_a_full_disk(path: Path, content: Any) -> dict[str, Any]:
+        return write_synced(Path("/dev/full") if path.name == fault else path, content)
 
     def together(work: Callable[[], Any]) -> list[Any]:
-        results = train_ranks.together(work)
-        if (error := next(gathers)) is not None:
-            raise error
-        return results
+        gathered.append(gather(work))
+        if fault == "killed" and len(gathered) == 2:  # all have written, rank 0 not the manifest
+            raise KeyboardInterrupt
+        return gathered[-1]
 
-    stop = mock.patch.object(checkpoint, "together", together)
-    with stop, pytest.raises(KeyboardInterrupt):
-        rank_save(group, directory, [20], 2)
+    if fault == "apart":  # as on nodes with no common file system
+        directory = directory / str(group.rank())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_synced", on_a_full_disk)
+        patch.setattr(checkpoint, "together", together)
+        try:
+            rank_save(group, directory, [20], 2)
+        except (RunError, KeyboardInterrupt) as error:
+            return str(error)
+    return "saved"
 
 
 def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
     ranks: RankPool, directory: Path
 ) -> None:
-    ranks.run(rank_save_until_killed, directory)
+    ranks.run(rank_error, directory, "killed")
     assert names(directory) == ["step-00000010", "step-00000015", "step-00000020.tmp"]
-    newest = newest_whole(directory, lambda _: None)
-    assert newest is not None and newest.step == 15
-    ranks.run(rank_save, directory, [20], 2)
+    assert newest(directory) == (15, [])
+    assert ranks.run(rank_error, directory) == ["saved"] * 2
     assert names(directory) == ["step-00000015", "step-00000020"]
-
-
-def rank_error(group: Any, directory: Path, apart: bool = False) -> str:
-    """``apart``: each rank in a directory of its own, as on nodes with no common file system."""
-    directory = directory / str(group.rank()) if apart else directory
-    try:
-        rank_save(group, directory, [20], 2)
-    except RunError as error:
-        return str(error)
-    return "saved"
-
-
-def rank_save_with_a_full_disk(group: Any, directory: Path, where: str) -> str:
-    """Save where one rank's write fails, by the kernel's own doing."""
-    write = checkpoint.write_synced
-
-    def full_disk(path: Path, content: Any) -> dict[str, Any]:
-        return write(Path("/dev/full") if path.name == where else path, content)
-
-    with mock.patch.object(checkpoint, "write_synced", full_disk):
-        return rank_error(group, directory)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -246,14 +205,11 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
     ranks: RankPool, directory: Path, where: str
 ) -> None:
     before = names(directory)
-    messages = ranks.run(rank_save_with_a_full_disk, directory, where)
     expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(errno.ENOSPC)}; "
     expected += r"it needs 19216 bytes, \d+ are free"  # 1200 + 1 int64 of each rank
-    for message in messages:
+    for message in ranks.run(rank_error, directory, where):
         assert re.fullmatch(expected, message), message
-    assert names(directory) == before
-    newest = newest_whole(directory, lambda _: None)
-    assert newest is not None and newest.step == 15
+    assert names(directory) == before and newest(directory) == (15, [])
     assert ranks.run(rank_error, directory) == ["saved"] * 2
 
 
@@ -265,9 +221,9 @@ def test_a_folder_that_cannot_be_written_is_one_error(ranks: RankPool, tmp_path:
 
 
 def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
-    ranks: RankPool, directory: Path
+    ranks: RankPool, tmp_path: Path
 ) -> None:
-    for message in ranks.run(rank_error, directory / "apart", True):
+    for message in ranks.run(rank_error, tmp_path, "apart"):
         assert message.startswith("checkpoints must lie where all ranks see them")
         assert "rank-00001.pt" in message
-    assert names(directory / "apart" / "0") == []
+    assert names(tmp_path / "0") == []

@@ -14,10 +14,11 @@ the loop.
 
 import os
 import sys
+from contextlib import ExitStack
 
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train.config import load_config
-from flce_dist.launch.train.lock import held
+from flce_dist.launch.train.lock import locked
 from flce_dist.launch.train.ranks import (
     choose_device,
     end_with_torchrun,
@@ -47,7 +48,8 @@ def main() -> int:
 
         # Before the folder is made: a text that will not do leaves none.
         corpus = open_corpus(config, on_rank_0(lambda: tokenise(config)))
-    with held(config.out_dir):
+    with ExitStack() as stack:
+        on_rank_0(lambda: stack.enter_context(locked(config.out_dir)))
         return run(config, corpus, device)
 
 

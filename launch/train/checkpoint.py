@@ -157,7 +157,9 @@ def _verify(path: Path) -> Checkpoint:
     name = MANIFEST
     try:
         content = (path / MANIFEST).read_bytes()
-        manifest = dict(json.loads(content))
+        manifest = json.loads(content)
+        if not isinstance(manifest, dict):
+            raise _Damaged(f"{MANIFEST} must hold a JSON object, got {manifest!r:.40}")
         manifest.pop("sha256", None)
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")

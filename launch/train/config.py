@@ -172,61 +172,59 @@ def load_config(
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, tensor, rate = config.model, config.parallel.tensor, config.optimizer
-    _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
-    ranks = "the number of ranks that torchrun starts"
-    _divides("parallel.tensor", tensor, ranks, world_size)
-    _divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
-    _divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
-    if config.parallel.sequence_parallel:
-        _divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
-    head_size = model.hidden_size // model.num_heads
-    for holds, message in (
-        (
-            head_size % 2 == 0,
-            "model.hidden_size / model.num_heads must be even for rotary embeddings, got "
-            f"{head_size}",
-        ),
-        (
-            config.data.text is None or os.path.isfile(config.data.text),
-            f"data.text must be a file, got {config.data.text}",
-        ),
-        (
-            rate.min_lr <= rate.lr,
-            f"optimizer.min_lr must be at most optimizer.lr = {rate.lr}, got {rate.min_lr}",
-        ),
-        (
-            rate.warmup_steps <= rate.decay_steps,
-            f"optimizer.warmup_steps must be at most optimizer.decay_steps = {rate.decay_steps}, "
-            f"got {rate.warmup_steps}",
-        ),
-        (
-            rate.lr * rate.weight_decay < 1,
-            f"optimizer.weight_decay must be below 1 / optimizer.lr = {1 / rate.lr}, got "
-            f"{rate.weight_decay}",
-        ),
-    ):
+    model, tensor, rate, head = config.model, config.parallel.tensor, config.optimizer, config.head
+
+    def require(holds: bool, message: str) -> None:
         if not holds:
             raise ConfigError(message)
-    _check_head(config.head)
 
+    def divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
+        message = f"{key} must be divisible by {divisor_key} = {divisor}, got {value}"
+        require(value % divisor == 0, message)
 
-def _check_head(config: HeadConfig) -> None:
-    if config.filter_eps is not None and config.schedule != "auto":
-        raise ConfigError(
-            "head.filter_eps needs head.schedule=auto, since it is a schedule of its own, got "
-            f"head.schedule={config.schedule}"
-        )
+    divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+    ranks = "the number of ranks that torchrun starts"
+    divides("parallel.tensor", tensor, ranks, world_size)
+    divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
+    divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+    if config.parallel.sequence_parallel:
+        divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
+    head_size = model.hidden_size // model.num_heads
+    require(
+        head_size % 2 == 0,
+        f"model.hidden_size / model.num_heads must be even for rotary embeddings, got {head_size}",
+    )
+    text = config.data.text
+    require(text is None or os.path.isfile(text), f"data.text must be a file, got {text}")
+    require(
+        rate.min_lr <= rate.lr,
+        f"optimizer.min_lr must be at most optimizer.lr = {rate.lr}, got {rate.min_lr}",
+    )
+    require(
+        rate.warmup_steps <= rate.decay_steps,
+        f"optimizer.warmup_steps must be at most optimizer.decay_steps = {rate.decay_steps}, "
+        f"got {rate.warmup_steps}",
+    )
+    require(
+        rate.lr * rate.weight_decay < 1,
+        f"optimizer.weight_decay must be below 1 / optimizer.lr = {1 / rate.lr}, got "
+        f"{rate.weight_decay}",
+    )
+    require(
+        head.filter_eps is None or head.schedule == "auto",
+        "head.filter_eps needs head.schedule=auto, since it is a schedule of its own, got "
+        f"head.schedule={head.schedule}",
+    )
     try:  # errors begin with the name of an option
-        LinearCrossEntropy(1, 1, device="meta", **config.options())
+        LinearCrossEntropy(1, 1, device="meta", **head.options())
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"head.{error}") from error
-    for name, value in vars(config).items():
-        if not (config.is_ours or name == "kind" or value == getattr(HeadConfig, name)):
-            raise ConfigError(
-                f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
-                f"head.kind={config.kind}"
-            )
+    for name, value in vars(head).items():
+        require(
+            head.is_ours or name == "kind" or value == getattr(HeadConfig, name),
+            f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
+            f"head.kind={head.kind}",
+        )
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -253,8 +251,3 @@ def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key in sorted(saved.keys() | now.keys())
         if key not in MAY_CHANGE_ON_RESUME and saved.get(key) != now.get(key)
     ]
-
-
-def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
-    if value % divisor:
-        raise ConfigError(f"{key} must be divisible by {divisor_key} = {divisor}, got {value}")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +56,12 @@ class Corpus:
         return torch.bincount(self.train.flatten(), minlength=self.vocab_size)
 
 
-Tokens = tuple[Path, int, dict[str, str]]
-"""An int32 file of NumPy, the size of the vocabulary, and digests of text and vocabulary."""
+class Tokens(NamedTuple):
+    path: Path  # an int32 file of NumPy
+    rows: int  # sequences that they make
+    validation_rows: int  # of these, at the end
+    vocab_size: int
+    sources: dict[str, str]  # digests of text and vocabulary
 
 
 def tokenise(config: RunConfig) -> Tokens:
@@ -78,38 +82,26 @@ def tokenise(config: RunConfig) -> Tokens:
     }
     name = "-".join(digest[:16] for digest in sources.values())
     path = config.out_dir.parent / "tokens" / f"{name}.npy"
-    if not path.exists():
-        ids = encode(tokenizer, text)
-        count_rows(config, len(ids))
-        with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
-            np.save(file, ids)
-    return path, tokenizer.n_words, sources
-
-
-def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
-    """Cut what ``tokenise`` left into sequences; tokens stay in the file until a batch needs them.
-
-    Raises:
-        ConfigError: if they are too few.
-    """
-    path, vocab_size, sources = tokens
-    ids, width = torch.from_numpy(np.load(path, mmap_mode="c")), config.model.seq_length + 1
-    rows, validation_rows = count_rows(config, len(ids))
-    sequences = ids[: rows * width].view(rows, width)
-    train, validation = sequences[:-validation_rows], sequences[-validation_rows:]
-    return Corpus(train, validation, vocab_size, config.seed, sources)
-
-
-def count_rows(config: RunConfig, tokens: int) -> tuple[int, int]:
-    """Return the number of sequences, and of those for validation."""
+    ids = np.load(path, mmap_mode="r") if path.exists() else encode(tokenizer, text)
     width, fraction = config.model.seq_length + 1, config.data.validation_fraction
-    rows, validation = tokens // width, max(1, int(tokens * fraction) // width)
+    rows, validation = len(ids) // width, max(1, int(len(ids) * fraction) // width)
     if rows <= validation:
         raise ConfigError(
             f"model.seq_length must leave one training and one validation sequence in the text's "
-            f"{tokens} tokens, got {config.model.seq_length}"
+            f"{len(ids)} tokens, got {config.model.seq_length}"
         )
-    return rows, validation
+    if not path.exists():
+        with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
+            np.save(file, ids)
+    return Tokens(path, rows, validation, tokenizer.n_words, sources)
+
+
+def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
+    """Cut tokens into sequences; they stay in the file until a batch needs them."""
+    ids, width = torch.from_numpy(np.load(tokens.path, mmap_mode="c")), config.model.seq_length + 1
+    sequences = ids[: tokens.rows * width].view(tokens.rows, width)
+    train, validation = sequences.tensor_split([-tokens.validation_rows])
+    return Corpus(train, validation, tokens.vocab_size, config.seed, tokens.sources)
 
 
 def load_tokenizer() -> tuple[Any, bytes]:

@@ -9,30 +9,22 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.ranks import on_rank_0, say
+from flce_dist.launch.train.ranks import say
 from flce_dist.launch.write import writing
 
 LOCK = "run.lock"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """``locked`` by rank 0 for all ranks; collective, and every rank raises what rank 0 does."""
-    with ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(locked(folder, say)))
-        yield
-
-
-@contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold ``folder`` for this process, which is the one rank that writes most of it.
+def locked(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process, the one rank that writes most of it.
 
     Raises:
         RunError: if another run holds it, or one that was killed on another machine held it.

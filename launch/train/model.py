@@ -52,20 +52,20 @@ class CausalAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def initialize_megatron(config: RunConfig, device: torch.device) -> Groups:
+def initialize_megatron(device: torch.device, seed: int, tensor: int, **sizes: int) -> Groups:
     """Create megatron-core's process groups and random generators; collective."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if device.type == "cpu":  # megatron-core asks for the current GPU, and takes any device
         cuda: Any = torch.cuda
-        cuda.current_device, cuda.current_stream = lambda: device, lambda: None
-    parallel_state.initialize_model_parallel(
-        config.parallel.tensor, create_gloo_process_groups=False
-    )
-    torch.manual_seed(config.seed)
+        cuda.current_device, cuda.current_stream = lambda: device, lambda device=None: None
+    parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False, **sizes)
+    torch.manual_seed(seed)
     # The inference tracker is the one that forks no GPU generator.
-    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=device.type == "cpu")
+    model_parallel_cuda_manual_seed(
+        seed, inference_rng_tracker=device.type == "cpu", force_reset_rng=True
+    )
     return Groups(
         parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     )
@@ -126,7 +126,7 @@ def build_model(
     gpt = GPTModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec()] * model.num_layers, layer_norm=ParallelRMSNorm
+            layer_specs=[layer_spec(CausalAttention)] * model.num_layers, layer_norm=ParallelRMSNorm
         ),
         vocab_size=rows,
         max_sequence_length=model.seq_length,
@@ -144,14 +144,14 @@ def build_model(
     return gpt
 
 
-def layer_spec() -> Any:
-    """Return Megatron's own layer, without TransformerEngine, with our norm and attention."""
+def layer_spec(attention: type[nn.Module]) -> Any:
+    """Return Megatron's own layer, without TransformerEngine, with our norm and an attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = ParallelRMSNorm
     layer.submodules.pre_mlp_layernorm = ParallelRMSNorm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layer.submodules.self_attention.submodules.core_attention = attention
     return layer
 
 

@@ -1,7 +1,7 @@
 """Megatron's distributed optimizer: AdamW on fp32 shards, each rank's its own."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ class Optimizer:
     def __init__(self, model: Any, config: OptimizerConfig, device: torch.device):
         from megatron.core import optimizer as megatron
 
-        self.config, self.device = config, device
+        self.config = config
+        self._on_device = nullcontext() if device.type == "cuda" else OnCpu()
         self.parameters = dict(model.module.named_parameters())
         dtype = next(iter(self.parameters.values())).dtype
         megatron.clip_grads.l2_norm_impl = _norm
-        with _names(device):
+        with self._on_device:
             self.megatron = megatron.get_megatron_optimizer(
                 megatron.OptimizerConfig(
                     lr=config.lr,
@@ -64,7 +65,7 @@ class Optimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, self.config)
-        with _names(self.device):
+        with self._on_device:
             _, norm, _ = self.megatron.step()
             self.megatron.zero_grad()
         return float(norm)
@@ -116,20 +117,17 @@ def _norm(chunk: int, overflow: Tensor, grads: list[list[Tensor]], each: bool) -
     return torch.nn.utils.get_total_norm(grads[0])[None], None
 
 
-def _names(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which Megatron's optimizer, which asks for GPUs, runs on ``device``."""
-    return nullcontext() if device.type == "cuda" else _CpuForCuda()
-
-
-class _CpuForCuda(TorchFunctionMode):
-    """``device="cuda"`` makes tensors on the CPU, whose ``type()`` is named as a GPU's."""
+class OnCpu(TorchFunctionMode):
+    """Tensors that Megatron makes for, or moves to, "cuda" are on the CPU, and say they are not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
+        if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
         result = func(*args, **kwargs)
         is_name = func is Tensor.type and isinstance(result, str)
         return result.replace("torch.", "torch.cuda.", 1) if is_name else result

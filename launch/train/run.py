@@ -1,17 +1,178 @@
-"""The training loop: how a run begins, continues and ends."""
+"""The training loop: how a run begins, continues and ends, and one rank's share of it."""
 
+import hashlib
 import math
 import time
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.compare import compare_heads, head_peak_mib, report_comparison
-from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
+from flce_dist.launch.train.compare import (
+    HeadAlone,
+    compare_heads,
+    head_peak_mib,
+    report_comparison,
+)
+from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.log import RunLog, plot_loss_curve, write_origin
-from flce_dist.launch.train.ranks import on_rank_0, said
-from flce_dist.launch.train.trainer import Trainer
+from flce_dist.launch.train.model import (
+    build_model,
+    distribute,
+    filter_shares,
+    initialize_megatron,
+    token_losses,
+)
+from flce_dist.launch.train.optimizer import Optimizer
+from flce_dist.launch.train.ranks import on_rank_0, said, say, together
+from flce_dist.launch.write import writing
+from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.memory import shared_bytes
+
+
+class Trainer:
+    """One rank's share of a run: model, optimizer, data, and how far it has come.
+
+    Attributes:
+        model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
+        filtered: ``filter_shares`` of the latest step, means over all ranks.
+        identity: what a checkpoint must agree with to be continued.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
+        self.config, self.corpus, self.device = config, corpus, device
+        self.groups = initialize_megatron(device, config.seed, config.parallel.tensor)
+        order_by = corpus.token_counts() if config.head.vocab_order else None
+        self.model = build_model(config, corpus.vocab_size, device, order_by)
+        self.distributed = distribute(self.model)
+        self.optimizer = Optimizer(self.distributed, config.optimizer, device)
+        self.step = self.samples = 0
+        self.filtered: dict[str, float] = {}
+        self.checkpoints = config.out_dir / "checkpoints"
+        data = config.data
+        self.samples_per_step = data.batch_size * data.microbatches * self.groups.data.size()
+        order, digest = getattr(self.model.output_layer, "vocab_order", None), None
+        if order is not None:
+            digest = hashlib.sha256(order.row_of_token.numpy()).hexdigest()
+        self.identity = {
+            **flatten(config),
+            "head.vocab_order": digest,
+            **corpus.sources,
+            "world_size": dist.get_world_size(),
+        }
+
+    def train_step(self) -> tuple[float, float]:
+        """Do one update; return the loss over all ranks' batches and the gradient norm.
+
+        Both are the same on every rank, and not finite if any rank's is not.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        data, group, numbers = self.config.data, self.groups.data, []
+        self.distributed.zero_grad_buffer()
+        for i in range(data.microbatches):
+            first = self.samples + (i * group.size() + group.rank()) * data.batch_size
+            tokens, labels = self.corpus.train_batch(first, data.batch_size)
+            loss = self._token_losses(tokens, labels).sum() / labels.numel()
+            (loss / data.microbatches).backward()
+            shares = filter_shares(self.model)
+            numbers.append(torch.stack([loss.detach(), *shares.values()]))
+        finalize_model_grads([self.distributed])
+        self.step += 1
+        self.samples += self.samples_per_step
+        # Ranks of one tensor-parallel group hold the same numbers.
+        means = torch.stack(numbers).mean(0) / dist.get_world_size()
+        dist.all_reduce(means)
+        mean, *values = means.tolist()
+        self.filtered = dict(zip(shares, values, strict=True))
+        return mean, self.optimizer.step(self.step)
+
+    def validate(self) -> float:
+        """Return the loss over the validation batches, the same on every rank; collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        data, group = self.config.data, self.groups.data
+        with torch.no_grad():
+            for i in range(data.validation_batches):
+                batch = i * group.size() + group.rank()
+                tokens, labels = self.corpus.validation_batch(batch, data.batch_size)
+                total += self._token_losses(tokens, labels).double().sum() / labels.numel()
+        dist.all_reduce(total)
+        return total.item() / (data.validation_batches * dist.get_world_size())
+
+    def head_alone(self) -> HeadAlone:
+        """Return the head's input for the first validation batch, on all replicas; collective."""
+        tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
+        batch = self._to_device(tokens), self._to_device(labels)
+        return HeadAlone(self.model, *batch, self.groups.tensor)
+
+    def memory(self) -> dict[str, float]:
+        """Return this GPU's peak memory since the last call, other GPUs' view of it included."""
+        if self.device.type == "cpu":
+            return {}
+        peak = torch.cuda.max_memory_allocated(self.device) + shared_bytes()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return {"peak_mib": peak / 2**20}
+
+    def save(self) -> None:
+        """Write a checkpoint; collective. The first replica writes the weights.
+
+        Raises:
+            RunError: on every rank, if any rank cannot write.
+        """
+        state = self.optimizer.state()
+        if self.groups.data.rank() == 0:
+            state |= self.optimizer.weights()
+        checkpoint = Checkpoint(self.checkpoints, self.step, self.samples, self.identity)
+        save(checkpoint, state, keep=self.config.keep_checkpoints)
+
+    def resume(self) -> Checkpoint | None:
+        """Continue from the newest whole checkpoint, if there is one; collective.
+
+        Raises:
+            RunError: on every rank, if it was made with another configuration, or all are damaged.
+        """
+        checkpoint = on_rank_0(self._find)
+        if checkpoint is not None:
+            together(lambda: self._restore(checkpoint))
+            self.step, self.samples = checkpoint.step, checkpoint.samples
+        return checkpoint
+
+    def _find(self) -> Checkpoint | None:
+        """Return the checkpoint to continue, None to start anew; for one rank."""
+        with writing(self.checkpoints):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            checkpoint = newest_whole(self.checkpoints, say)
+            if checkpoint is not None:
+                conflicts = resume_conflicts(checkpoint.config, self.identity)
+                if conflicts:
+                    raise ConfigError(
+                        f"cannot continue {checkpoint.path}: {'; '.join(conflicts)}. "
+                        "Use the old values, or another --out-dir"
+                    )
+            clean(self.checkpoints, checkpoint, say)
+        return checkpoint
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        mine = checkpoint.load(dist.get_rank())
+        first = mine
+        if self.groups.data.rank() > 0:
+            first = checkpoint.load(dist.get_global_rank(self.groups.data, 0))
+        weights, state = (
+            {name: x for name, x in of.items() if name.startswith(kind)}
+            for of, kind in ((first, "model."), (mine, "optimizer."))
+        )
+        self.optimizer.restore(weights, state)
+
+    def _token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of sequences [b, s], by token or summed."""
+        return token_losses(self.distributed, self._to_device(tokens), self._to_device(labels))
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        """Copy to the device, without waiting for it."""
+        return x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,34 +51,30 @@ def decide(group: Any, title: str, at: Setting) -> Decision:
         return Decision("fail", reason=str(found) or "assertion")
 
 
-def against_megatron(
-    build: Callable[[], Any],
-    run: Callable[[Any], dict[str, Any]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> float:
-    """Compare what ``run`` returns of a model with the plug-in and of the same one without."""
-    ours = run(use_linear_cross_entropy(build(), **options))
-    return compare(ours, run(build()), BUDGET[dtype])
-
-
 def compared(
     title: str,
     run: Callable[[Any], dict[str, Any]],
-    *models: dict[str, Any],
+    *options: dict[str, Any],
+    model: Callable[..., Any] = gpt,
+    change: Callable[[Any], object] = lambda model: None,
     dtype: torch.dtype = torch.float32,
     needs: str = "",
 ) -> None:
-    """Add a line that compares what ``run`` returns of ``gpt`` with each of these options.
+    """Add a line: ``run`` returns the same of a model with the plug-in and of one without.
 
-    ``needs``: a field of TransformerConfig.
+    For each of the ``options`` of ``model``. ``change`` is made to each model first. ``needs``: a
+    field of TransformerConfig.
     """
+
+    def found(at: Setting, some: dict[str, Any], plugs: bool) -> dict[str, Any]:
+        built = model(at, **some)
+        change(built)
+        return run(use_linear_cross_entropy(built) if plugs else built)
 
     def decide(at: Setting) -> float:
         if needs:
             need_config(needs)
-        return max(against_megatron(partial(gpt, at, **x), run, dtype=dtype) for x in models)
+        return max(compare(found(at, x, True), found(at, x, False), BUDGET[dtype]) for x in options)
 
     line(title)(decide)
 

@@ -1,12 +1,11 @@
 """Lines of the contract: the loss of each token and every gradient, without fusion."""
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from tests.contract.compare import against_megatron, compared, line, need_argument, need_config
-from tests.contract.models import Setting, agree, batch, gpt, uneven
+from tests.contract.compare import compared, need_argument
+from tests.contract.models import agree, batch, uneven
 
 
 def loss_and_gradients(model: Any) -> dict[str, Any]:
@@ -36,37 +35,25 @@ compared(
 )  # fmt: skip
 
 
-@line("frozen output layer")
-def frozen_layer(at: Setting) -> float:
-    def build() -> Any:
-        model = gpt(at)
-        model.output_layer.weight.requires_grad_(False)
-        return model
-
-    return against_megatron(build, loss_and_gradients)
-
-
-@line("frozen trunk")
-def frozen_trunk(at: Setting) -> float:
-    def build() -> Any:
-        model = gpt(at)
-        model.requires_grad_(False)
-        model.output_layer.weight.requires_grad_(True)
-        return model
-
-    return against_megatron(build, loss_and_gradients)
+compared(
+    "frozen output layer", loss_and_gradients, {},
+    change=lambda model: model.output_layer.weight.requires_grad_(False),
+)  # fmt: skip
+compared(
+    "frozen trunk", loss_and_gradients, {},
+    change=lambda model: model.requires_grad_(False).output_layer.requires_grad_(True),
+)  # fmt: skip
 
 
-@line("MuP's scale of the logits")
-def mup(at: Setting) -> float:
-    need_config("use_mup")
+def scaled_loss_and_gradients(model: Any) -> dict[str, Any]:
+    assert model.config.mup_output_mult == 0.3
+    return loss_and_gradients(model)
 
-    def build() -> Any:
-        model = gpt(at, mtp=1, use_mup=True, mup_output_mult=0.3)
-        assert model.config.mup_output_mult == 0.3
-        return model
 
-    return against_megatron(build, loss_and_gradients)
+compared(
+    "MuP's scale of the logits", scaled_loss_and_gradients,
+    {"mtp": 1, "use_mup": True, "mup_output_mult": 0.3}, needs="use_mup",
+)  # fmt: skip
 
 
 def packed_loss_and_gradients(model: Any) -> dict[str, Any]:
@@ -86,9 +73,11 @@ def packed_loss_and_gradients(model: Any) -> dict[str, Any]:
 compared("packed sequences", packed_loss_and_gradients, {})
 
 
-@line("packed sequences, multi-token prediction")
-def packed_mtp(at: Setting) -> float:
+def packed_mtp(model: Any) -> dict[str, Any]:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     need_argument(roll_tensor, "packed_seq_params")
-    return against_megatron(partial(gpt, at, mtp=1), packed_loss_and_gradients)
+    return packed_loss_and_gradients(model)
+
+
+compared("packed sequences, multi-token prediction", packed_mtp, {"mtp": 1})

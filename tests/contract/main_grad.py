@@ -1,25 +1,20 @@
 """Lines of the contract: gradient_accumulation_fusion, and Megatron's DDP."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.contract.compare import against_megatron, compared, line
-from tests.contract.models import Setting, batch, gpt, uneven
+from tests.contract.compare import compared
+from tests.contract.models import batch, in_ddp, uneven
 
 MICROBATCHES = 3
 
 
 def accumulated(model: Any, cp: int = 1, **ddp: Any) -> dict[str, Any]:
     """main_grad of every parameter, and its flag, after some microbatches under Megatron's DDP."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
-
-    config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **ddp})
-    stage = Float16Module(model.config, model) if model.config.bf16 else model
-    wrapped = DistributedDataParallel(model.config, config, stage)
-    wrapped.zero_grad_buffer()
+    wrapped = in_ddp(model, **ddp)
     for step in range(MICROBATCHES):
         last = step == MICROBATCHES - 1
         tokens, positions, labels = batch(step, cp)
@@ -41,11 +36,6 @@ def accumulated_in_bf16(model: Any) -> dict[str, Any]:
     found = accumulated(model, grad_reduce_in_fp32=False)
     assert found["output_layer.weight"].dtype == torch.bfloat16
     return found
-
-
-def accumulated_and_reduced(model: Any) -> dict[str, Any]:
-    """The dummies' hooks start the reduction of a bucket, so it must hold dweight by then."""
-    return accumulated(model, overlap_grad_reduce=True, bucket_size=1)
 
 
 def fused(**options: Any) -> dict[str, Any]:
@@ -70,16 +60,18 @@ compared(
     "fusion: detached heads", accumulated, fused(mtp=2, mtp_detach_heads=True),
     needs="mtp_detach_heads",
 )  # fmt: skip
-compared("fusion: reduction overlapped with backward", accumulated_and_reduced, fused())
+# The dummies' hooks start the reduction of a bucket, so it must hold dweight by then.
+compared(
+    "fusion: reduction overlapped with backward",
+    partial(accumulated, overlap_grad_reduce=True, bucket_size=1), fused(),
+)  # fmt: skip
 
 
-def prepared(weight: Any, flagged: bool = True) -> Any:
-    """Set the attributes of a parameter that DDP would."""
-    weight.main_grad, weight.grad = torch.ones(weight.shape), None
-    if flagged:
-        weight.grad_added_to_main_grad = False
-    elif hasattr(weight, "grad_added_to_main_grad"):
-        del weight.grad_added_to_main_grad
+def fuse_the_head(model: Any) -> Any:
+    """Set what DDP would of the output layer, whose main_grad is 1; return its weight."""
+    model.output_layer.gradient_accumulation_fusion = True
+    weight = model.output_layer.weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
     return weight
 
 
@@ -88,68 +80,47 @@ def loss_of(model: Any) -> Tensor:
     return uneven(model(tokens, positions, None, labels=labels))
 
 
-@line("fusion: flag, dummy gradient, captured main_grad")
-def dummies(at: Setting) -> float:
+def dummies(model: Any) -> dict[str, Any]:
     """Autograd gets zeros of main_grad's shape and the input's dtype, or None without a flag."""
-
-    def build() -> Any:
-        model = gpt(at, bf16=True)
-        model.output_layer.gradient_accumulation_fusion = True
-        return model
-
-    def run(model: Any) -> dict[str, Any]:
-        weight, found = model.output_layer.weight, {}
-        for flagged, zero_out in ((True, True), (True, False), (False, False)):
-            prepared(weight, flagged).zero_out_wgrad = zero_out
-            loss = loss_of(model)
-            captured, weight.main_grad = weight.main_grad, torch.full(weight.shape, 7.0)
-            loss.backward()
-            grad, case = weight.grad, f"flagged {flagged}, zero_out_wgrad {zero_out}"
-            found[case] = weight.main_grad - 1
-            found[f"{case}: captured"] = weight.main_grad is captured
-            found[f"{case}: flag"] = getattr(weight, "grad_added_to_main_grad", None)
-            found[f"{case}: dummy"] = grad is not None and (grad.dtype, grad.shape)
-            assert not zero_out or not grad.any()
-        return found
-
-    return against_megatron(build, run, dtype=torch.bfloat16)
+    found: dict[str, Any] = {}
+    for flagged, zero_out in ((True, True), (True, False), (False, False)):
+        weight = fuse_the_head(model)
+        weight.grad, weight.zero_out_wgrad = None, zero_out
+        if not flagged:
+            del weight.grad_added_to_main_grad
+        loss = loss_of(model)
+        captured, weight.main_grad = weight.main_grad, torch.full(weight.shape, 7.0)
+        loss.backward()
+        grad, case = weight.grad, f"flagged {flagged}, zero_out_wgrad {zero_out}"
+        found[case] = weight.main_grad - 1
+        found[f"{case}: captured"] = weight.main_grad is captured
+        found[f"{case}: flag"] = getattr(weight, "grad_added_to_main_grad", None)
+        found[f"{case}: dummy"] = grad is not None and (grad.dtype, grad.shape)
+        assert not zero_out or not grad.any()
+    return found
 
 
-@line("fusion: frozen output layer")
-def fused_frozen(at: Setting) -> float:
-    def build() -> Any:
-        model = gpt(at)
-        model.output_layer.gradient_accumulation_fusion = True
-        prepared(model.output_layer.weight).requires_grad_(False)
-        return model
-
-    def run(model: Any) -> dict[str, Any]:
-        loss_of(model).backward()
-        weight = model.output_layer.weight
-        flag = weight.grad_added_to_main_grad
-        embedding = model.embedding.word_embeddings.weight.grad
-        return {"main_grad": weight.main_grad, "flag": flag, "embedding": embedding}
-
-    return against_megatron(build, run)
+def head_alone(model: Any) -> dict[str, Any]:
+    loss_of(model).backward()
+    weight, embedding = model.output_layer.weight, model.embedding.word_embeddings.weight
+    flag = weight.grad_added_to_main_grad
+    return {"main_grad": weight.main_grad, "flag": flag, "embedding": embedding.grad}
 
 
-@line("fusion: get_main_grad of Megatron-FSDP")
-def fsdp(at: Setting) -> float:
+def shard_by_fsdp(model: Any) -> None:
     """Its buffer holds garbage until backward, which overwrites it."""
+    weight = fuse_the_head(model)
+    del weight.main_grad
+    made = torch.full(weight.shape, float("nan"))
+    weight.__fsdp_param__, weight.get_main_grad = True, lambda: made
 
-    def build() -> Any:
-        model = gpt(at)
-        model.output_layer.gradient_accumulation_fusion = True
-        weight = prepared(model.output_layer.weight)
-        del weight.main_grad
-        made = torch.full(weight.shape, float("nan"))
-        weight.__fsdp_param__, weight.get_main_grad = True, lambda: made
-        return model
 
-    def run(model: Any) -> dict[str, Any]:
-        loss_of(model).backward()
-        weight = model.output_layer.weight
-        flag = weight.grad_added_to_main_grad
-        return {"main_grad": weight.main_grad, "flag": flag}
-
-    return against_megatron(build, run)
+compared(
+    "fusion: flag, dummy gradient, captured main_grad", dummies, {"bf16": True},
+    change=fuse_the_head, dtype=BF16,
+)  # fmt: skip
+compared(
+    "fusion: frozen output layer", head_alone, {},
+    change=lambda model: fuse_the_head(model).requires_grad_(False),
+)  # fmt: skip
+compared("fusion: get_main_grad of Megatron-FSDP", head_alone, {}, change=shard_by_fsdp)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from flce_dist.launch.train.model import ParallelRMSNorm
+from flce_dist.launch.train.model import ParallelRMSNorm, initialize_megatron, layer_spec
+from flce_dist.launch.train.optimizer import OnCpu
 from tests.shared_groups import group_of
 
 VOCAB, H, S, B = 96, 32, 16, 2
@@ -42,29 +42,10 @@ class ValuesOnly(nn.Module):
         return value.flatten(-2)
 
 
-class OnCpu(TorchFunctionMode):
-    """Megatron's optimizer and schedules name the device "cuda"."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        if func is Tensor.cuda:
-            return args[0]
-        result = func(*args, **kwargs)
-        if func is Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.")
-        return result
-
-
 def initialize(at: Setting, *, cp: int = 1, pp: int = 1) -> None:
     """Create the process groups and random generators of a model; collective."""
-    # megatron-core asks for the current GPU wherever it makes a buffer, and takes any device.
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
-
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import layers
 
     layers._grad_accum_fusion_available = True
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
@@ -72,12 +53,8 @@ def initialize(at: Setting, *, cp: int = 1, pp: int = 1) -> None:
     )
     parallel_state.create_group = group_of
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        at.tp, pp, context_parallel_size=cp, create_gloo_process_groups=False
-    )
-    torch.manual_seed(1)
-    # The inference tracker is the one that forks no GPU generator.
-    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+    sizes = {"pipeline_model_parallel_size": pp, "context_parallel_size": cp}
+    initialize_megatron(torch.device("cpu"), 1, at.tp, **sizes)
 
 
 def accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
@@ -107,15 +84,6 @@ def config_of(at: Setting, *, cp: int = 1, pp: int = 1, **changes: Any) -> Any:
     return TransformerConfig(**{**settings, **changes})
 
 
-def layer_spec() -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ParallelRMSNorm
-    spec.submodules.self_attention.submodules.core_attention = ValuesOnly
-    return spec
-
-
 def gpt(
     at: Setting, *, tied: bool = False, cp: int = 1, pp: int = 1, mtp: int = 0, **changes: Any
 ) -> Any:
@@ -129,7 +97,7 @@ def gpt(
     if mtp:
         changes.update(mtp_num_layers=mtp, mtp_loss_scaling_factor=0.5)
     config = config_of(at, cp=cp, pp=pp, **changes)
-    block = TransformerBlockSubmodules(layer_specs=[layer_spec()], layer_norm=ParallelRMSNorm)
+    block = TransformerBlockSubmodules([layer_spec(ValuesOnly)], layer_norm=ParallelRMSNorm)
     depths = None
     if mtp:
         depths = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
@@ -148,6 +116,18 @@ def gpt(
             position_embedding_type="none",
             mtp_block_spec=depths,
         )
+
+
+def in_ddp(model: Any, **options: Any) -> Any:
+    """Wrap a model as Megatron's training does, with fp32 main_grads unless ``options`` differ."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    stage = Float16Module(model.config, model) if model.config.bf16 else model
+    config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options})
+    wrapped = DistributedDataParallel(model.config, config, stage)
+    wrapped.zero_grad_buffer()
+    return wrapped
 
 
 def batch(step: int = 0, cp: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from flce_dist.launch.train.model import ParallelRMSNorm
-from tests.contract.models import VOCAB, OnCpu, S, Setting, config_of, initialize, layer_spec
+from flce_dist.launch.train.model import ParallelRMSNorm, layer_spec
+from flce_dist.launch.train.optimizer import OnCpu
+from tests.contract.models import VOCAB, S, Setting, ValuesOnly, config_of, initialize
 
 
 def t5(at: Setting, tied: bool) -> Any:
@@ -55,7 +56,7 @@ def hybrid(at: Setting) -> Any:
 
     initialize(at)
     block.TENorm = lambda config, hidden_size, **_: ParallelRMSNorm(config, hidden_size)
-    gpt = layer_spec().submodules
+    gpt = layer_spec(ValuesOnly).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=ParallelRMSNorm,
         self_attention=gpt.self_attention,

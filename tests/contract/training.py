@@ -8,19 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist.launch.train.optimizer import OnCpu
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.contract.compare import BUDGET, compare, compared, line
 from tests.contract.main_grad import MICROBATCHES, accumulated, fused
-from tests.contract.models import OnCpu, Setting, batch, gpt, uneven
-
-
-def wrapped_in_ddp(model: Any, **ddp: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
-
-    stage = Float16Module(model.config, model) if model.config.bf16 else model
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
-    return DistributedDataParallel(model.config, config, stage)
+from tests.contract.models import Setting, batch, gpt, in_ddp, uneven
 
 
 def stepped(model: Any) -> dict[str, Any]:
@@ -29,7 +21,7 @@ def stepped(model: Any) -> dict[str, Any]:
 
     with OnCpu():
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-        wrapped = wrapped_in_ddp(model, use_distributed_optimizer=True, bucket_size=1, **overlap)
+        wrapped = in_ddp(model, use_distributed_optimizer=True, bucket_size=1, **overlap)
         config = OptimizerConfig(
             optimizer="adam", lr=0.01, clip_grad=1.0, bf16=model.config.bf16,
             params_dtype=model.config.params_dtype, use_distributed_optimizer=True,
@@ -73,8 +65,7 @@ def scheduled(model: Any) -> dict[str, Any]:
         return output, reduced
 
     with OnCpu():
-        wrapped = wrapped_in_ddp(model)
-        wrapped.zero_grad_buffer()
+        wrapped = in_ddp(model)
         model.config.finalize_model_grads_func = finalize_model_grads
         get_forward_backward_func()(
             forward_step_func=step,
@@ -111,13 +102,9 @@ def layout(model: Any) -> dict[str, Any]:
     for name, entry in model.sharded_state_dict(metadata=metadata).items():
         found[name] = type(entry).__name__
         if isinstance(entry, ShardedTensor):
-            fields = entry.key, entry.dtype, entry.local_shape, entry.global_shape
-            found[name] = (
-                *fields,
-                entry.global_offset,
-                entry.replica_id,
-                entry.allow_shape_mismatch,
-            )
+            shapes = entry.local_shape, entry.global_shape, entry.global_offset
+            more = entry.replica_id, entry.allow_shape_mismatch
+            found[name] = entry.key, entry.dtype, *shapes, *more
             found[f"{name}: values"] = entry.data
     return {**found, "names": list(model.state_dict())}
 
