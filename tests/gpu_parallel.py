@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,17 +140,13 @@ def run_checks(names: list[str], ranks: Ranks, exchange: Exchange) -> bool:
     return not failed
 
 
-def options() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "--device", {"default": "cuda" if torch.cuda.is_available() else "cpu"}
-    yield "--impl", {"default": None, "help": "triton or eager; by default by device"}
-    yield "--checks", {"nargs": "+", "choices": list(CHECKS), "help": "by default all"}
-    yield "--timeout-s", {"type": float, "default": 120.0, "help": "of a collective"}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_parallel")
-    for name, kwargs in options():
-        parser.add_argument(name, **kwargs)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--impl", help="triton or eager; by default by device")
+    add("--checks", nargs="+", choices=list(CHECKS), help="by default all")
+    add("--timeout-s", type=float, default=120.0, help="of a collective")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     names = arguments.checks or [name for name in CHECKS if on_gpu or name not in GPU_ONLY]
@@ -174,11 +169,12 @@ def main() -> int:
     ranks = Ranks(dist.group.WORLD, device, arguments.impl)
     # A rank that waits for another in a collective gives up before those who wait for it here.
     exchange = Exchange(dist.PrefixStore("found", store), rank, world_size, 2 * timeout)
-    if run_checks(names, ranks, exchange):
+    passed = run_checks(names, ranks, exchange)
+    exchange.of_all("done", Finding())  # rank 0 may hold the store, and others still read it
+    if passed:
         dist.destroy_process_group()
         return 0
     # Out of step, the ranks might wait for each other while they leave.
-    exchange.of_all("done", Finding())
     os._exit(1)
 
 

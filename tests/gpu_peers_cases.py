@@ -1,14 +1,18 @@
-"""What two processes on one GPU do with PeerMemory: see gpu_peers_one_device.py, which runs it.
+"""Peer memory over the real CUDA driver on ONE GPU, which two processes share: one of them runs
 
-Each case runs on both ranks and yields what is wrong there. P ranks, T tokens, H hidden size.
+    python -m tests.gpu_peers_cases CASE RANK STORE
+
+and test_gpu_peers.py starts both. They meet over gloo by a file STORE and map each other's memory.
+Streams wait for flags, graphs are captured and replayed as on two GPUs; only slower, since the GPU
+runs one process at a time. Each case yields what is wrong on its rank, which is printed behind
+"found: ".
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+import traceback
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,108 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.parallel import transport
-from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
-from flce_dist.parallel.peer_driver import PeerDriver
+from flce_dist.parallel.peer_copies import PeerGather
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
-
-P = 2
-H = 64
-LIMIT_S = 60.0  # of waits, where nothing should hang
-SHORT_S = 6.0  # where something does
-LATE = 200_000_000  # cycles: 0.1 s
-
-
-def join(rank: int, path: str) -> None:
-    """Make the default group, over gloo."""
-    timeout = timedelta(seconds=LIMIT_S)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(path, P), rank=rank, world_size=P, timeout=timeout
-    )
-
-
-@dataclass
-class Rank:
-    """One process of a case."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    limit_s: float
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    def memory(self, kind: Any = PeerMemory) -> Any:
-        driver = PeerDriver(self.group, self.device)
-        driver.limit_s = self.limit_s
-        return kind(driver, "tokens")
-
-    def tokens(self, turn: int, n: int) -> Tensor:
-        return self.of(self.rank, turn, n)
-
-    def of(self, rank: int, turn: int, n: int) -> Tensor:
-        """What a rank sends in a turn, [n, H], no two numbers alike."""
-        values = torch.arange(n * H, device=self.device, dtype=torch.float32).view(n, H)
-        return values + (1000 * turn + rank) * 10_000
-
-
-def order_of(n: int) -> TokenOrder:
-    """Two pieces, the first one small."""
-    return TokenOrder(P, ((0, P * (n // 4)), (P * (n // 4), P * n)))
-
-
-def expected(me: Rank, turn: int, n: int) -> Tensor:
-    order, out = order_of(n), torch.empty(P * n, H, device=me.device)
-    for piece in range(2):
-        for rank in range(P):
-            out[order.part(piece, rank)] = me.of(rank, turn, n)[order.local(piece)]
-    return out
-
-
-def gather(me: Rank, memory: PeerMemory, x: Tensor) -> Tensor:
-    return PeerGather(x, order_of(len(x)), memory).wait_all()
-
-
-def scatter(me: Rank, memory: PeerMemory, shares: Tensor) -> Tensor:
-    T = len(shares)
-    total = PeerScatter((T, H), torch.float32, order_of(T // P), memory)
-    total.acquire()
-    total.tokens.copy_(shares)
-    total.start(0, T)
-    return total.wait()
-
-
-def shares(me: Rank, rank: int, turn: int, T: int) -> Tensor:
-    return me.of(rank, turn, T)
-
-
-def expected_sum(me: Rank, turn: int, T: int) -> Tensor:
-    order, out = order_of(T // P), torch.empty(T // P, H, device=me.device)
-    for piece in range(2):
-        out[order.local(piece)] = sum(
-            shares(me, rank, turn, T)[order.part(piece, me.rank)] for rank in range(P)
-        )
-    return out
-
-
-def differs(what: str, found: Tensor, right: Tensor) -> Iterator[str]:
-    torch.cuda.synchronize()
-    wrong = int((found != right).sum())
-    if wrong:
-        yield f"{what}: {wrong} of {right.numel()} numbers are wrong"
-
-
-def check_gather(me: Rank, memory: PeerMemory, what: str, turn: int, n: int) -> Iterator[str]:
-    yield from differs(what, gather(me, memory, me.tokens(turn, n)), expected(me, turn, n))
-
-
-def delay(stream: Any) -> None:
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LATE)
-
-
-# --- cases
+from tests.gpu_peers import (
+    LATE,
+    LIMIT_S,
+    SHORT_S,
+    H,
+    P,
+    Rank,
+    captured,
+    check_gather,
+    check_replay,
+    delay,
+    differs,
+    expected,
+    expected_sum,
+    gather,
+    order_of,
+    scatter,
+)
 
 
 def eager(me: Rank) -> Iterator[str]:
@@ -126,36 +49,11 @@ def eager(me: Rank) -> Iterator[str]:
     memory, results = me.memory(), []
     for turn in range(4):
         n = 64 << (turn % 3)
-        results.append((gather(me, memory, me.tokens(turn, n)), expected(me, turn, n)))
-        own = shares(me, me.rank, turn, P * n)
-        results.append((scatter(me, memory, own), expected_sum(me, turn, P * n)))
+        results.append((gather(memory, me.tokens(turn, n)), expected(me, turn, n)))
+        total = scatter(memory, me.tokens(turn, P * n))
+        results.append((total, expected_sum(me, turn, P * n)))
     for i, (found, right) in enumerate(results):
         yield from differs(f"turn {i // 2}, {('gather', 'sum')[i % 2]}", found, right)
-
-
-def captured(me: Rank, memory: PeerMemory, n: int) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """A graph of a gather and a sum: ``(graph, inputs, results)``."""
-    inputs = [me.tokens(0, n).clone(), shares(me, me.rank, 0, P * n).clone()]
-
-    def step() -> list[Tensor]:
-        return [gather(me, memory, inputs[0]), scatter(me, memory, inputs[1])]
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = step()
-    return graph, inputs, results
-
-
-def check_replay(me: Rank, of: tuple[Any, list[Tensor], list[Tensor]], turn: int) -> Iterator[str]:
-    graph, (x, own), results = of
-    x.copy_(me.tokens(turn, len(x)))
-    own.copy_(shares(me, me.rank, turn, len(own)))
-    graph.replay()
-    right = [expected(me, turn, len(x)), expected_sum(me, turn, len(own))]
-    for name, found, wanted in zip(("gather", "sum"), results, right, strict=True):
-        yield from differs(f"replay {turn}, {name}", found, wanted)
 
 
 def graph(me: Rank) -> Iterator[str]:
@@ -196,7 +94,7 @@ def failed_capture(me: Rank) -> Iterator[str]:
     dist.barrier(me.group)
     if me.rank == 1:
         delay(memory._stream)  # copies late what rank 0 published
-    slow = gather(me, memory, me.tokens(1, n))
+    slow = gather(memory, me.tokens(1, n))
     if me.rank == 0:
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
@@ -205,7 +103,7 @@ def failed_capture(me: Rank) -> Iterator[str]:
             print(f"the capture failed as planned: {type(error).__name__}: {error}")
         else:
             yield "the capture did not fail"
-    after = gather(me, memory, me.tokens(3, n))
+    after = gather(memory, me.tokens(3, n))
     yield from differs("in flight during the capture", slow, expected(me, 1, n))
     yield from differs("after the capture", after, expected(me, 3, n))
     yield from check_replay(me, captured(me, memory, n), 4)
@@ -254,7 +152,7 @@ def streams(me: Rank) -> Iterator[str]:
     results = []
     for x, stream in zip(inputs, (one, two), strict=True):
         with torch.cuda.stream(stream):
-            results.append(gather(me, memory, x))
+            results.append(gather(memory, x))
     one.wait_stream(two)
     with torch.cuda.stream(one):
         found = list(check_replay(me, graph_of_two, 3))  # synchronizes
@@ -281,25 +179,11 @@ def remade(me: Rank) -> Iterator[str]:
             dist.destroy_process_group()
             if transport.held_bytes():
                 yield f"{transport.held_bytes()} bytes held for a group that is no more"
-            join(me.rank, f"{os.environ['ONE_DEVICE_STORE']}-{turn}")
-            assert dist.group.WORLD is not None
-            me = Rank(dist.group.WORLD, me.device, me.limit_s)
-
-
-def hang(me: Rank) -> Iterator[str]:
-    """Rank 1 does not publish: rank 0 ends by itself, and says whom it waited for."""
-    memory = me.memory()
-    yield from check_gather(me, memory, "before", 0, 64)
-    if me.rank == 1:
-        time.sleep(3 * SHORT_S)
-        os._exit(0)
-    gather(me, memory, me.tokens(1, 64))
-    torch.cuda.synchronize()
-    yield "waited, and went on"
+            me.join(f"{sys.argv[3]}-{turn}")
 
 
 def hang_in_replay(me: Rank) -> Iterator[str]:
-    """The same in a graph's replay, which no host code knows of."""
+    """Rank 1 does not replay a graph, of which no host code knows: rank 0 ends by itself."""
     memory = me.memory()
     one = captured(me, memory, 64)
     yield from check_replay(me, one, 1)
@@ -312,7 +196,10 @@ def hang_in_replay(me: Rank) -> Iterator[str]:
 
 
 def alone(me: Rank) -> Iterator[str]:
-    """Rank 1 alone raises before it publishes, and goes on to another call: no data are mixed."""
+    """Rank 1 alone raises before it publishes, and goes on to another call: no data are mixed.
+
+    Rank 0 waits for it in vain, ends by itself, and says whom it waited for.
+    """
     memory = me.memory()
     yield from check_gather(me, memory, "before", 0, 64)
     if me.rank == 1:
@@ -321,7 +208,7 @@ def alone(me: Rank) -> Iterator[str]:
         except Stop:
             pass
         try:
-            gather(me, memory, me.tokens(2, 64))
+            gather(memory, me.tokens(2, 64))
         except RuntimeError as error:
             print(f"raised as planned: {error}")
             if "ranks [0]" not in str(error):
@@ -329,7 +216,7 @@ def alone(me: Rank) -> Iterator[str]:
             sys.stdout.flush()
             os._exit(0)
         yield "went on alone"
-    gather(me, memory, me.tokens(1, 64))
+    gather(memory, me.tokens(1, 64))
     torch.cuda.synchronize()
     yield "took what was published for another call"
 
@@ -345,23 +232,34 @@ def whole(me: Rank) -> Iterator[str]:
             yield "no memory was shared"
 
 
-@dataclass(frozen=True)
-class Case:
-    run: Callable[[Rank], Iterator[str]]
-    aborts: str = ""
-    """What rank 0 says as it ends by SIGABRT, if it must."""
-
-
-IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
 CASES = {
-    "eager": Case(eager),
-    "graph": Case(graph),
-    "failed_capture": Case(failed_capture),
-    "exception": Case(exception),
-    "streams": Case(streams),
-    "remade": Case(remade),
-    "hang": Case(hang, IN_VAIN),
-    "hang_in_replay": Case(hang_in_replay, IN_VAIN),
-    "alone": Case(alone, IN_VAIN),
-    "whole": Case(whole),
-}
+    case.__name__: case
+    for case in (
+        eager, graph, failed_capture, exception, streams, remade, hang_in_replay, alone, whole
+    )
+}  # fmt: skip
+ABORTS = ("hang_in_replay", "alone")  # rank 0 ends by SIGABRT, and says
+IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
+
+
+def main(name: str, rank: str, store: str) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    me = Rank(int(rank), SHORT_S if name in ABORTS else LIMIT_S, device)
+    me.join(store)
+    found = []
+    try:
+        found += list(CASES[name](me))
+        torch.cuda.synchronize()
+    except BaseException:
+        found.append(traceback.format_exc().rstrip())
+    for line in found:
+        print("found: " + line, flush=True)
+    if not found:
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(bool(found))  # whatever the GPU still waits for
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -9,23 +9,21 @@ wrong result raises. Without a GPU it runs eager, or the interpreted kernels by 
 """
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.options import Schedule
-from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget
 from tests.filtered_formula import definition, filtered_gradients
-from tests.problems import Inputs
+from tests.problems import IGNORE, METRICS, Inputs, Outcome, Upstream, run, run_reference
 
 V = 507
-IGNORE = -100
-METRICS = ("lse", "logprob", "entropy")
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ CASES = [
 ]
 
 
-def make(case: Case, device: str) -> dict[str, Tensor]:
-    """Operands and labels; with more than one token one row overflows and one, NaN, is ignored."""
+def make(case: Case, device: str) -> Inputs:
+    """With more than one token one row overflows and one, NaN, is ignored."""
     g = torch.Generator().manual_seed(case.T + case.H)
     rows = V + case.padding
     hidden = torch.randn(case.T, case.H, generator=g)
@@ -82,78 +80,59 @@ def make(case: Case, device: str) -> dict[str, Tensor]:
         labels[1] = IGNORE
         hidden[1] = torch.nan
     weight[V:] = torch.nan
-    tensors = {"hidden": hidden, "weight": weight, **({"bias": bias} if case.bias else {})}
-    tensors = {name: x.to(device, case.dtype) for name, x in tensors.items()}
+    inputs = Inputs(hidden, weight, labels, bias if case.bias else None)
+    return inputs.to(case.dtype).to(torch.device(device))
+
+
+def call(
+    case: Case, hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
     if case.pointers:
-        wide = torch.nn.functional.pad(tensors["weight"], (0, 1))
-        tensors["weight"] = wide[:, :-1]
-    return {**tensors, "labels": labels.to(device)}
+        weight = pad(weight, (0, 1))[:, :-1]
+    if case.metrics:
+        return linear_cross_entropy_with_metrics(hidden, weight, labels, **options)
+    return (linear_cross_entropy(hidden, weight, labels, **options),)
 
 
-def outcome(call: Any, tensors: dict[str, Tensor], case: Case, **options: Any) -> dict[str, Tensor]:
-    """Results and gradients by name; every metric gets an upstream gradient of its own."""
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name != "labels"}
-    out = call(
-        labels=tensors["labels"], vocab_size=V, reduction="sum", **leaves, **dict(case.options),
-        **options,
-    )  # fmt: skip
-    out = dict(zip(("loss", *METRICS), (out,) if isinstance(out, Tensor) else out, strict=False))
-    names = out if case.metrics else ["loss"]
-    total = sum((i + 1) * out[name].sum() for i, name in enumerate(names))
-    assert isinstance(total, Tensor)
-    total.backward()
-    gradients = {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    return {name: out[name].detach() for name in names} | gradients
-
-
-def reference(tensors: dict[str, Tensor], case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The textbook, which multiplies padding rows by 0 and so gets clean ones."""
-    tensors = {
-        name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in tensors.items()
-    }
-    tensors["weight"] = tensors["weight"].clone()
-    tensors["weight"][V:] = 0.0
-    kept = {k: v for k, v in case.options if k != "max_logits_bytes"}
-    case = Case(**{**vars(case), "options": tuple(kept.items())})
-    return outcome(reference_linear_cross_entropy, tensors, case)
-
-
-def filtered_truth(
-    tensors: dict[str, Tensor], case: Case, truth: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def filtered_truth(inputs: Inputs, truth: Outcome, **options: Any) -> Outcome:
     """``truth`` with the filtered gradients; some tiles must not be kept."""
-    inputs, options = Inputs(**{name: x.cpu() for name, x in tensors.items()}), dict(case.options)
+    inputs = inputs.to(torch.device("cpu"))
     kept = definition(inputs, EPS, vocab_size=V).kept
-    assert kept.any() and not kept.all(), f"{case}: nothing to filter, or everything"
-    gradients = filtered_gradients(inputs, EPS, vocab_size=V, reduction="sum", **options)
+    assert kept.any() and not kept.all(), "nothing to filter, or everything"
+    gradients = filtered_gradients(inputs, EPS, **options)
     return {name: gradients.get(name, x).to(x) for name, x in truth.items()}
 
 
 def check(case: Case, device: str, impl: str | None) -> None:
     """Run one case; raise AssertionError if a result is beyond its budget."""
-    tensors = make(case, device)
-    call: Any = linear_cross_entropy_with_metrics if case.metrics else linear_cross_entropy
-    actual = outcome(call, tensors, case, schedule=case.schedule, impl=impl)
-    truth = reference(tensors, case, torch.float64)
-    eager = reference(tensors, case, case.dtype)
+    inputs = make(case, device)
+    # Every metric gets an upstream gradient of its own.
+    metrics = {name: torch.full((case.T,), 2.0 + i) for i, name in enumerate(METRICS)}
+    upstream = Upstream(1.0, metrics if case.metrics else None)
+    options = {"vocab_size": V, "reduction": "sum", **dict(case.options)}
+    actual = run(
+        partial(call, case), inputs, upstream, schedule=case.schedule, impl=impl, **options
+    )
+    clean = replace(inputs, weight=inputs.weight.clone())
+    clean.weight[V:] = 0.0  # which the textbook multiplies by 0
+    truth, eager = (
+        run_reference(clean.to(dtype), upstream, **options) for dtype in (torch.float64, case.dtype)
+    )
+    names = actual.keys() - {"correct"}
     if case.schedule == filtered.schedule(EPS):
-        exact, truth = truth, filtered_truth(tensors, case, truth)
-        eager = {name: truth[name] + (x.double() - exact[name]) for name, x in eager.items()}
-    for name, result in actual.items():
-        budget = error_budget(result, truth[name], eager[name], dtype=case.dtype)
+        exact, truth = truth, filtered_truth(inputs, truth, **options)
+        eager = {name: truth[name] + (eager[name].double() - exact[name]) for name in names}
+    for name in names:
+        budget = error_budget(actual[name], truth[name], eager[name], dtype=case.dtype)
         assert budget.met, f"{case}: {name}: {budget}"
-
-
-def options() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "--cases", {"type": int, "default": len(CASES), "help": "only the first so many"}
-    yield "--device", {"default": "cuda" if torch.cuda.is_available() else "cpu"}
-    yield "--impl", {"default": None, "help": "triton or eager; by default by device"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_sanitize")
-    for name, kwargs in options():
-        parser.add_argument(name, **kwargs)
+    add = parser.add_argument
+    add("--cases", type=int, default=len(CASES), help="only the first so many")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--impl", help="triton or eager; by default by device")
     arguments = parser.parse_args()
     cases = CASES[: arguments.cases]
     assert cases, f"--cases must be at least 1, got {arguments.cases}"

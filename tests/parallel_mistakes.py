@@ -38,13 +38,6 @@ def another_loss_on_rank_1(patch: pytest.MonkeyPatch) -> None:
     replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 3e-7 * dist.get_rank()))
 
 
-def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
-    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
-        return op(hidden, 0.9 * weight + 0.1 * weight.detach(), *args, **options)
-
-    replace_op(patch, wrong)
-
-
 def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
     def own_part(self: Any) -> torch.Tensor:
         group = dist.group.WORLD
@@ -59,10 +52,6 @@ def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
 def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
     real = collectives.all_reduce_sum
     patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
-
-
-def sums_over_no_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives, "all_reduce_sum", lambda x, _: x)
 
 
 def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:

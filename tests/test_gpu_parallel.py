@@ -1,15 +1,10 @@
 """tests/gpu_parallel.py under torchrun, on GPUs over NCCL and on a CPU over gloo; planted mistakes.
 
-Over gloo the program runs in forked ranks, which need not import torch again, and once under
-torchrun, a fork, too. The mistakes are planted on two gloo ranks; each must be found by its check.
+The mistakes are planted on two gloo ranks; each must be found by its check.
 """
 
 import contextlib
 import importlib
-import io
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist.testing import RankPool
-from tests import gpu_parallel, parallel_ranks, processes
+from tests import gpu_parallel, parallel_ranks
 from tests.parallel_mistakes import (
     Plant,
-    a_tenth_of_dweight_missing,
     all_logits_held,
     another_loss_on_rank_1,
     compiled_dweight_halved,
@@ -35,20 +28,15 @@ from tests.parallel_mistakes import (
     nobody_waits_for_a_collective,
     rank_1_raises,
     sums_over_all_ranks,
-    sums_over_no_ranks,
     the_first_loss_for_ever,
 )
 from tests.parallel_problem import Problem, small_pieces
 from tests.parallel_ranks import Ranks, plan_of, problem, ways
-from tests.processes import LAST_RESORT_S, started
+from tests.processes import LAST_RESORT_S, started, torchrun
 
-ROOT = Path(__file__).parents[1]
-TIMEOUT_S = LAST_RESORT_S + 60  # more than a collective may take
 PATIENCE = ["--timeout-s", f"{LAST_RESORT_S:g}"]  # other processes may use CPU and GPUs, too
 CPU_CHECKS = [name for name in gpu_parallel.CHECKS if name not in gpu_parallel.GPU_ONLY]
-COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-PROGRAM = ["-m", "tests.gpu_parallel"]
-PLANTED = ["-m", "tests.parallel_mistakes"]
+PROGRAM = ["tests.gpu_parallel"]
 
 
 def one_way_only(patch: pytest.MonkeyPatch) -> None:
@@ -60,107 +48,54 @@ def one_way_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel_ranks, "different_ways", one_way)
 
 
+def planted(plant: Plant) -> list[str]:
+    return ["tests.parallel_mistakes", plant.__name__]
+
+
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu(count), pytest.mark.alone]
 
 
-def torchrun(
-    world_size: int, program: list[str], *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end, or until time is over: the agent then ends its workers and says so."""
-    kept = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    defaults = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, str(world_size), *program, *arguments]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**kept, **defaults, **environment},
-    ) as agent:  # fmt: skip
-        try:
-            output = agent.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            agent.terminate()
-            output = agent.communicate()
-        return subprocess.CompletedProcess(command, agent.returncode, *output)
+def run_over_nccl(world_size: int, logs: Path, *program: str) -> tuple[int, str]:
+    """Run a program on GPUs; return torchrun's exit status and all that was printed."""
+    # NCCL's threads read the agent's store until the end; that of rank 0 would be gone.
+    command = ["env", "-u", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", sys.executable]
+    command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    with started([*command, "-m", *program, "--device", "cuda"], logs) as ranks:
+        (status,), (printed,) = ranks.finish()
+    return status, printed
 
 
-def ran(
-    group: dist.ProcessGroup, port: int, plant: Plant | None, arguments: tuple[str, ...]
-) -> tuple[Any, str, str]:
-    """Run the program on a forked rank, as torchrun would; return its exit status and outputs."""
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "RANK": group.rank(),
-        "WORLD_SIZE": group.size(),
-    }
-    dist.destroy_process_group()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
-        contextlib.redirect_stderr(io.StringIO()) as stderr,
-    ):
-        for name, value in variables.items():
-            patch.setenv(name, str(value))
-        patch.setattr(sys, "argv", ["gpu_parallel", *arguments])
-        patch.setattr(os, "_exit", sys.exit)
-        if plant is not None:
-            plant(patch)
-        try:
-            status: Any = gpu_parallel.main()
-        except SystemExit as ended:
-            status = ended.code
-    return status, stdout.getvalue(), stderr.getvalue()
-
-
-def forked(plant: Plant | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program on two forked ranks over gloo; both must end with the same status."""
+def run_over_gloo(logs: Path, *program: str) -> tuple[int, str]:
+    """Run a program on two ranks, which are forks."""
     # What torch.compile imports: by this process, once for all ranks.
     importlib.import_module("torch._inductor.lowering")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with RankPool(2) as pool:
-        arguments = ("--device", "cpu", *arguments, *PATIENCE)
-        (status, *first), (other, *second) = pool.run(ran, store.port, plant, arguments)
-    assert status == other, first + second
-    stdout, stderr = (mine + theirs for mine, theirs in zip(first, second, strict=True))
-    return subprocess.CompletedProcess(list(arguments), status, stdout, stderr)
+    command = torchrun("-m", *program, "--device", "cpu", "--impl", "eager")
+    with started(command, logs, forks=True) as ranks:
+        (status,), (printed,) = ranks.finish()
+    return status, printed
 
 
-def failing(done: subprocess.CompletedProcess[str]) -> str:
-    """What the program says of failing checks, and what the first rank that raised says.
-
-    Behind that come the errors of ranks that waited for it, and torchrun's. Else their end.
-    """
-    lines = [line for line in done.stdout.splitlines() if ": ok (" not in line]
-    first = re.search(r"^rank \d+ raised ", done.stderr, re.MULTILINE)
-    errors = done.stderr[first.start() :][:4000] if first else done.stderr[-4000:]
-    return "\n".join(lines + (errors.splitlines() if done.returncode else []))
+def all_passed(names: list[str], world_size: int) -> str:
+    return f"{len(names)} of {len(names)} checks passed on {world_size} ranks\nok\n"
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=on_gpus(n)) for n in (2, 4)])
 @pytest.mark.parametrize("one_connection", [False, True])
-def test_every_check_passes_over_nccl(one_connection, world_size):
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one_connection else {}
-    done = torchrun(world_size, PROGRAM, "--device", "cuda", *PATIENCE, **environment)
-    print(done.stdout)
-    assert done.returncode == 0, failing(done)
-    total = len(gpu_parallel.CHECKS)
-    assert done.stdout.endswith(f"{total} of {total} checks passed on {world_size} ranks\nok\n")
+def test_every_check_passes_over_nccl(one_connection, world_size, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if one_connection:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    status, printed = run_over_nccl(world_size, tmp_path, *PROGRAM, *PATIENCE)
+    print(printed)
+    assert status == 0 and all_passed(list(gpu_parallel.CHECKS), world_size) in printed, printed
 
 
-def test_every_check_passes_over_gloo():
-    done = forked(None, "--impl", "eager")
-    assert done.returncode == 0, failing(done)
-    total = len(CPU_CHECKS)
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[:total]] == CPU_CHECKS
-    assert done.stdout.endswith(f"{total} of {total} checks passed on 2 ranks\nok\n")
-
-
-def test_the_first_error_is_shown_before_those_that_follow_from_it():
-    said = "warning\nrank 0 raised Traceback\nOutOfMemoryError\n"
-    stderr = said + "rank 1 waited in vain\n" * 1000
-    done = subprocess.CompletedProcess([], 1, "memory: ok (2.4 s)\ngradients: ", stderr)
-    assert failing(done).startswith("gradients: \nrank 0 raised Traceback\nOutOfMemoryError\n")
+def test_every_check_passes_over_gloo(tmp_path):
+    status, printed = run_over_gloo(tmp_path, *PROGRAM, *PATIENCE)
+    assert status == 0 and all_passed(CPU_CHECKS, 2) in printed, printed
+    for name in CPU_CHECKS:
+        assert f"{name}: ok (" in printed
 
 
 @pytest.mark.parametrize(
@@ -187,40 +122,24 @@ def test_ways_are_what_they_are_called(fewer, device, P):
 
 # --- planted mistakes
 
-
-MISTAKES: list[tuple[str, Plant, str]] = [
-    ("gradients", dhidden_not_summed, "recompute, SP: dhidden: error"),
-    ("gradients", sums_over_no_ranks, "cached: loss: error"),
-    ("gradients", a_tenth_of_dweight_missing, "in_forward, chunks, SP: dweight: error"),
-    ("gradients", another_loss_on_rank_1, "part cached: loss differs between ranks"),
-    ("bits", never_the_same, "part cached, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
-    ("bits", another_loss_on_rank_1, "repeat 2: loss differs between ranks"),
-    ("streams", never_the_same, "cached, two streams, turn 1, SP: loss, dhidden, dweight, dbias"),
-    ("graphs", never_the_same, "in_forward, chunks, SP: batch 2: loss, dhidden, dweight, dbias"),
-    (
-        "graphs",
-        never_the_same,
-        "in_forward, chunks, SP: after larger calls: loss, dhidden, dweight",
-    ),
-    ("exceptions", never_the_same, "cached, after row_gradient raised, SP: loss, dhidden, dweight"),
-    ("graphs", the_first_loss_for_ever, "batch 1: its loss was there before the replay"),
-    ("filtered", dhidden_not_summed, "rounds, SP: dhidden: error"),
-    ("filtered", sums_over_no_ranks, "one round: kept_share differs between ranks"),
-    ("filtered", never_the_same, "rounds, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
-    ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
-    ("empty", dhidden_not_summed, "no rows: filtered, SP: dhidden: error"),
-    ("subgroups", sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
-    ("heads", every_other_weight_detached, "recompute: dweight: error"),
-    ("heads", never_the_same, "head 0, backward in either order, SP: loss, dhidden, dweight"),
-    ("main_grad", every_other_dweight_dropped, "cached, SP: main_grad in torch.float32: error"),
-    ("checkpointing", never_the_same, "use_reentrant=True, SP: dhidden, dweight, dbias not"),
-    ("checkpointing", never_the_same, "in_forward, chunks, SP: loss: error"),
-    ("compile", compiled_dweight_halved, "cached, SP: dweight not the same bits"),
-    ("dtensors", never_the_same, "cached, SP: loss, dhidden, dweight, dbias not the same bits"),
-    ("dtensors", every_other_weight_detached, "recompute: dweight not the same bits"),
-    ("check_ranks", no_difference_seen, "vocab_size: check_ranks said None"),
-    ("memory", all_logits_held, "MiB beyond gradients"),
-]
+# For each check: a mistake, and what the check says of it.
+MISTAKES: dict[str, tuple[Plant, str]] = {
+    "memory": (all_logits_held, "MiB beyond gradients"),
+    "gradients": (dhidden_not_summed, "recompute, SP: dhidden: error"),
+    "bits": (never_the_same, "part cached, repeat 1, SP: loss, dhidden, dweight, dbias not the"),
+    "streams": (never_the_same, "cached, two streams, turn 1, SP: loss, dhidden, dweight, dbias"),
+    "graphs": (the_first_loss_for_ever, "batch 1: its loss was there before the replay"),
+    "exceptions": (never_the_same, "cached, after row_gradient raised, SP: loss, dhidden, dweight"),
+    "filtered": (dhidden_not_summed, "rounds, SP: dhidden: error"),
+    "empty": (another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
+    "subgroups": (sums_over_all_ranks, "mesh of dp 2 x tp 1: recompute: loss: error"),
+    "heads": (every_other_weight_detached, "recompute: dweight: error"),
+    "main_grad": (every_other_dweight_dropped, "cached, SP: main_grad in torch.float32: error"),
+    "checkpointing": (never_the_same, "use_reentrant=True, SP: dhidden, dweight, dbias not"),
+    "compile": (compiled_dweight_halved, "cached, SP: dweight not the same bits"),
+    "dtensors": (never_the_same, "cached, SP: loss, dhidden, dweight, dbias not the same bits"),
+    "check_ranks": (no_difference_seen, "vocab_size: check_ranks said None"),
+}
 
 
 def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> list[str]:
@@ -232,36 +151,28 @@ def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> lis
         return gpu_parallel.run_check(gpu_parallel.CHECKS[check], ranks).messages
 
 
-@pytest.mark.parametrize(
-    ("check", "plant"), list(dict.fromkeys((check, plant) for check, plant, _ in MISTAKES))
-)
-def test_a_mistake_is_found(check, plant, pools):
-    messages = [text for *mistake, text in MISTAKES if mistake == [check, plant]]
+@pytest.mark.parametrize("check", CPU_CHECKS)
+def test_a_mistake_is_found(check, pools):
+    plant, message = MISTAKES[check]
     for found in pools[2].run(found_with, check, plant):
-        for message in messages:
-            assert any(message in line for line in found), found
+        assert any(message in line for line in found), found
 
 
-def test_each_check_has_a_mistake_to_find():
-    assert {check for check, _, _ in MISTAKES} == set(CPU_CHECKS)
-
-
-def test_the_program_names_what_failed():
-    done = forked(dhidden_not_summed, "--checks", "gradients", "check_ranks")
-    assert done.returncode == 1
-    assert "gradients: FAILED (" in done.stdout
+def test_the_program_names_what_failed(tmp_path):
+    program = [*planted(dhidden_not_summed), "--checks", "gradients", "check_ranks"]
+    status, printed = run_over_gloo(tmp_path, *program, *PATIENCE)
+    assert status == 1
+    assert "gradients: FAILED (" in printed
     for rank in range(2):
-        assert f"\n  rank {rank}: even, mean: recompute, SP: dhidden: error" in done.stdout
-    assert "\ncheck_ranks: ok (" in done.stdout
-    end = "1 of 2 checks passed on 2 ranks\nfailed or not run: gradients\n"
-    assert done.stdout.endswith(end)
+        assert f"\n  rank {rank}: even, mean: recompute, SP: dhidden: error" in printed
+    assert "\ncheck_ranks: ok (" in printed
+    assert "1 of 2 checks passed on 2 ranks\nfailed or not run: gradients\n" in printed
 
 
 def test_a_rank_that_fails_alone_does_not_hang_the_others(tmp_path):
-    command = processes.torchrun(*PLANTED, rank_1_raises.__name__, "--device", "cpu")
-    with started([*command, "--checks", "bits", "memory"], tmp_path, forks=True) as program:
-        statuses, (printed,) = program.finish()
-    assert statuses == [1]
+    program = [*planted(rank_1_raises), "--checks", "bits", "memory"]
+    status, printed = run_over_gloo(tmp_path, *program)
+    assert status == 1
     assert "FAILED (" in printed
     assert "\n  rank 1: Traceback" in printed and "ArithmeticError: only here" in printed
     assert "\n  rank 0: Traceback" in printed  # waited for rank 1 in a collective
@@ -280,7 +191,7 @@ def test_a_rank_that_fails_alone_does_not_hang_the_others(tmp_path):
         pytest.param("graphs", never_the_same, "not the same bits", marks=on_gpus(2)),
     ],
 )
-def test_a_mistake_is_found_on_gpus(check, plant, message):
-    done = torchrun(2, PLANTED, plant.__name__, "--device", "cuda", "--checks", check)
-    assert done.returncode == 1, done.stdout
-    assert f"{check}: FAILED (" in done.stdout and message in done.stdout, failing(done)
+def test_a_mistake_is_found_on_gpus(check, plant, message, tmp_path):
+    status, printed = run_over_nccl(2, tmp_path, *planted(plant), "--checks", check)
+    assert status == 1, printed
+    assert f"{check}: FAILED (" in printed and message in printed, printed

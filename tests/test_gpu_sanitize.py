@@ -1,80 +1,65 @@
 """tests/gpu_sanitize.py by itself, and under NVIDIA's compute-sanitizer where that is installed."""
 
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import gpu_sanitize
 from tests.problems import interpreted
-from tests.test_gpu_oracle import each_device, on_cuda
+from tests.processes import ROOT, environment
+from tests.test_gpu_oracle import CUDA, on_cuda
 
-ROOT = Path(__file__).parents[1]
 FOUND = 9  # exit status of the sanitizer if it found something
 TIMEOUT_S = 170  # the sanitizer makes the start of PyTorch slow, too
 SCRIPT = ["-m", "tests.gpu_sanitize"]
+ALL = len(gpu_sanitize.CASES)
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
-
-
-def sanitizer() -> str:
-    """Path of compute-sanitizer; skips the test without it."""
+def sanitize(tool: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run Python under ``tool``; skips without it, or where it does not support the device."""
     path = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if path is None:
         pytest.skip("needs compute-sanitizer on PATH or in /usr/local/cuda/bin")
-    return path
-
-
-def sanitize(tool: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run Python under ``tool``; skips where the sanitizer does not support the device."""
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]
+    command = [path, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]
     # Ours alone: the compilers that Triton starts are not what is examined.
-    options += ["--target-processes", "application-only"]
-    done = run(
-        [sanitizer(), *options, sys.executable, *arguments], PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-    )
+    command += ["--target-processes", "application-only", sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S,
+        env={**environment(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )  # fmt: skip
     if "Device not supported" in done.stdout + done.stderr:
         pytest.skip("compute-sanitizer does not support this device")
     return done
 
 
-@each_device
-def test_every_case_is_within_its_budget(device):
-    done = run([sys.executable, *SCRIPT, "--device", device], TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.endswith(f"{len(gpu_sanitize.CASES)} cases within their budgets\nok\n")
-
-
-@interpreted
-def test_interpreted_kernels_pass_the_first_two_cases(monkeypatch, capsys):
-    options = ["--device", "cpu", "--impl", "triton", "--cases", "2"]
+@pytest.mark.parametrize(
+    ("device", "impl", "cases"),
+    [
+        ("cpu", "eager", ALL),
+        pytest.param("cpu", "triton", 2, marks=interpreted),
+        pytest.param("cuda", "triton", ALL, marks=CUDA.marks),
+    ],
+)
+def test_every_case_is_within_its_budget(device, impl, cases, monkeypatch, capsys):
+    options = ["--device", device, "--impl", impl, "--cases", str(cases)]
     monkeypatch.setattr(sys, "argv", ["gpu_sanitize", *options])
     gpu_sanitize.main()
-    assert capsys.readouterr().out == "2 cases within their budgets\nok\n"
+    assert capsys.readouterr().out == f"{cases} cases within their budgets\nok\n"
 
 
-@pytest.mark.parametrize("case", gpu_sanitize.CASES, ids=range(len(gpu_sanitize.CASES)))
-def test_a_wrong_result_is_noticed(case, monkeypatch):
-    """Half of the gradient, from every call."""
-    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
-        real = getattr(gpu_sanitize, name)
+def test_a_wrong_result_is_noticed(mutate):
+    """Half of the gradient."""
 
-        def halved(hidden, weight, labels, *, real=real, **options):
-            return real(hidden, 0.5 * weight + 0.5 * weight.detach(), labels, **options)
+    def halved(op, hidden, weight, labels, **options):
+        return op(hidden, 0.5 * weight + 0.5 * weight.detach(), labels, **options)
 
-        monkeypatch.setattr(gpu_sanitize, name, halved)
+    mutate(gpu_sanitize, "linear_cross_entropy", halved)
     with pytest.raises(AssertionError, match=r"dweight: error .* exceeds"):
-        gpu_sanitize.check(case, "cpu", None)
+        gpu_sanitize.check(gpu_sanitize.CASES[0], "cpu", None)
 
 
 @on_cuda
@@ -103,9 +88,3 @@ def test_the_sanitizer_finds_a_read_beyond_a_tensor(device):
     done = sanitize("memcheck", ["-c", OUT_OF_BOUNDS])
     assert done.returncode != 0
     assert "Invalid __global__ read" in done.stdout, (done.stdout + done.stderr)[-2000:]
-
-
-def test_without_a_sanitizer_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(pytest.skip.Exception, match="needs compute-sanitizer on PATH"):
-        sanitizer()

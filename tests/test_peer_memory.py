@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import queue
 import threading
 from typing import Any
 from unittest import mock
@@ -22,7 +23,6 @@ from tests.peer_programs import (
     failing,
     gather,
     memory_of,
-    name_of,
     scatter,
 )
 from tests.processes import LAST_RESORT_S
@@ -48,54 +48,56 @@ def test_orders_of_streams(P, seeds, one_queue, name):
     assert fake_ranks.run(P, SCENARIOS[name], seeds=seeds, one_queue=one_queue) == [None] * P
 
 
-STEPS: dict[Use, int] = {gather: 22, scatter: 25}  # calls of CUDA in a use with one peer
+def steps_of(use: Use) -> range:
+    """The numbers of the calls of CUDA in a use with one peer."""
+    steps = []
 
-
-def steps(uses: dict[Use, int]) -> list[tuple[Use, int]]:
-    return [(use, at) for use, n in uses.items() for at in range(1, n + 1)]
-
-
-def test_all_steps_are_tried():
     def count(rank: Rank) -> None:
         memory = memory_of(rank)
-        for use, most in STEPS.items():
-            use(rank, memory, 1)
-            before = rank.calls
-            use(rank, memory, 2)
-            assert rank.calls - before == most
+        use(rank, memory, 1)
+        before = rank.calls
+        use(rank, memory, 2)
+        steps.append(rank.calls - before)
 
     assert fake_ranks.run(2, count) == [None, None]
+    return range(1, 1 + max(steps))
 
 
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
+each_use = pytest.mark.parametrize("use", [gather, scatter])
+
+
 @pytest.mark.parametrize("who", [range(8), [1]], ids=["all", "one"])
-def test_a_capture_that_fails_anywhere(use, at, who):
-    def program(rank: Rank) -> None:
-        failed_capture(rank, at, use, who)
-
-    assert fake_ranks.run(2, program, seeds=2) == [None, None]
-
-
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
-def test_all_ranks_raise_anywhere_and_call_again(use, at):
-    assert fake_ranks.run(3, lambda rank: exception(rank, at, use), seeds=2) == [None] * 3
+@each_use
+def test_a_capture_that_fails_anywhere(who, use):
+    for at in steps_of(use):
+        program = functools.partial(failed_capture, at=at, use=use, who=who)
+        assert fake_ranks.run(2, program, seeds=2) == [None, None], at
 
 
-@pytest.mark.parametrize(("use", "at"), steps(STEPS), ids=name_of)
-def test_one_rank_raises_anywhere_and_no_data_are_mixed(use, at):
+@each_use
+def test_all_ranks_raise_anywhere_and_call_again(use):
+    for at in steps_of(use):
+        program = functools.partial(exception, at=at, use=use)
+        assert fake_ranks.run(3, program, seeds=2) == [None] * 3, at
+
+
+@each_use
+def test_one_rank_raises_anywhere_and_no_data_are_mixed(use):
     """Its next call names the ranks that did not join; they wait for it until their limit."""
-    ended = fake_ranks.run(3, lambda rank: exception(rank, at, use, [1]), seeds=2)
-    raised = isinstance(ended[1], RuntimeError)
-    assert raised or ended == [None] * 3  # that step is behind the last
-    assert not raised or (isinstance(ended[0], Hung) and isinstance(ended[2], Hung))
+    for at in steps_of(use):
+        program = functools.partial(exception, at=at, use=use, who=[1])
+        ended = fake_ranks.run(3, program, seeds=2)
+        raised = isinstance(ended[1], RuntimeError)
+        assert raised or ended == [None] * 3, at  # that step is behind the last
+        assert not raised or (isinstance(ended[0], Hung) and isinstance(ended[2], Hung)), at
 
 
-@pytest.mark.parametrize("use", STEPS)
+@each_use
 def test_ranks_raise_at_different_places_and_no_data_are_mixed(use):
     def program(rank: Rank, places: tuple[int, ...]) -> None:
         exception(rank, places[rank.rank], use)
 
-    for places in itertools.product(range(1, STEPS[use], 3), repeat=2):
+    for places in itertools.product(steps_of(use)[::3], repeat=2):
         ended = fake_ranks.run(2, functools.partial(program, places=places), seeds=1)
         assert all(error is None or isinstance(error, RuntimeError) for error in ended), ended
 
@@ -129,38 +131,21 @@ def test_ranks_that_meet_for_different_reasons_raise():
 # --- waits that last too long
 
 
-def hung_gather(rank: Rank) -> PeerMemory:
-    memory = memory_of(rank)
-    gather(rank, memory, 1)
-    if rank.rank:
-        gather(rank, memory, 2)
-    return memory
-
-
-def hung_replay(rank: Rank) -> PeerMemory:
-    memory = memory_of(rank)
-    gather(rank, memory, 1)
-    one = captured(rank, memory)
-    one.replay()
-    if rank.rank:
-        one.replay()
-    return memory
-
-
-@pytest.mark.parametrize(
-    ("program", "peers"),
-    [(hung_gather, 3), (hung_gather, 2), (hung_replay, 2)],
-    ids=name_of,
-)
-def test_a_wait_without_end_is_noticed(program, peers, watched):
+@pytest.mark.parametrize(("in_replay", "P"), [(False, 2), (False, 3), (True, 2)])
+def test_a_wait_without_end_is_noticed(in_replay, P, watched):
     said = "rank 1 has waited 12 s for ranks [0] to publish tokens"
     memories: dict[int, tuple[Rank, PeerMemory]] = {}
 
-    def note(rank: Rank) -> None:
-        memories[rank.rank] = rank, program(rank)
+    def program(rank: Rank) -> None:
+        memory = memory_of(rank)
+        memories[rank.rank] = rank, memory
+        gather(rank, memory, 1)
+        one = captured(rank, memory) if in_replay else None
+        if rank.rank:
+            one.replay() if one else gather(rank, memory, 2)
 
-    ended = fake_ranks.run(peers, note, seeds=0 if peers == 2 else 5)
-    assert [type(error) for error in ended] == [type(None), *[Hung] * (peers - 1)]
+    ended = fake_ranks.run(P, program, seeds=0 if P == 2 else 5)
+    assert [type(error) for error in ended] == [type(None), *[Hung] * (P - 1)]
     rank, memory = memories[1]
     rank.machine.show_host_words()
     mine = [wait for wait in watched if wait in memory._waits]
@@ -181,26 +166,22 @@ def test_the_limit_is_that_of_one_wait():
         assert wait.overdue(now) == said
 
 
-def test_a_thread_watches(monkeypatch):
-    wait, polls = mock.Mock(), threading.Event()
-    monkeypatch.setattr(peer_watch, "_watched", set())
-    monkeypatch.setattr(peer_watch, "_poll", polls.set)
-    monkeypatch.setattr("threading.enumerate", list)  # not that of another test
-    peer_watch.watch(wait)
-    assert polls.wait(LAST_RESORT_S) and peer_watch._watched == {wait}
+def test_a_thread_watches_and_ends_the_process(monkeypatch, capsys):
+    ended: queue.Queue[threading.Thread] = queue.Queue()
 
-
-def test_the_process_ends(monkeypatch, capsys):
     def abort() -> None:
+        ended.put(threading.current_thread())
         raise SystemExit
 
     wait = mock.Mock()
     wait.overdue.side_effect = [None, None, "rank 0 has waited for ever"]
-    monkeypatch.setattr(peer_watch, "_watched", {wait})
+    monkeypatch.setattr(peer_watch, "_watched", set())
     monkeypatch.setattr(peer_watch, "_POLL_S", 0.0)
+    monkeypatch.setattr("threading.enumerate", list)  # not the thread of another test
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
     monkeypatch.setattr("os.abort", abort)
-    with pytest.raises(SystemExit):
-        peer_watch._poll()
+    peer_watch.watch(wait)
+    ended.get(timeout=LAST_RESORT_S).join()
     assert capsys.readouterr().err == "flce_dist: rank 0 has waited for ever; this process ends\n"
 
 
@@ -239,15 +220,3 @@ def test_memories_go_with_their_group(monkeypatch):
     alive.clear()
     transport.release()
     assert not made.hidden.release.called and not transport._memories
-
-
-# --- what ends a simulation
-
-
-def test_a_check_that_fails_on_a_rank_ends_the_simulation():
-    def program(rank: Rank) -> None:
-        with pytest.raises(Hung):
-            gather(rank, memory_of(rank), 1)
-
-    with pytest.raises(AssertionError, match="rank 0: DID NOT RAISE Hung"):
-        fake_ranks.run(2, program)
