@@ -17,11 +17,6 @@ from triton.runtime import interpreter
 RELEASES = "3.6.", "3.7.", "3.8."
 """Of Triton, whose private functions are replaced; others interpret as they are, slowly."""
 
-OPERATIONS = (
-    "add", "sub", "mul", "truediv", "and_", "or_", "minimum", "maximum",
-    "less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal",
-)  # fmt: skip
-
 
 def mend() -> None:
     """Do in every release what that of Triton 3.7 does."""
@@ -45,7 +40,6 @@ def make_fast(patch: pytest.MonkeyPatch) -> None:
     patch_language_for_good(patch)
     remember_types(patch)
     remember_broadcasts(patch)
-    remember_operations(patch)
     unwrap_tiles_at_once(patch)
     check_no_overflow(patch)
 
@@ -136,94 +130,6 @@ def remember_broadcasts(patch: pytest.MonkeyPatch) -> None:
         return tl.tensor(interpreter.TensorHandle(data, type.scalar), type)
 
     patch.setattr(semantic, "broadcast_impl_value", broadcast_known)
-
-
-def remember_operations(patch: pytest.MonkeyPatch) -> None:
-    """What an operation does follows from the types of its operands, and is learned once for each.
-
-    It must be a cast, or cast two operands for one function of NumPy, which broadcasts by itself.
-    """
-    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
-    notes: list[list[tuple[Any, ...]]] = []  # what each operation does that is being learned
-
-    def noted(owner: Any, name: str, note: Any) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if notes:
-                notes[-1].append(note(result, *args))
-            return result
-
-        patch.setattr(owner, name, call)
-
-    def pointer_addition(result: Any, pointers: Any, offsets: Any) -> tuple[Any, ...]:
-        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        return pointers, offsets, lambda at, n: at + width * n.astype(np.uint64)
-
-    noted(semantic, "binary_op_type_checking_impl", lambda result, *args, **flags: result)
-    noted(builder, "binary_op", lambda result, *args: args)
-    noted(builder, "create_addptr", pointer_addition)
-    noted(builder, "cast_impl", lambda result, *args: args)
-
-    def kind_of(x: Any) -> str:
-        return x.type.name if isinstance(x, tl.tensor) else repr(x)
-
-    def remember(name: str, learn: Any) -> None:
-        slow = getattr(semantic, name)
-        known: dict[tuple, Any] = {}  # None: more than a function of the data
-
-        def operate(x: Any, y: Any, *flags: Any) -> Any:
-            key = kind_of(x), kind_of(y), *flags
-            if key in known:
-                function = known[key]
-                return slow(x, y, *flags) if function is None else function(x, y)
-            notes.append([])
-            result = slow(x, y, *flags)
-            known[key] = learn(result, x, y, *notes.pop())
-            return result
-
-        patch.setattr(semantic, name, operate)
-
-    def as_operand(x: Any, ready: Any) -> Any:
-        """Return how to get the data of an operand like ``x`` in the type of ``ready``."""
-        if not isinstance(x, tl.tensor):
-            data = ready.handle.data
-            return lambda x: data
-        if x.dtype.name == ready.dtype.name:
-            return lambda x: x.handle.data
-        return lambda x: semantic.cast(x, ready.dtype).handle.data
-
-    def learn_operation(result: Any, x: Any, y: Any, *steps: tuple[Any, ...]) -> Any:
-        if len(steps) != 2:
-            return None
-        operands, (*handles, function) = steps
-        if [operand.handle for operand in operands] != handles:
-            return None
-        left, right = map(as_operand, (x, y), operands)
-        dtype, type, np_dtype = result.handle.dtype, result.type, result.handle.data.dtype
-
-        def operate(x: Any, y: Any) -> Any:
-            data = function(left(x), right(y)).astype(np_dtype, copy=False)
-            return tl.tensor(interpreter.TensorHandle(data, dtype), type)
-
-        return operate
-
-    def learn_cast(result: Any, x: Any, y: Any, *steps: tuple[Any, ...]) -> Any:
-        if result is x:
-            return lambda x, y: x
-        if len(steps) != 1 or tl.bfloat16 in (x.dtype, result.dtype):
-            return None
-        dtype, type, np_dtype = result.handle.dtype, result.type, result.handle.data.dtype
-
-        def cast(x: Any, y: Any) -> Any:
-            return tl.tensor(interpreter.TensorHandle(x.handle.data.astype(np_dtype), dtype), type)
-
-        return cast
-
-    remember("cast", learn_cast)
-    for name in OPERATIONS:
-        remember(name, learn_operation)
 
 
 def unwrap_tiles_at_once(patch: pytest.MonkeyPatch) -> None:

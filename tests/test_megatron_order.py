@@ -261,15 +261,11 @@ def test_a_first_stage_without_an_order_is_left_alone(pools: dict[int, RankPool]
 def rank_refusals(group: Any) -> None:
     wrong: list[tuple[Any, str]] = [
         (torch.arange(VOCAB - 1), rf"each of vocab_size = {VOCAB} rows, got \({VOCAB - 1},\)"),
-        (torch.zeros(VOCAB, dtype=torch.long), "each of 96 token ids once"),
         (order_of(seed=group.rank()), r"order \w+ on rank 0 and order \w+ on rank 1"),
-        ([order_of(), None][group.rank()], r"order \w+ on rank 0 and None on rank 1"),
-        ([None, torch.arange(3)][group.rank()], r"None on rank 0 and an invalid one .* on rank 1"),
     ]
     for order, message in wrong:
-        model = megatron(2, True, False)
         with pytest.raises(ValueError, match=f"^vocab_order must .*{message}"):
-            use_linear_cross_entropy(model, vocab_order=order)
+            use_linear_cross_entropy(megatron(2, True, False), vocab_order=order)
     model = megatron(2, True, False).to("meta")
     with pytest.raises(NotImplementedError, match="meta device; build it on the CPU"):
         use_linear_cross_entropy(model, vocab_order=order_of())

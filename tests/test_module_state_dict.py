@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from flce_dist.op import dtensor
 from tests.module_layouts import (
     LAYOUTS,
+    ORDER,
+    PADDED,
     VOCAB,
     H,
     Layout,
@@ -23,26 +26,33 @@ from tests.module_layouts import (
 )
 
 
+def heads(layout: Layout, seed: int, *, on_meta: bool = False) -> nn.ModuleDict:
+    sizes: dict[str, Any] = {"seed": seed, "padded_vocab_size": PADDED, "on_meta": on_meta}
+    ordered = layout.make(vocab_order=ORDER, **sizes)
+    return nn.ModuleDict({"plain": layout.make(bias=True, **sizes), "ordered": ordered})
+
+
 def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
-    layer = layout.make(bias=True, padded_vocab_size=512)
-    layer.load_state_dict({**whole(layer.state_dict()), "bias": torch.arange(512.0)})
-    dcp.save({"head": layer.state_dict()}, checkpoint_id=path, no_dist=layout.size == 1)
+    layers = heads(layout, seed=0)
+    plain = layers["plain"]
+    plain.load_state_dict({**whole(plain.state_dict()), "bias": torch.arange(float(PADDED))})
+    dcp.save(layers.state_dict(), checkpoint_id=path, no_dist=layout.size == 1)
 
 
 def load_rank(
     group: dist.ProcessGroup, layout: Layout, path: Path
 ) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
     """What is loaded into each kind of module, as lengths of this rank's parameters and whole."""
-    layer = layout.make(seed=1, bias=True, padded_vocab_size=512)
-    state = {"head": layer.state_dict()}
+    state = heads(layout, seed=1).state_dict()
     dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
     found = []
     for assign in (False, True):
-        fresh = layout.make(seed=2, bias=True, padded_vocab_size=512)
-        fresh.load_state_dict(state["head"], assign=assign)
+        fresh = heads(layout, seed=2, on_meta=assign)
+        fresh.load_state_dict(state, assign=assign)
         lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
         found.append((lengths, whole(fresh.state_dict())))
-        check_attributes(fresh)
+        for layer in fresh.values():
+            check_attributes(layer)
     return found
 
 
@@ -57,11 +67,12 @@ def checkpoints(pools, tmp_path_factory):
 @pytest.mark.parametrize("saved", range(len(LAYOUTS)))
 @each_layout
 def test_checkpoint_reshards(pools, checkpoints, saved, layout):
-    expected = {"weight": make(None, padded_vocab_size=512).weight, "bias": torch.arange(512.0)}
-    rows = 512 // (layout.tp * layout.fsdp)
+    expected = heads(Layout(), seed=0).state_dict()
+    expected["plain.bias"] = torch.arange(float(PADDED))
+    rows = PADDED // (layout.tp * layout.fsdp)
     for found in pools[layout.size].run(load_rank, layout, checkpoints / str(saved)):
         for lengths, state in found:
-            assert lengths == [rows, rows]
+            assert lengths == [rows] * 3
             assert_same_state(state, expected)
 
 
