@@ -45,9 +45,7 @@ class LazyLogits:
 
     def loss(self, labels: Tensor) -> Tensor:
         """Per-token loss of ``labels`` [s, b] int64, as [s, b] fp32, the same on all P ranks."""
-        return self._in_layer(
-            lambda layer, hidden, weight: layer.token_loss(hidden, weight, labels, scale=self.scale)
-        )
+        return self._in_layer(FusedLayer.token_loss, labels=labels, scale=self.scale)
 
     def __mul__(self, factor: float) -> "LazyLogits":
         if not isinstance(factor, int | float):
@@ -72,24 +70,20 @@ class LazyLogits:
         With a ``vocab_order`` the row is its token's id, counted from this rank's first row.
         """
         assert dim == -1, "only the maximum over the vocabulary is taken without logits"
-        return self._in_layer(
-            lambda layer, hidden, weight: layer.largest(hidden, weight, scale=self.scale)
-        )
+        return self._in_layer(FusedLayer.largest, scale=self.scale)
 
     def _argmax(self, dim: int) -> Tensor:
         """Column of the largest logit, [s, b]; of gathered logits where there are several ranks."""
         if self.layer.tp_group.size() == 1:
             return self.max(dim)[1]
+        gather = self.runtime_gather_output
         with torch.no_grad():
-            logits = self._in_layer(
-                lambda layer, hidden, weight: layer.real_logits(
-                    hidden, weight, self.runtime_gather_output
-                )[0]
-            )
+            logits, _ = self._in_layer(FusedLayer.real_logits, runtime_gather_output=gather)
         return (logits * self.scale).argmax(dim)
 
-    def _in_layer(self, compute: Callable[[Any, Tensor, Tensor], Any]) -> Any:
+    def _in_layer(self, method: Callable[..., Any], **keywords: Any) -> Any:
         # As a call of the module, so that hooks gather and release parameters for it.
+        compute = functools.partial(method, **keywords)
         return self.layer(self.hidden, self.weight, compute=compute)
 
     @classmethod
@@ -187,11 +181,14 @@ class FusedLayer:
             sequence_parallel=self.sequence_parallel,
             accumulate_dweight=fuses,
         )
-        reordered = _unchanged
-        if extra_schedule(keywords["schedule"]) is not None:
+        ranks, by_sequence = 1, extra_schedule(keywords["schedule"]) is not None
+        if by_sequence:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
-            reordered = functools.partial(_by_sequence, ranks=ranks)
-            hidden, labels = _by_sequence(hidden, ranks=1), reordered(labels)
+            hidden, labels = _by_sequence(hidden, ranks=1), _by_sequence(labels, ranks)
+
+        def reordered(x: Tensor) -> Tensor:
+            return _by_sequence(x, ranks) if by_sequence else x
+
         if not self.keeps_metrics:
             return reordered(linear_cross_entropy(hidden, weight, labels, **keywords))
         result: Any = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
@@ -237,10 +234,6 @@ def _by_sequence(x: Tensor, ranks: int) -> Tensor:
     if x.dim() < 2:
         return x
     return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _is_of_framework(hook: Any) -> bool:

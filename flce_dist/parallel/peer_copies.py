@@ -75,7 +75,8 @@ class PeerScatter(TokenSum):
 
     def start(self, first: int, last: int) -> None:
         pieces = [piece for piece, _ in self._order.between(first, last)]
-        shares = [self._buffer(piece) for piece in pieces]
+        mine = [self.tokens[self._order.part(piece, self._memory.rank)] for piece in pieces]
+        shares = [x.new_empty(self._memory.P, *x.shape) for x in mine]
         copies = [self._copy(*one) for one in zip(pieces, shares, strict=True)]
         self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
 
@@ -90,10 +91,6 @@ class PeerScatter(TokenSum):
         self._memory.close()
         self._copied.clear()
         return out
-
-    def _buffer(self, piece: int) -> Tensor:
-        local, H = self._order.local(piece), self.tokens.shape[1]
-        return self.tokens.new_empty(self._memory.P, local.stop - local.start, H)
 
     def _copy(self, piece: int, shares: Tensor) -> Copy:
         tokens, memory = self.tokens, self._memory

@@ -137,7 +137,7 @@ class PeerMemory:
         if self._capture is not None:
             self._recover(capture)
         if not self._blocks or nbytes > self._blocks[-1].nbytes:
-            self._grow(nbytes)
+            self._grow(nbytes, capture)
         self._blocks[-1].in_graph |= capture != 0
         self._capture, self._writable = capture, False
 
@@ -207,9 +207,8 @@ class PeerMemory:
             self._reset_flags()
         self._capture = None
 
-    def _grow(self, nbytes: int) -> None:
-        capturing = self._driver.capture() != 0
-        refuse_capture(capturing, f"a block of {nbytes:,} bytes that other ranks can read")
+    def _grow(self, nbytes: int, capture: int) -> None:
+        refuse_capture(capture != 0, f"a block of {nbytes:,} bytes that other ranks can read")
         self._meet(f"takes {nbytes:,} bytes")
         self._blocks = [block for block in self._blocks if block.in_graph]
         pages = max(1, -(-nbytes // _PAGE))

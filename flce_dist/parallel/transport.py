@@ -21,7 +21,7 @@ from flce_dist.parallel.collectives import (
     CollectiveSum,
     TokenGather,
     TokenSum,
-    all_gather,
+    gather_tokens,
 )
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
@@ -75,16 +75,13 @@ def check_same_labels(labels: Tensor, group: dist.ProcessGroup | None) -> None:
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     _have_called.add(group)
-    P = dist.get_world_size(group)
-    if P == 1 or os.environ.get("FLCE_DIST_CHECK_LABELS", "1") == "0":
+    if os.environ.get("FLCE_DIST_CHECK_LABELS", "1") == "0":
         return
     place = torch.arange(1, len(labels) + 1, device=labels.device) * 0x1E3779B97F4A7C15  # wraps
     mixed = (place ^ (place >> 29)) * 0x3F58476D1CE4E5B9
     mine = torch.stack(((labels * mixed).sum(), torch.full_like(mixed.sum(), len(labels))))
-    gathered = mine.new_empty(P * 2)
-    all_gather(gathered, mine, group=group)
-    of_ranks = gathered.view(P, 2).tolist()
-    others = [str(rank) for rank in range(P) if of_ranks[rank] != of_ranks[0]]
+    of_ranks = gather_tokens(mine[None], group).tolist()
+    others = [str(rank) for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
     if others:
         raise ValueError(
             "labels must be the same on all ranks of tp_group, those of all its tokens, and rank"
@@ -111,7 +108,7 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once per group by a collective,
     for which hosts wait.
     """
-    if device.type != "cuda" or dist.get_world_size(group) == 1:
+    if device.type != "cuda":
         return None
     key = (group.group_name, device)
     known, memories = _memories.get(key, (None, None))
