@@ -1,11 +1,13 @@
-"""Random shapes, strides, dtypes, options and ranks: the op agrees with the reference."""
+"""Random shapes, strides, dtypes, options and ranks: the op agrees with the reference.
 
-import math
+Windows and chunks are of a few columns and tokens, new memory holds NaN, and so do the hidden
+states of ignored tokens and the gaps between strided elements.
+"""
+
 from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +16,8 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.problems import METRICS, Inputs, Outcome, Upstream, run, run_reference
+from tests.parallel_problem import small_pieces
+from tests.problems import METRICS, Inputs, Outcome, Upstream, compare, poisoned_memory, run
 
 # The same examples in every run, so that a failure is the fault of the change under test.
 SETTINGS: dict[str, Any] = dict(
@@ -23,7 +26,6 @@ SETTINGS: dict[str, Any] = dict(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-GRADIENTS = ("dhidden", "dweight", "dbias")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
         tokens=draw(st.integers(0, max(1, sizes // (2 * P)))),
         batch=draw(st.integers(1, 3)),
         H=draw(st.integers(1, sizes)),
-        V_all=draw(st.integers(1, 3 * sizes)),
+        V_all=draw(st.integers(3, 3 * sizes)),  # gradients of fewer may cancel to nothing
         padding=draw(st.sampled_from([0, 0, 1, 13])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         layouts=(draw(layouts), draw(layouts)),
@@ -136,9 +138,8 @@ class Whole:
         known = {"vocab_size": drawn.V_all, "reduction": drawn.reduction}
         return {**known, **dict(drawn.options)}
 
-    def textbook(self, dtype: torch.dtype) -> Outcome:
-        whole = Inputs(self.hidden, self.weight, self.labels, self.bias, self.token_weight)
-        return run_reference(whole.to(dtype), self.upstream(), **self.options())
+    def inputs(self) -> Inputs:
+        return Inputs(self.hidden, self.weight, self.labels, self.bias, self.token_weight)
 
     def rank(self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu") -> Outcome:
         """Call the op on this rank's share, which is moved to ``device``."""
@@ -160,6 +161,7 @@ class Whole:
                 vocab_range=rows,
                 tp_group=group,
                 sequence_parallel=drawn.sequence_parallel,
+                reduce_in_fp32=True,  # where shares cancel their rounding errors do not
                 **keywords,
             )
 
@@ -167,50 +169,8 @@ class Whole:
         results = run(call, share.to(torch.device(device)), self.upstream(), **options)
         return {name: x.cpu() for name, x in results.items()}
 
-    def scales(self) -> dict[str, float]:
-        """RMS of the gradients if nothing cancelled, to which rounding errors are relative."""
-        upstream = torch.ones(self.labels.shape).double()
-        if self.drawn.reduction == "none":
-            upstream = self.dloss.double().abs()
-        elif self.drawn.reduction == "sum":
-            upstream *= self.dloss.abs()
-        else:
-            weights = self.counted if self.token_weight is None else self.token_weight
-            norm = float((weights * self.counted).sum()) or 1.0
-            upstream *= self.dloss.abs() / norm
-        if self.drawn.metric_gradients:
-            upstream = upstream + self.dmetrics.double().abs().sum(0) * 5
-        upstream = (upstream * self.counted).square()
-        hidden, weight = self.hidden.double().square(), self.weight.double().square()
-        total = float(upstream.sum())
-        return {
-            "dhidden": math.sqrt(total * float(weight.mean()) / max(1, upstream.numel())),
-            "dweight": math.sqrt(float((upstream[..., None] * hidden).sum()) / weight.numel()),
-            "dbias": math.sqrt(total / len(weight)),
-        }
-
-    def check(self, actual: dict[str, Tensor]) -> None:
-        oracle, eager = self.textbook(torch.float64), self.textbook(self.drawn.dtype)
-        scales = self.scales()
-        largest = 8.0 + (float(oracle["lse"].abs().max()) if oracle["lse"].numel() else 0.0)
-        fp32_eps = torch.finfo(torch.float32).eps * largest  # of exponentials of such logits
-        eps = torch.finfo(self.drawn.dtype).eps + fp32_eps
-        for name, expected in oracle.items():
-            result = actual[name]
-            assert result.shape == expected.shape, name
-            if name == "correct":
-                continue  # ties after rounding; test_api_options.py compares it
-            error = rms(result.double() - expected)
-            if name in GRADIENTS:
-                assert result.dtype == self.drawn.dtype
-                rounding = 2 * eps * (rms(expected) + scales[name])
-                budget = 2 * rms(eager[name].double() - expected) + rounding
-            else:
-                assert result.dtype == torch.float32
-                tokens = max(1, expected.numel() if self.drawn.reduction == "none" else 1)
-                summed = self.labels.numel() if self.drawn.reduction == "sum" else 1
-                budget = 1e-5 * rms(expected) + 8 * fp32_eps * max(summed, tokens)
-            assert error <= budget, f"{name}: error {error:.3g} exceeds budget {budget:.3g}"
+    def check(self, actual: Outcome) -> None:
+        compare(actual, self.inputs(), self.upstream(), **self.options())
 
 
 def plain_call(**changes: Any) -> Drawn:
@@ -221,10 +181,6 @@ def plain_call(**changes: Any) -> Drawn:
         how=(),
     )  # fmt: skip
     return replace(drawn, **changes)
-
-
-def rms(x: Tensor) -> float:
-    return float(x.norm()) / math.sqrt(max(1, x.numel()))
 
 
 def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> None:
@@ -246,24 +202,12 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
 @settings(max_examples=250, **SETTINGS)
 @given(calls())
 def test_eager_on_any_ranks(drawn):
-    check_on_ranks(drawn)
+    with small_pieces(), poisoned_memory():
+        check_on_ranks(drawn)
 
 
 @settings(max_examples=25, **SETTINGS)
 @given(calls(max_P=1, sizes=16))
 def test_triton_on_one_rank(drawn):
-    whole = Whole(drawn)
-    whole.check(whole.rank(None, "triton"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("metric_gradients", [False, True])
-@pytest.mark.parametrize("name", [*GRADIENTS, "loss", "lse", "logprob", "entropy"])
-@pytest.mark.parametrize("spoil", [torch.zeros_like, torch.neg, lambda x: x * 1.5,
-                                   lambda x: x + torch.nan])  # fmt: skip
-def test_mutations_are_noticed(spoil, name, metric_gradients, dtype):
-    whole = Whole(plain_call(dtype=dtype, metric_gradients=metric_gradients))
-    actual = whole.rank(None, "eager")
-    whole.check(actual)
-    with pytest.raises(AssertionError, match=f"{name}: error"):
-        whole.check({**actual, name: spoil(actual[name])})
+    with small_pieces(), poisoned_memory():
+        check_on_ranks(drawn, "triton")

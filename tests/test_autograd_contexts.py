@@ -1,19 +1,26 @@
-"""The op within autocast, activation checkpointing and evaluation."""
+"""The op within autocast, activation checkpointing, evaluation and another current device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.kernels import eager, gpu
+from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
-from tests.problems import Upstream, both, each_schedule, run_op, small
+from tests.problems import Upstream, both, each_schedule, run, run_op, small
 from tests.test_autograd import graph
+from tests.test_gpu_oracle import our_call
 
 # --- autocast
 
@@ -22,33 +29,26 @@ from tests.test_autograd import graph
 @both
 @each_schedule
 def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
-    """fp32 parameters and hidden of any dtype give the same bits as explicit casts."""
+    """fp32 parameters and hidden of any dtype give the same bits as explicit casts.
+
+    So they do if backward, too, runs within autocast.
+    """
     inputs = small(impl)
     options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
     by_hand = run_op(inputs.to(dtype), Upstream(), **options)
-    for hidden_dtype in (torch.float32, dtype):
-        hidden = inputs.hidden.detach().clone().to(hidden_dtype).requires_grad_()
-        weight = inputs.weight.clone().requires_grad_()
-        bias = inputs.bias.clone().requires_grad_()  # type: ignore[union-attr]
-        with torch.autocast(hidden.device.type, dtype):
-            loss = linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **options)
+    for given in (inputs, replace(inputs, hidden=inputs.hidden.to(dtype))):
+        with torch.autocast(inputs.hidden.device.type, dtype):
+            loss, leaves = graph(given, **options)
+            inside = torch.autograd.grad(loss, leaves, retain_graph=True)
+        outside = torch.autograd.grad(loss, leaves)
         assert loss.dtype == torch.float32
         assert torch.equal(loss.detach().cpu(), by_hand["loss"])
-        loss.backward()
-        for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            assert leaf.grad is not None
-            assert leaf.grad.dtype == leaf.dtype
-            assert torch.equal(leaf.grad.cpu(), by_hand[f"d{name}"].to(leaf.dtype))
-
-
-@each_schedule
-def test_backward_within_autocast_is_the_same(schedule):
-    inputs = small("eager")
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, leaves = graph(inputs, schedule=schedule)
-        inside = torch.autograd.grad(loss, leaves, retain_graph=True)
-    outside = torch.autograd.grad(loss, leaves)
-    assert all(map(torch.equal, inside, outside))
+        for name, leaf, *gradients in zip(
+            ("dhidden", "dweight", "dbias"), leaves, inside, outside, strict=True
+        ):
+            expected = by_hand[name].to(leaf.dtype)
+            for gradient in gradients:
+                assert gradient.dtype == leaf.dtype and torch.equal(gradient.cpu(), expected), name
 
 
 def test_autocast_leaves_fp64_alone():
@@ -71,16 +71,13 @@ def test_activation_checkpointing(impl, schedule, use_reentrant):
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(2 * hidden, weight, inputs.labels, impl=impl, schedule=schedule)
 
-    def gradients(call: Callable[..., Tensor], **kwargs: Any) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight)]
-        loss = call(*leaves, **kwargs)
+    def results(**context: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+        loss = checkpoint(layer, hidden, weight, **context) if context else layer(hidden, weight)
         loss.backward()
-        return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        return loss.detach(), hidden.grad, weight.grad
 
-    expected = gradients(layer)
-    actual = gradients(lambda *leaves: checkpoint(layer, *leaves, use_reentrant=use_reentrant))
-    assert len(actual) == 3
-    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, results(use_reentrant=use_reentrant), results()))
 
 
 @pytest.mark.parametrize(
@@ -130,3 +127,55 @@ def test_without_gradients_the_same_loss_and_no_graph(impl, schedule, mode):
     assert not any(x.requires_grad for x in out)
     # in_forward sums its chunks one after the other.
     assert relative_rms(loss, expected) <= (1e-6 if schedule == "in_forward" else 0.0)
+
+
+# --- the current device, on which Triton launches; test_gpu_execution.py needs two GPUs
+
+Launches = dict[str, set[bool]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Kernels that ran, and whether the device of their tensors had been made current."""
+    current: list[torch.device] = []
+    seen: Launches = {}
+
+    @contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        current.append(x.device)
+        yield
+        current.pop()
+
+    def spy(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).add(torch.device("cpu") in current)
+            return kernel(*args, **kwargs)
+
+        return launch
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in (name for name in vars(gpu) if not name.startswith("_")):
+        monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
+    return seen
+
+
+@each_schedule
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_kernel_runs_on_the_device_of_its_tensors(launches, monkeypatch, compiled, schedule):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)  # True: by the operators
+    run(our_call, small("eager"), Upstream(), schedule=schedule)
+    assert {"linear_stats", "token_loss", "row_gradient"} <= set(launches)
+    assert {name for name, current in launches.items() if current != {True}} == set()
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends, device):
+    """The seed of the module, for a weight on cuda:1."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:1")
+    group: Any = object()
+    assert collectives.message_device(x, group) == torch.device(device)
+    assert collectives.message_device(x, None) == torch.device("cpu")

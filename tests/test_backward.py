@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.op import gradients, lending, plan
-from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import Outcome, Problem, joined, misses, on_threads, rank_step
-from tests.problems import both
+from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
+from tests.problems import both, pairwise
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -53,12 +51,13 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
 COPIES = {"recompute fp16", "mixed", "mixed bf16", "mixed fp16", "in_forward lent"}
 """Cases in which columns are recomputed from hidden after it was scaled for dweight."""
 
-each_case = pytest.mark.parametrize("case", CASES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "logit_scale": 0.5},
     "softcap": {"softcap": 5.0, "logit_scale": 0.5},
     "weights": {"token_weight": torch.linspace(-1, 2, T)},
+    # Three factors per token, each of which must contain the scale.
+    "softcap, smoothing": {"softcap": 5.0, "label_smoothing": 0.1, "logit_scale": 0.5},
 }
 
 
@@ -94,94 +93,66 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def problem_of(case: str, **options: Any) -> tuple[Problem, dict[str, Any]]:
+def problem_of(case: str, options: str, ranks: int) -> tuple[Problem, dict[str, Any]]:
     """Return the problem, whose ignored tokens hold NaN and infinities, and its options."""
     how, dtype, _ = CASES[case]
-    problem = Problem(T=T, H=H, dtype=dtype, options=options)
+    problem = Problem(T=T, H=H, V_all=254 * ranks - 1, dtype=dtype, options=OPTIONS[options])
     hidden, _, _, labels = problem.tensors
     anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=dtype)
     hidden[labels == -100] = anything.repeat(H // 4)
     return problem, how
 
 
-@each_case
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_are_right(sources: set[str], options: str, case: str) -> None:
-    problem, how = problem_of(case, **OPTIONS[options])
-    assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
-    assert sources - {"copy"} == CASES[case][2]
-    assert ("copy" in sources) == (case in COPIES)
-
-
-@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "cached", "mixed"])
-def test_gradients_by_triton_are_right(case: str) -> None:
-    problem, how = problem_of(case, **OPTIONS["smoothing"])
-
-    def step(group: dist.ProcessGroup) -> Outcome:
-        return rank_step(group, problem, sequence_parallel=True, impl="triton", **how)
-
-    # Forked: the interpreter is not for threads.
-    outcome = joined(run_ranks(step, P, backend="gloo"), sequence_parallel=True)
-    assert misses(outcome, problem) == []
-
-
-@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "recompute fp16"])
-def test_terms_beside_the_exponential(case: str) -> None:
-    """Softcap with smoothing has three factors per token; each must contain the scale."""
-    problem, how = problem_of(case, softcap=5.0, label_smoothing=0.1, logit_scale=0.5)
-    assert misses(on_threads(P, problem, sequence_parallel=True, **how), problem) == []
-
-
-@each_case
-def test_replicated_hidden_is_copied(sources: set[str], case: str) -> None:
-    problem, how = problem_of(case)
-    assert misses(on_threads(P, problem, **how), problem) == []
-    assert "copy" in sources
-
-
-def gradients_twice(
-    group: dist.ProcessGroup | None, case: str, impl: Any, sequence_parallel: bool
-) -> bool:
-    """Whether a second backward gives the same bits, and operands keep theirs."""
-    problem, how = problem_of(case, label_smoothing=0.1)
-    hidden, weight, bias, labels = problem.tensors
-    rows = (0, len(weight))
-    if group is not None:
-        rows = vocab_range(len(weight), group.rank(), group.size())
-    if group is not None and sequence_parallel:
-        hidden = hidden.chunk(group.size())[group.rank()]
-    given = (hidden, weight[slice(*rows)], bias[slice(*rows)])
+def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
+    """What a rank computes; a second backward must give the same bits, and operands keep theirs."""
+    share = share_of(group, problem, sequence_parallel=sequence_parallel)
+    given = share[:3]
     leaves = [x.clone().requires_grad_() for x in given]
+    hidden, weight, bias = leaves
     loss = linear_cross_entropy(
-        leaves[0], leaves[1], labels, bias=leaves[2], label_smoothing=0.1, impl=impl,
-        tp_group=group, sequence_parallel=sequence_parallel, vocab_size=507, vocab_range=rows,
-        **how,
+        hidden, weight, share.labels, bias=bias, vocab_size=problem.V_all,
+        vocab_range=share.vocab_range, tp_group=group, sequence_parallel=sequence_parallel,
+        **problem.options, **how,
     )  # fmt: skip
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves)
-    pairs = (*zip(first, second, strict=True), *zip(leaves, given, strict=True))
-    return all(torch.equal(*(x.detach().view(torch.uint8) for x in pair)) for pair in pairs)
+    upstream = problem.upstream.to(loss.dtype)
+    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, upstream)
+    for one, other in (*zip(first, second, strict=True), *zip(leaves, given, strict=True)):
+        assert torch.equal(one.detach().view(torch.uint8), other.view(torch.uint8))
+    return Outcome(loss.detach(), *first)
 
 
-@each_case
-@pytest.mark.parametrize("ranks", [0, 1, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_operands_stay_and_backward_repeats(sequence_parallel: bool, ranks: int, case: str) -> None:
-    if ranks == 0:
-        if not sequence_parallel:
-            assert gradients_twice(None, case, "eager", False)
-        return
-    assert all(
-        run_ranks(lambda group: gradients_twice(group, case, "eager", sequence_parallel), ranks)
-    )
+@pytest.mark.parametrize(
+    ("case", "options", "sequence_parallel", "ranks"),
+    pairwise(
+        (case, options, sequence_parallel, ranks)
+        for case in CASES
+        for options in OPTIONS
+        for sequence_parallel in (False, True)
+        for ranks in (1, 2)
+        if options != "softcap, smoothing" or case.startswith("recompute")
+    ),
+)
+def test_gradients(
+    sources: set[str], case: str, options: str, sequence_parallel: bool, ranks: int
+) -> None:
+    problem, how = problem_of(case, options, ranks)
+    how = {"sequence_parallel": sequence_parallel, **how}
+    outcomes = run_ranks(lambda group: step(group, problem, **how), ranks)
+    assert misses(joined(outcomes, sequence_parallel=sequence_parallel), problem) == []
+    assert sources - {"copy"} == CASES[case][2]
+    gathered = sequence_parallel and ranks > 1
+    assert ("copy" in sources) == (not gathered or case in COPIES)
 
 
-@pytest.mark.parametrize("case", ["recompute", "mixed"])
-def test_operands_stay_and_backward_repeats_in_triton(case: str) -> None:
-    assert gradients_twice(None, case, "triton", False)
-    assert all(
-        run_ranks(lambda group: gradients_twice(group, case, "triton", True), 2, backend="gloo")
-    )
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "cached", "mixed"])
+def test_gradients_by_triton(case: str, ranks: int) -> None:
+    problem, how = problem_of(case, "smoothing", ranks)
+    how = {"sequence_parallel": True, "impl": "triton", **how}
+    # Forked: the interpreter is not for threads.
+    outcomes = run_ranks(lambda group: step(group, problem, **how), ranks, backend="gloo")
+    assert misses(joined(outcomes, sequence_parallel=True), problem) == []
 
 
 @both

@@ -3,7 +3,7 @@
 T tokens, V vocabulary rows, H hidden size.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +16,12 @@ from flce_dist.kernels import exact_sums, merge_stats, rescue
 from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.parallel import peer_memory
 from flce_dist.parallel.peer_memory import PeerMemory
-from tests import fake_ranks
+from tests.fake_ranks import Hung, Rank, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import check_small_terms, differing, problem, statistics
 from tests.parallel_problem import UNEVEN, joined, misses, on_threads
-from tests.peer_programs import exception, name_of, turns
-from tests.problems import Patch, Upstream, check, compare, inputs, interpreted
+from tests.peer_programs import exception, turns
+from tests.problems import METRICS, Patch, Upstream, check, compare, each_dtype, inputs, interpreted
 
 RESULTS = ["loss", "dhidden", "dweight", "dbias"]
 
@@ -29,44 +29,28 @@ RESULTS = ["loss", "dhidden", "dweight", "dbias"]
 # --- problems.compare
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.01, -1.0, torch.nan])
-@pytest.mark.parametrize("name", RESULTS)
-def test_a_scaled_result(name: str, factor: float) -> None:
-    actual = check(inputs(), Upstream())
-    actual[name] = actual[name] * factor
-    with pytest.raises(AssertionError, match=f"^{name}: "):
-        compare(actual, inputs(), Upstream())
+def mistakes(name: str, right: Tensor) -> list[Tensor]:
+    """A row that is missing is the largest; a rank's share, a window or a chunk would be more.
+
+    The budget of loss and metrics does not depend on the operands' dtype: statistics are fp32.
+    """
+    if name == "correct":
+        return [~right]
+    wrong = [0.0 * right, -right, right * torch.nan]
+    if name not in RESULTS[1:]:
+        return [*wrong, right * 1.001]
+    without_a_row = right.clone()
+    without_a_row[right.float().reshape(len(right), -1).norm(dim=1).argmax()] = 0.0
+    return [*wrong, without_a_row, right * (1.01 if right.dtype == torch.float32 else 1.05)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", RESULTS[1:])
-def test_a_scaled_gradient_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    for factor in (0.0, 1.05):
-        actual = check(inputs(dtype), Upstream())
-        actual[name] = actual[name] * factor
+@each_dtype
+@pytest.mark.parametrize("name", [*RESULTS, *METRICS, "correct"])
+def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
+    right = check(inputs(dtype), Upstream(), with_metrics=True)
+    for wrong in mistakes(name, right[name]):
         with pytest.raises(AssertionError, match=f"^{name}: "):
-            compare(actual, inputs(dtype), Upstream())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RESULTS[1:])
-def test_one_row_of_a_gradient_that_is_missing(name: str, dtype: torch.dtype) -> None:
-    """The largest row alone; a rank's share, a window or a chunk would be more."""
-    actual = check(inputs(dtype), Upstream())
-    gradient = actual[name].reshape(len(actual[name]), -1)
-    gradient[gradient.float().norm(dim=1).argmax()] = 0.0
-    with pytest.raises(AssertionError, match=f"^{name}: "):
-        compare(actual, inputs(dtype), Upstream())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["loss", "lse", "logprob", "entropy", "correct"])
-def test_a_metric_that_is_off_by_a_thousandth(name: str, dtype: torch.dtype) -> None:
-    """The loss's budget does not depend on the operands' dtype: statistics are fp32."""
-    actual = check(inputs(dtype), Upstream(), with_metrics=True)
-    actual[name] = ~actual[name] if name == "correct" else actual[name] * 1.001
-    with pytest.raises(AssertionError, match=f"^{name}: "):
-        compare(actual, inputs(dtype), Upstream())
+            compare({**right, name: wrong}, inputs(dtype), Upstream())
 
 
 # --- parallel_problem: misses, joined
@@ -92,42 +76,23 @@ def test_ranks_that_differ(name: str) -> None:
 # --- fake_ranks: orders of streams
 
 
-def arrivals_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(peer_memory.Arrival, "wait", lambda self: self._outs.clear())
-
-
-def memory_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fake_ranks.Rank, "keep", lambda *_: None)
-
-
-def nobody_told(patch: pytest.MonkeyPatch) -> None:
-    pull = PeerMemory.pull
-
-    def wrong(self: Any, copies: Any) -> Any:
-        self._tell_ready = []
-        return pull(self, copies)
-
-    patch.setattr(PeerMemory, "pull", wrong)
-
-
 @pytest.mark.parametrize(
-    ("plant", "program"),
+    ("owner", "name", "wrong", "program", "ends"),
     [
-        (arrivals_not_awaited, turns),
-        (memory_not_kept, functools.partial(exception, at=18)),
-        (nobody_told, turns),
+        (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), turns, Wrong),
+        (Rank, "keep", lambda *_: None, partial(exception, at=18), Wrong),
+        (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), turns, Hung),
     ],
-    ids=name_of,
+    ids=["arrivals not awaited", "memory not kept", "nobody told"],
 )
-def test_a_wrong_order_of_streams(plant: Any, program: Any, monkeypatch: Any) -> None:
+def test_a_wrong_order_of_streams(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, program: Any, ends: Any
+) -> None:
     monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
-    plant(monkeypatch)
-    if plant is nobody_told:
-        ended = fake_ranks.run(2, program, seeds=60)
-        assert [type(error) for error in ended] == [fake_ranks.Hung] * 2
-        return
-    with pytest.raises(fake_ranks.Wrong):
-        fake_ranks.run(2, program, seeds=60)
+    monkeypatch.setattr(owner, name, wrong, raising=False)
+    with pytest.raises(ends):
+        for error in run(2, program, seeds=60):
+            raise error or AssertionError("a rank ended")
 
 
 # --- filtered gradients

@@ -4,11 +4,13 @@ main_grad begins with numbers as large as dweight, so that what is lost, overwri
 shows. T tokens, V vocabulary rows, H hidden size.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -28,7 +30,6 @@ from tests.problems import (
     V,
     device_of,
     each_schedule,
-    forget_plans,
     make_inputs,
     pairwise,
     run_reference,
@@ -49,13 +50,7 @@ DTYPES = [  # of the operands, of main_grad
     (torch.float16, torch.float32),
     (torch.float16, torch.float16),
 ]
-CASES = pairwise(
-    (impl, schedule, dtypes, name)
-    for impl in ("eager", "triton")
-    for schedule in SCHEDULES
-    for dtypes in range(len(DTYPES))
-    for name in OPTIONS
-)
+BESIDE = 8  # columns on either side of a main_grad whose rows are farther apart than H
 
 
 def problem(dtype: torch.dtype = torch.float32) -> Inputs:
@@ -64,12 +59,20 @@ def problem(dtype: torch.dtype = torch.float32) -> Inputs:
     return replace(inputs, labels=inputs.labels.clamp(max=REAL - 1))
 
 
-def parameter(inputs: Inputs, dtype: torch.dtype = torch.float32, *, flag: bool = True) -> Any:
-    """The weight with a main_grad as Megatron's DDP gives it; ``before`` keeps its first value."""
+def parameter(
+    inputs: Inputs, dtype: torch.dtype = torch.float32, *, flag: bool = True, apart: bool = False
+) -> Any:
+    """The weight with a main_grad as Megatron's DDP gives it; ``before`` keeps its first value.
+
+    With ``apart`` it is the middle of ``weight.whole``, whose other columns are 0.
+    """
     weight: Any = nn.Parameter(inputs.weight.clone())
     g = torch.Generator().manual_seed(5)
-    weight.main_grad = torch.randn(weight.shape, generator=g).mul(0.1).to(dtype).to(weight.device)
-    weight.before = weight.main_grad.clone()
+    main_grad = torch.randn(weight.shape, generator=g).mul(0.1).to(weight.device, dtype)
+    if apart:
+        weight.whole = F.pad(main_grad, (BESIDE, BESIDE))
+        main_grad = weight.whole[:, BESIDE:-BESIDE]
+    weight.main_grad, weight.before = main_grad, main_grad.clone()
     if flag:
         weight.grad_added_to_main_grad = False
     return weight
@@ -102,31 +105,57 @@ def assert_added(weight: Any, dweight: Tensor, times: int = 1) -> None:
     expected = weight.before.double() + times * dweight.double()
     error = relative_rms(weight.main_grad, expected)
     assert error < 4 * torch.finfo(weight.main_grad.dtype).eps, error
+    assert_rest_untouched(weight)
+
+
+def assert_rest_untouched(weight: Any) -> None:
+    """Rows of padding and columns beside main_grad are as they were."""
     assert torch.equal(weight.main_grad[REAL:], weight.before[REAL:])
+    if hasattr(weight, "whole"):
+        assert not weight.whole[:, :BESIDE].any() and not weight.whole[:, -BESIDE:].any()
 
 
-@pytest.mark.parametrize("impl, schedule, dtypes, name", CASES)
-def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name):
-    if (schedule, name) == ("in_forward", "softcap and scale"):
-        name = "plain"
-    dtype, main = DTYPES[dtypes]
+@pytest.mark.parametrize(
+    ("impl", "schedule", "dtypes", "name", "few_bytes", "apart"),
+    pairwise(
+        itertools.product(
+            ["eager", "triton"], SCHEDULES, DTYPES, OPTIONS, [False, True], [False, True]
+        )
+    ),
+    ids=str,
+)
+def test_dweight_is_added_within_the_budget(
+    impl, schedule, dtypes, name, few_bytes, apart, monkeypatch
+):
+    """By two microbatches; with few bytes in several chunks or windows."""
+    for size in ("_MIN_WINDOW", "_MAX_WINDOW"):
+        monkeypatch.setattr(plan, size, 256)
+    monkeypatch.setattr(plan, "_TILE", 16)
+    dtype, main = dtypes
     given, options = problem(dtype), {"vocab_size": REAL, "reduction": "sum", **OPTIONS[name]}
+    how = {"impl": impl, "schedule": schedule, "max_logits_bytes": 1 if few_bytes else None}
     inputs = given.to(device_of(impl))
-    weight = parameter(inputs, main)
-    dhidden = step(inputs, weight, impl=impl, schedule=schedule, **options)
-    plain = nn.Parameter(inputs.weight.clone())
-    alone = step(inputs, plain, impl=impl, schedule=schedule, accumulate_dweight=False, **options)
-    assert torch.equal(dhidden, alone)
+    weight, plain = parameter(inputs, main, apart=apart), nn.Parameter(inputs.weight.clone())
+    alone = step(inputs, plain, accumulate_dweight=False, **how, **options)
+    for _ in range(2):
+        assert torch.equal(step(inputs, weight, **how, **options), alone)
     truth = run_reference(given.to(torch.float64), Upstream(), **options)["dweight"]
     eager = run_reference(given, Upstream(), **options)["dweight"]
     before = weight.before.cpu()
     against = error_budget(
-        weight.main_grad.cpu(), before + truth, (before + eager).to(main), dtype=main
+        weight.main_grad.cpu(), before + 2 * truth, (before + 2 * eager).to(main), dtype=main
     )
     # An fp32 sum of half-precision operands has their error, whatever its own dtype.
     allowed = against.budget + error_budget(eager, truth, eager, dtype=dtype).budget
     assert against.error <= allowed
-    assert torch.equal(weight.main_grad[REAL:].cpu(), before[REAL:])
+    assert_rest_untouched(weight)
+
+
+def test_filtered_gradients_are_added_to_rows_that_are_apart():
+    inputs = problem().to(device_of("triton"))
+    weight, options = parameter(inputs, apart=True), {"schedule": filtered.schedule(0.1)}
+    step(inputs, weight, impl="triton", **options)
+    assert_added(weight, unfused(inputs, impl="triton", **options))
 
 
 @each_schedule
@@ -145,19 +174,6 @@ def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
         main_grads.append(weight.main_grad)
     assert main_grads[0].abs().max() > torch.finfo(torch.float16).max
     assert relative_rms(main_grads[1], main_grads[0]) < 2e-3
-
-
-@each_schedule
-def test_several_chunks_windows_and_microbatches(schedule, monkeypatch):
-    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
-    monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
-    forget_plans()
-    inputs = problem()
-    weight, options = parameter(inputs), {"schedule": schedule, "max_logits_bytes": 1}
-    for _ in range(3):
-        step(inputs, weight, **options)
-    forget_plans()
-    assert_added(weight, unfused(inputs, schedule=schedule), times=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -183,41 +199,14 @@ def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
     assert peak(wide, fused=True) - peak(narrow, fused=True) < 1 << 14
 
 
-@pytest.mark.parametrize(
-    ("impl", "options"),
-    [
-        *(("eager", {"schedule": x}) for x in SCHEDULES),
-        ("triton", {"schedule": filtered.schedule(0.1)}),
-    ],
-)
-def test_columns_beside_main_grad_are_left_alone(impl, options):
-    """Rows of main_grad may be farther apart than H."""
-    inputs = problem().to(device_of(impl))
-    weight = parameter(inputs)
-    whole = torch.zeros(V, 3 * H, device=weight.device)
-    whole[:, H : 2 * H] = weight.main_grad
-    weight.main_grad = whole[:, H : 2 * H]
-    step(inputs, weight, impl=impl, **options)
-    assert_added(weight, unfused(inputs, impl=impl, **options))
-    assert not whole[:, :H].any() and not whole[:, 2 * H :].any()
-
-
 # --- refusals
 
 
-def refused(weight: Any, match: str) -> None:
-    inputs = problem()
-    for call in (linear_cross_entropy, check_ranks):
-        with pytest.raises(ValueError, match=match):
-            call(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
-
-
 def test_a_wrong_main_grad_is_refused():
-    inputs = problem()
-    refused(nn.Parameter(inputs.weight), "must have an attribute main_grad")
     with FakeTensorMode():
         elsewhere = torch.zeros(V, H, device="cuda")
-    wrong = {
+    wrong: dict[str, Any] = {
+        "must have an attribute main_grad": None,
         "one of torch.float32, torch.float32, got torch.bfloat16": torch.zeros(V, H).bfloat16(),
         "weight's shape": torch.zeros(V - 1, H),
         "requires_grad=False": torch.zeros(V, H, requires_grad=True),
@@ -229,10 +218,14 @@ def test_a_wrong_main_grad_is_refused():
         r"contiguous rows .*, got strides \(0, 1\)": torch.zeros(H).expand(V, H),
         "got a view of negated numbers": torch.zeros(V, H)._neg_view(),
     }
+    inputs = problem()
+    weight: Any = nn.Parameter(inputs.weight)
     for match, main_grad in wrong.items():
-        weight: Any = nn.Parameter(inputs.weight)
-        weight.main_grad = main_grad
-        refused(weight, match)
+        if main_grad is not None:
+            weight.main_grad = main_grad
+        for call in (linear_cross_entropy, check_ranks):
+            with pytest.raises(ValueError, match=match):
+                call(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
 
 
 def test_compiled_code_refuses():

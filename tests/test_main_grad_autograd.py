@@ -23,9 +23,6 @@ def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
     assert_added(weight, dweight, times=3)
     total.backward()
     assert_added(weight, dweight, times=6)
-    for times in (5, 7):
-        with pytest.raises(AssertionError):
-            assert_added(weight, dweight, times)
 
 
 @each_schedule
