@@ -106,14 +106,9 @@ def started(
     try:
         yield running
     finally:
-        for process in running.processes:
-            kill(process)
-
-
-def kill(process: "Process") -> None:
-    """SIGKILL for a process and all below it; torchrun gives its workers sessions of their own."""
-    kill_all(descendants(process.pid))
-    process.wait()
+        for process in running.processes:  # torchrun gives its workers sessions of their own
+            kill_all(descendants(process.pid))
+            process.wait()
 
 
 def kill_all(pids: list[int]) -> None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 TIMED_ROUNDS = 3
 
-
 Head = Callable[[], Tensor]
 
 
@@ -102,10 +101,8 @@ class HeadAlone:
 
     def _differentiate(self, head: Head) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients: added to the run's main_grad they would change it."""
-        fuses, self.layer.gradient_accumulation_fusion = (
-            self.layer.gradient_accumulation_fusion,
-            False,
-        )
+        fuses = self.layer.gradient_accumulation_fusion
+        self.layer.gradient_accumulation_fusion = False
         try:
             loss = head()
             dhidden, dweight = torch.autograd.grad(loss.sum(), (self.hidden, self.weight))

@@ -34,7 +34,7 @@ def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
 
     torchrun's agent runs in this process, without its reports: a rank that fails prints why, in
     one line or with its traceback, and torchrun's command would add a page for each. The ranks end
-    with this process, however it ends.
+    with this process, however it ends; those that still import torch, once they have.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
