@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.bars import memory
-from flce_dist.launch.plot.dial import dial
 from flce_dist.launch.plot.profiles import timeline
+from flce_dist.launch.plot.records import dial, memory
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import ConfigError
