@@ -141,15 +141,6 @@ def test_the_worst_rank_counts(worst, monkeypatch):
         assert merged.failure == "rank 1: boom"
 
 
-def test_an_error_that_is_not_finite_is_null_in_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_tables", lambda *args: [[record(float("nan"))]])
-    assert verify.main(["--device", "cpu", "--output", str(tmp_path / "verify.json")]) == 1
-    text = (tmp_path / "verify.json").read_text()
-    assert "NaN" not in text
-    (found,) = json.loads(text)["records"]
-    assert found["checks"]["loss"] == {"error": None, "budget": 1.0} and not found["met"]
-
-
 def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys):
     def one_and_an_interrupt(*args):
         yield [record(0.5)]
