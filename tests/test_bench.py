@@ -1,5 +1,6 @@
-"""``launch.bench`` end to end on CPU: records, judgements, ranks."""
+"""``launch.bench`` end to end on CPU: records, judgements, ranks, files."""
 
+import csv
 import itertools
 import json
 import time
@@ -15,6 +16,8 @@ from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import canonical
+from flce_dist.launch.bench.report import FIELDS
+from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, GRID, peer, records, run
 from tests.processes import started, torchrun
 
@@ -34,6 +37,7 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
     assert {record.schedule for record in ours} == {
         None, "recompute", "cached", "in_forward", "auto",
     }  # fmt: skip
+    floors = {(r.T, r.impl): r.p50_ms for r in found if r.op == "floor"}
     for record in found:
         assert record.status in ("ok", "error"), record
         if record.status == "error":
@@ -45,6 +49,10 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
             assert record.ratio is None and record.loss_error is None
             continue
         assert record.loss_error < 1e-6
+        floor = "gemm4" if record.schedule == "recompute" else "gemm3"
+        if record.mode == "forward":
+            floor = max("gemm1", "read_weight", key=lambda name: floors[record.T, name])
+        assert record.floor_ms == floors[record.T, floor]
         assert record.ratio == pytest.approx(record.p50_ms / record.floor_ms)
         assert (record.dhidden_error is None) == (record.mode == "forward")
         if record.mode == "forward_backward":
@@ -52,19 +60,6 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
             assert 0 < record.workspace_mib < record.peak_mib
     printed = capsys.readouterr().out
     assert "T=48 H=32 V=1000 fp32" in printed and "eager in_forward" in printed
-
-
-def test_each_record_is_held_against_its_own_floor(tmp_path):
-    runs = EAGER + "  - {impl: eager, schedule: recompute}\n  - {impl: eager, mode: forward}\n"
-    assert run(tmp_path, runs) == 0
-    found = [record for record in records(tmp_path) if record.T == 24]
-    times = {record.impl: record.p50_ms for record in found if record.op == "floor"}
-    floors = {(r.mode, r.schedule): r.floor_ms for r in found if r.op != "floor"}
-    assert floors == {
-        ("forward_backward", "cached"): times["gemm3"],
-        ("forward_backward", "recompute"): times["gemm4"],
-        ("forward", None): times["gemm1"],
-    }
 
 
 def test_reading_the_weight_is_the_floor_where_it_takes_longer(tmp_path, monkeypatch):
@@ -163,3 +158,56 @@ def test_two_ranks_end_to_end(tmp_path):
         assert record.loss_error < 1e-6 and record.dhidden_error < 1e-5 > record.dweight_error
     for record in records(tmp_path, "canonical"):
         assert record.message.endswith("canonical does not split the vocabulary over ranks")
+
+
+# --- files: two forms, whole or not at all, and how a benchmark goes on
+
+
+def test_json_and_csv_hold_the_same(tmp_path):
+    assert run(tmp_path) == 0
+    with (tmp_path / "out" / "found.v1.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["impl"] for row in rows] == [record.impl for record in records(tmp_path)]
+    assert list(rows[0]) == FIELDS
+    assert float(rows[-1]["ratio"]) == records(tmp_path)[-1].ratio
+
+
+def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
+    measure, measured = bench._bench_shape, []
+
+    def ends_at_the_second(config, shape, *args):
+        measured.append(shape.T)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(config, shape, *args)
+
+    monkeypatch.setattr(bench, "_bench_shape", ends_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    first = records(tmp_path)
+    assert {record.T for record in first} == {24}
+
+    assert run(tmp_path) == 0
+    assert measured == [24, 12, 12]
+    assert "T=24 H=16 V=64 fp32: measured before" in capsys.readouterr().out
+    assert records(tmp_path)[: len(first)] == first
+    assert {record.T for record in records(tmp_path)} == {24, 12}
+
+    with pytest.raises(ConfigError, match=r"config\.rounds is 2 there and 3 here.*--fresh"):
+        run(tmp_path, EAGER, "--rounds", "3")
+    about = bench.about
+    monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
+    with pytest.raises(ConfigError, match="commit is "):
+        run(tmp_path)
+    assert run(tmp_path, EAGER, "--rounds", "3", "--fresh") == 0
+    assert measured[3:] == [24, 12]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])
+def test_something_else_is_not_overwritten(tmp_path, text):
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "found.v1.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="must be a result file of the benchmark"):
+        run(tmp_path)
+    assert path.read_text() == text

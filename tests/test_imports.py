@@ -29,15 +29,9 @@ MAY = {
     "launch": {"leaf", "private", "faces", "testing", "filtered"},
 }
 FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private"}
-OTHERS = {
-    "private": {"torch"},
-    "faces": {"torch"},
-    "filtered": {"torch"},
-    "op": {"torch"},
-    "parallel": {"torch"},
+OTHERS = {folder: {"torch"} for folder in MAY} | {
     "kernels": {"torch", "triton"},
-    "testing": {"torch"},
-    "leaf": set[str](),
+    "leaf": set(),
     "launch": {
         "torch", "megatron", "mistral_common", "numpy", "yaml", "tyro",
         "matplotlib", "rich", "tensorboard", "tqdm",

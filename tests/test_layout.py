@@ -1,6 +1,7 @@
 """The folders at the top, and the packaging that imports them as packages inside flce_dist."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.versions import FILES, PAIRS
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "launch")
@@ -62,6 +65,19 @@ def test_constraints_pin_each_requirement_exactly() -> None:
     assert names == sorted(set(names)), "keep one pin of each, sorted"
     assert all(pin.count("==") == 1 for pin in pins)
     assert {"torch", "triton", "megatron-core", "numpy"} <= set(names)
+
+
+def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (oldest,), ((first, beyond),) = (
+        re.findall(pattern, text) for pattern in (r'"torch>=([\d.]+)"', r'"triton>=(.*),<(.*)"')
+    )
+    tritons = [pair[1].removeprefix("triton==").removesuffix(".*") for pair in PAIRS.values()]
+    assert next(iter(PAIRS)) == oldest and tritons[0] == first
+    assert tritons[-1] == f"3.{int(beyond.removeprefix('3.')) - 1}"
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert all(f"\n| {torch}" in page for torch in PAIRS)
+    assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in FILES)
 
 
 def build(tree: Path, hook: str) -> Path:

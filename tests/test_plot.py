@@ -11,12 +11,11 @@ pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 
 from flce_dist.launch.about import caption
-from flce_dist.launch.bench.files import write_profiles, write_results
+from flce_dist.launch.bench.files import ProfiledRun, write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.bars import memory
-from flce_dist.launch.plot.dial import dial
-from flce_dist.launch.plot.profiles import ProfiledRun, timeline
+from flce_dist.launch.plot.profiles import timeline
+from flce_dist.launch.plot.records import dial, memory
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts

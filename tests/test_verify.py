@@ -1,8 +1,9 @@
 """``launch.verify`` end to end on CPU: passes, finds planted faults, reports, refuses."""
 
+import contextlib
 import functools
+import io
 import json
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from flce_dist.launch.verify.cases import Shape, cases, variants
 from flce_dist.launch.verify.report import Record, summary, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import ErrorBudget
-from tests.processes import started, torchrun
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
 FEW = ["--schedules", "cached"]  # most variants of the loss; no filtered gradients
@@ -27,11 +27,15 @@ def run(*args: str) -> int:
     return verify.main([*SMALL, *args])
 
 
-def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> int:
-    """Run verify on one rank, with ``fault`` planted on the last rank if it names one."""
+def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> tuple[int, str]:
+    """Run verify on one rank, with ``fault`` planted on the last rank if it names one.
+
+    Return its status and what it printed.
+    """
     if fault is not None and group.rank() == group.size() - 1:
         plant(FAULTS[fault], lambda name, value: setattr(verify_checks, name, value))
-    return run(*args)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return run(*args), printed.getvalue()
 
 
 def plant(fault, set_attribute) -> None:
@@ -84,27 +88,16 @@ def test_all_ranks_agree_on_the_verdict(pools, fault, tmp_path):
     """The fault is on one rank only; every rank exits with the same status."""
     output = tmp_path / "verify.json"
     few = [] if fault is None else FEW
-    codes = pools[2].run(verify_rank, fault, *few, "--output", str(output))
+    ended = pools[2].run(verify_rank, fault, *few, "--output", str(output))
     pools[2].close()  # the fault stays in the last worker
-    assert codes == ([0, 0] if fault is None else [1, 1])
+    assert [code for code, _ in ended] == ([0, 0] if fault is None else [1, 1])
+    assert " 2 x CPU" in ended[0][1] and ended[1][1] == "", "rank 0 alone prints"
     found = json.loads(output.read_text())
     assert found["passed"] is (fault is None)
     assert found["ranks"] == 2
     assert len(found["records"]) > (20 if few else 90)
     differ = [r["checks"]["same loss"]["error"] for r in found["records"]]
     assert all((error > 0) is (fault == "loss_off_by_1e_4") for error in differ)
-
-
-def test_over_two_nodes(tmp_path):
-    report = tmp_path / "verify.json"
-    program = ["-m", "flce_dist.launch.verify", *SMALL, *FEW, "--output", str(report)]
-    with started(torchrun(*program, nodes=2), tmp_path, copies=2, forks=True) as nodes:
-        statuses, texts = nodes.finish()
-    assert statuses == [0, 0], texts
-    found = json.loads(report.read_text())
-    assert found["passed"] and found["ranks"] == 2 and len(found["records"]) > 20
-    printed = [re.search(r"PASS: (\d+) of \1 cases .* 2 x CPU", text) is not None for text in texts]
-    assert sorted(printed) == [False, True], texts  # by rank 0 alone
 
 
 def test_nothing_verified_is_not_a_pass(monkeypatch, capsys):
@@ -146,15 +139,6 @@ def test_the_worst_rank_counts(worst, monkeypatch):
     assert not merged.met and record(0.5).met
     if worst.failure:
         assert merged.failure == "rank 1: boom"
-
-
-def test_an_error_that_is_not_finite_is_null_in_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_tables", lambda *args: [[record(float("nan"))]])
-    assert verify.main(["--device", "cpu", "--output", str(tmp_path / "verify.json")]) == 1
-    text = (tmp_path / "verify.json").read_text()
-    assert "NaN" not in text
-    (found,) = json.loads(text)["records"]
-    assert found["checks"]["loss"] == {"error": None, "budget": 1.0} and not found["met"]
 
 
 def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys):

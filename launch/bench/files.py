@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
@@ -20,6 +20,15 @@ from flce_dist.launch.write import strict_json, write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError
 
 Item = TypeVar("Item")
+
+
+class ProfiledRun(NamedTuple):
+    """``shape`` as a title says it."""
+
+    shape: str
+    run: str
+    profile: Profile
+
 
 MAY_DIFFER = frozenset(["command"])
 """Keys of ``about`` that do not change what a number means."""
@@ -77,8 +86,8 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
     return _read(path, "result file", "records", lambda row: Record(**row))
 
 
-def read_profiles(path: Path) -> tuple[dict[str, Any], list[tuple[str, str, Profile]]]:
-    """Return ``about`` and shape, run and profile of each run of an ``out.profile.json``.
+def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
+    """Return ``about`` and the runs of an ``out.profile.json``.
 
     Raises:
         ConfigError: the file is not there, or holds something else.
@@ -101,13 +110,13 @@ def _read(
         ) from error
 
 
-def _read_profile(entry: dict[str, Any]) -> tuple[str, str, Profile]:
+def _read_profile(entry: dict[str, Any]) -> ProfiledRun:
     fields = {key: value for key, value in entry.items() if key not in ("shape", "run")}
     fields["kernels"] = tuple(KernelTime(**kernel) for kernel in fields["kernels"])
     fields["timeline"] = tuple(tuple(item) for item in fields.get("timeline", ()))
     size = entry["shape"]
     shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
-    return shape, entry["run"], Profile(**fields)
+    return ProfiledRun(shape, entry["run"], Profile(**fields))
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:

@@ -174,15 +174,13 @@ def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
 
 def describe(profile: Profile) -> str:
     """Say in a line what a call's time was spent on; empty if that is not known."""
-    if profile.step_us is None or profile.idle_share is None:
+    if profile.step_us is None:
         return ""
-    assert profile.products_us is not None and profile.other_us is not None
-    assert profile.comm_us is not None and profile.exposed_comm_us is not None
-    share = profile.exposed_comm_us / profile.step_us
+    ms = {name.removesuffix("_us"): x / 1e3 for name, x in vars(profile).items() if "_us" in name}
     return (
-        f"{profile.step_us / 1e3:.3f} ms: products {profile.products_us / 1e3:.3f}, other kernels "
-        f"{profile.other_us / 1e3:.3f}, exposed communication {profile.exposed_comm_us / 1e3:.3f} "
-        f"({share:.1%}) of {profile.comm_us / 1e3:.3f}, idle {profile.idle_share:.1%}"
+        f"{ms['step']:.3f} ms: products {ms['products']:.3f}, other kernels {ms['other']:.3f}, "
+        f"exposed communication {ms['exposed_comm']:.3f} ({ms['exposed_comm'] / ms['step']:.1%}) "
+        f"of {ms['comm']:.3f}, idle {profile.idle_share:.1%}"
     )
 
 

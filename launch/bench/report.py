@@ -8,7 +8,6 @@ run needs (``config.floor_of``). A forward run at few tokens is bound by reading
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.markup import escape
@@ -71,15 +70,8 @@ class Record:
     @property
     def run(self) -> RunSpec:
         """The run as the configuration had it."""
-        fields: dict[str, Any] = {
-            "impl": self.impl,
-            "schedule": self.schedule or "auto",
-            "max_logits_bytes": self.max_logits_bytes,
-            "mode": self.mode,
-            "sequence_parallel": self.sequence_parallel,
-            "filter_eps": self.filter_eps,
-        }
-        return RunSpec(**fields)
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(RunSpec)}
+        return RunSpec(**{**fields, "schedule": self.schedule or "auto"})
 
 
 FIELDS = [field.name for field in dataclasses.fields(Record)]
@@ -98,19 +90,17 @@ def _make_record(
     shape: ShapeSpec, found: Measured, floors: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
+    fields = dataclasses.asdict(run)
+    if not run.is_ours or run.mode == "forward":
+        fields["schedule"] = None
     record = Record(
         op="floor" if is_floor else "linear_cross_entropy",
-        impl=run.impl,
-        schedule=run.schedule if run.is_ours and run.mode == "forward_backward" else None,
         dtype=shape.dtype,
         T=shape.T,
         V=shape.V,
         H=shape.H,
         P=found.problem.P,
-        mode=run.mode,
-        max_logits_bytes=run.max_logits_bytes,
-        sequence_parallel=run.sequence_parallel,
-        filter_eps=run.filter_eps,
+        **fields,
     )
     if found.failure is not None:
         return dataclasses.replace(record, status="error", message=found.failure)

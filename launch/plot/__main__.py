@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.bars import memory
-from flce_dist.launch.plot.dial import dial
-from flce_dist.launch.plot.profiles import ProfiledRun, timeline
+from flce_dist.launch.plot.profiles import timeline
+from flce_dist.launch.plot.records import dial, memory
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import ConfigError
@@ -60,8 +59,10 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     for path in results:
         if path.stem.endswith(PROFILE):
             about, profiles = read_profiles(path)
-            runs = [ProfiledRun(_with_ranks(s, about), name, found) for s, name, found in profiles]
-            figures = {"timeline": timeline(runs)}
+            ranks = about.get("ranks", 1)
+            if ranks > 1:
+                profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
+            figures = {"timeline": timeline(profiles)}
         else:
             about, records = read_results(path)
             figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
@@ -83,11 +84,6 @@ def draw(results: list[Path], out: Path) -> list[Path]:
 
 def _name(path: Path) -> str:
     return path.stem.removesuffix(PROFILE)
-
-
-def _with_ranks(shape: str, about: dict[str, Any]) -> str:
-    ranks = about.get("ranks", 1)
-    return f"{shape}, {ranks} ranks" if ranks > 1 else shape
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""What the figures of the benchmark share: colours, labels, and how records are grouped."""
+"""What the figures of the benchmark share: colours, labels, panels and reference lines."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from flce_dist.launch.bench.report import Record
 
 Item = TypeVar("Item")
 
@@ -16,8 +14,6 @@ PRODUCTS = "3 matrix products; dotted: 4 products, logits computed twice"
 WORKSPACE = "MiB at the peak, beyond inputs and gradients"
 ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 """Behind a text that reference lines may cross."""
-
-Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
 
 
 def panels(
@@ -39,17 +35,3 @@ def mark_gemms(line: Callable[..., Any]) -> None:
     """Draw a reference line for three and for four GEMMs over three, by axvline or axhline."""
     line(1.0, color="black", linewidth=1)
     line(4 / 3, color="black", linewidth=0.8, linestyle=":")
-
-
-def with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
-    """Group what was installed by shape, floors too; a shape with floors alone drops out."""
-    shapes: dict[Shape, list[Record]] = {}
-    for r in records:
-        if r.mode == "forward_backward" and not r.not_installed:
-            shapes.setdefault((*r.shape, r.P), []).append(r)
-    return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
-
-
-def shape_title(shape: Shape) -> str:
-    T, H, V, dtype, P = shape
-    return f"T={T}, H={H}, V={V}, {dtype}" + (f", {P} ranks" if P > 1 else "")

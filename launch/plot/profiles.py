@@ -1,11 +1,10 @@
 """Pictures of the benchmark's profiles: one call of each run in time."""
 
-from dataclasses import dataclass
-
 from matplotlib.figure import Figure
 
+from flce_dist.launch.bench.files import ProfiledRun
 from flce_dist.launch.bench.floors import FLOORS
-from flce_dist.launch.bench.profiles import Kind, Profile
+from flce_dist.launch.bench.profiles import Kind
 from flce_dist.launch.plot.drawing import panels
 
 COLORS = {"products": "#2c7fb8", "other": "#7fcdbb", "communication": "#d95f0e"}
@@ -14,15 +13,6 @@ PARTS: dict[Kind, str] = {
     "other": "other kernels",
     "communication": "communication",
 }
-
-
-@dataclass(frozen=True)
-class ProfiledRun:
-    """``shape`` as a title says it."""
-
-    shape: str
-    run: str
-    profile: Profile
 
 
 def timeline(found: list[ProfiledRun]) -> Figure | None:

@@ -20,7 +20,6 @@ import torch
 import tyro
 
 from flce_dist.filtered import frequency_order
-from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.launch.vocab_order.files import (
     by_rank,
     check_outputs,
@@ -131,7 +130,13 @@ def convert(command: Convert) -> list[Path]:
     check_outputs(outputs, [*files, *([command.order] if command.order else [])])
     if not names:
         raise ConfigError("--names must name at least one tensor, got none")
-    chosen = _order_of(command)
+    if command.to == "ordered" and command.order is None:
+        raise ConfigError("--to ordered needs --order, the file that the command order writes")
+    if command.to == "plain" and command.order is not None:
+        raise ConfigError(
+            f"--to plain takes the order from the checkpoint, got --order {command.order}"
+        )
+    chosen = None if command.order is None else read_order(command.order)
     states = [read_state(path) for path in files]
     names = with_biases(names, states[0])
     name_of_map = command.map or map_name(names[0])
@@ -143,19 +148,6 @@ def convert(command: Convert) -> list[Path]:
     except ValueError as error:
         raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
     return write_all(dict(zip(outputs, converted, strict=True)))
-
-
-def _order_of(command: Convert) -> VocabOrder | None:
-    """The order to convert to; None is the tokenizer's."""
-    if command.to == "plain":
-        if command.order is not None:
-            raise ConfigError(
-                f"--to plain takes the order from the checkpoint, got --order {command.order}"
-            )
-        return None
-    if command.order is None:
-        raise ConfigError("--to ordered needs --order, the file that the command order writes")
-    return read_order(command.order)
 
 
 if __name__ == "__main__":

@@ -65,19 +65,17 @@ def _moved(states: Sequence[State], names: Sequence[str], source: Tensor) -> lis
     """Give the first rows of each tensor the rows ``source`` of it; padding stays."""
     result = [dict(state) for state in states]
     for name in names:
-        shards = [state.get(name) for state in states]
-        if not all(isinstance(shard, Tensor) and shard.dim() for shard in shards):
+        shards = [state[name] for state in states if name in state]
+        if len(shards) < len(states) or not all(torch.is_tensor(x) and x.dim() for x in shards):
             raise ValueError(
                 f"there is no tensor {name} with rows; --names must name those to move"
             )
-        parts = [shard for shard in shards if shard is not None]
-        rows = torch.cat(parts)
+        rows = torch.cat(shards)
         if len(rows) < len(source):
             raise ValueError(
                 f"{name} must have the {len(source)} rows of the order or more, got {len(rows)}"
             )
         rows[: len(source)] = rows[source]
-        sizes = [len(part) for part in parts]
-        for state, part in zip(result, rows.split(sizes), strict=True):
-            state[name] = part.clone()
+        for state, shard in zip(result, rows.split([len(x) for x in shards]), strict=True):
+            state[name] = shard.clone()
     return result
