@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
@@ -33,7 +31,6 @@ from tests.test_gpu_oracle import (
     SMALL,
     each_device,
     every_schedule,
-    group_of_one,
     inputs_on,
     on_cuda,
     options_of,
@@ -136,46 +133,6 @@ def test_on_a_side_stream(schedule, device):
     stream = torch.cuda.Stream() if device == "cuda" else None
     for _ in range(2):
         assert_same(step_on_stream(inputs, schedule, stream), expected)
-
-
-# --- another current device
-
-
-@pytest.mark.gpu(2)
-@every_schedule
-@pytest.mark.parametrize("compiled", [False, True])
-def test_tensors_on_another_device_than_the_current_one(compiled, schedule):
-    torch._dynamo.reset()
-    call = torch.compile(our_call, backend="eager", fullgraph=True) if compiled else our_call
-    inputs = problem("cuda:1")
-    step = functools.partial(run, call, inputs, Upstream(), **options_of(schedule, inputs))
-    with torch.cuda.device(1):
-        expected = step()
-    with torch.cuda.device(0):
-        assert_same(step(), expected)
-        assert torch.cuda.current_device() == 0
-
-
-# --- DTensors
-
-
-@each_device
-@each_schedule
-def test_dtensors_over_one_rank(schedule, device):
-    """The same bits, with the collectives of one rank."""
-    with group_of_one(device) as group:
-        mesh = DeviceMesh.from_group(group, device)
-
-        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-            hidden, weight = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (hidden, weight))
-            labels = DTensor.from_local(labels, mesh, [Replicate()])
-            return our_call(hidden, weight, labels, **options)
-
-        options = {"schedule": schedule, "tp_group": group, "sequence_parallel": True}
-        plain, distributed = (
-            run(one, problem(device), Upstream(), **options) for one in (our_call, call)
-        )
-    assert_same(distributed, plain)
 
 
 # --- autocast
