@@ -62,11 +62,16 @@ def _become(command: list[str], env: Mapping[str, str], output: IO[Any] | None) 
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         _be_new(env)
-        module = command.index("-m") + 1
-        sys.argv[1:] = command[module + 1 :]
-        for name in (command[module], f"{command[module]}.__main__"):
-            sys.modules.pop(name, None)  # runpy warns of a module that is there
-        runpy.run_module(command[module], run_name="__main__", alter_sys=True)
+        *options, last = command[1 : 3 + (command[1] == "-u")]
+        sys.argv[1:] = command[len(options) + 2 :]
+        for name in [last, *sys.argv[1:3]]:  # runpy warns of a module that is there
+            sys.modules.pop(name, None)
+            sys.modules.pop(f"{name}.__main__", None)
+        if options[-1] == "-c":
+            exec(last, {"__name__": "__main__"})
+        else:
+            assert options[-1] == "-m", command
+            runpy.run_module(last, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -14,7 +14,6 @@ from torch import Tensor
 from flce_dist import filtered, linear_cross_entropy
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.memory import peak_memory
-from flce_dist.testing import relative_rms
 from tests.problems import Inputs, Outcome, Upstream, assert_same, each_dtype, each_schedule, run
 from tests.test_gpu_oracle import (
     EVERY_SCHEDULE,
@@ -110,23 +109,6 @@ def test_a_group_of_one_rank_is_no_group(sequence_parallel, way, device):
     assert_same(grouped[0], alone[0])
     assert grouped[1] == alone[1] and sum(alone[1].values()) > 3
     assert 0 < grouped[2] <= alone[2] + (1 << 20)  # hidden has 8 MiB
-
-
-# --- a node that runs twice
-
-
-@each_device
-@each_way
-def test_a_node_that_runs_once_for_each_gradient(way, device):
-    """As where input gradients are needed first and those of weights later."""
-    inputs = inputs_on(device, 130, 700, 64, torch.bfloat16)
-    expected = run(our_call, inputs, Upstream(), **WAYS[way])
-    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = linear_cross_entropy(hidden, weight, inputs.labels, **WAYS[way])
-    (dhidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-    (dweight,) = torch.autograd.grad(loss, weight)
-    for name, result in (("dhidden", dhidden), ("dweight", dweight)):
-        assert relative_rms(result, expected[name]) < torch.finfo(torch.bfloat16).eps, name
 
 
 # --- the negative bit

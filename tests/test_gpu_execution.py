@@ -12,25 +12,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
-from tests.problems import METRICS, Inputs, Upstream, assert_same, each_schedule, make_inputs, run
+from tests.problems import (
+    METRICS,
+    Inputs,
+    Outcome,
+    Upstream,
+    assert_same,
+    each_schedule,
+    make_inputs,
+    run,
+)
 from tests.test_gpu_oracle import (
     SMALL,
-    assert_close,
     each_device,
     every_schedule,
-    group_of_one,
     inputs_on,
     on_cuda,
     options_of,
     our_call,
-    textbook_in_chunks,
 )
 
 T, V, H = SMALL["cuda"]
@@ -91,40 +95,24 @@ def test_the_host_never_waits(name, schedule, device):
     assert_same(actual, expected)
 
 
-@on_cuda
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_host_that_waits_is_noticed(in_backward, device):
-    x = torch.ones(2, device=device, requires_grad=True)
-    y = 2 * x
-    if in_backward:
-        y.register_hook(lambda dy: dy * dy.sum().item())
-    with pytest.raises(RuntimeError, match="synchronizing"), host_must_not_wait():
-        y.sum().backward() if in_backward else y.sum().item()
-
-
 # --- streams
 
 
-def step_on_stream(
-    inputs: Inputs, schedule: Any, stream: Any, op_stream: Any = None
-) -> dict[str, Tensor]:
+def step_on_stream(inputs: Inputs, schedule: Any, stream: Any) -> Outcome:
     """Forward and backward of the op on ``stream``, where its inputs arrive late.
 
     They are freed after forward, and NaN is written to what the allocator then hands out.
-    ``op_stream`` is where the op itself runs, if elsewhere.
     """
-    on = torch.cuda.stream if stream is not None else (lambda _: nullcontext())
     leaves = [(x / 2).requires_grad_() for x in (inputs.hidden, inputs.weight)]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with on(stream):
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
         stale = [torch.full_like(x, torch.nan) for x in leaves]
         del stale
         if stream is not None:
             torch.cuda._sleep(50_000_000)  # some 30 ms, against one of the host for all launches
         hidden, weight = (2 * leaf for leaf in leaves)
-        with on(op_stream or stream):
-            loss = linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
+        loss = linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
         del hidden, weight
         fill = [torch.full_like(leaf, torch.nan) for leaf in leaves for _ in range(3)]
         loss.backward()
@@ -147,54 +135,6 @@ def test_on_a_side_stream(schedule, device):
         assert_same(step_on_stream(inputs, schedule, stream), expected)
 
 
-@on_cuda
-def test_an_op_on_another_stream_than_its_inputs_is_noticed(device):
-    inputs = problem(device)
-    expected = run(our_call, inputs, Upstream(), schedule="recompute")
-    spoiled = step_on_stream(inputs, "recompute", torch.cuda.Stream(), torch.cuda.default_stream())
-    assert not torch.equal(spoiled["loss"], expected["loss"])
-
-
-# --- another current device
-
-
-@pytest.mark.gpu(2)
-@every_schedule
-@pytest.mark.parametrize("compiled", [False, True])
-def test_tensors_on_another_device_than_the_current_one(compiled, schedule):
-    torch._dynamo.reset()
-    call = torch.compile(our_call, backend="eager", fullgraph=True) if compiled else our_call
-    inputs = problem("cuda:1")
-    step = functools.partial(run, call, inputs, Upstream(), **options_of(schedule, inputs))
-    with torch.cuda.device(1):
-        expected = step()
-    with torch.cuda.device(0):
-        assert_same(step(), expected)
-        assert torch.cuda.current_device() == 0
-
-
-# --- DTensors
-
-
-@each_device
-@each_schedule
-def test_dtensors_over_one_rank(schedule, device):
-    """The same bits, with the collectives of one rank."""
-    with group_of_one(device) as group:
-        mesh = DeviceMesh.from_group(group, device)
-
-        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-            hidden, weight = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (hidden, weight))
-            labels = DTensor.from_local(labels, mesh, [Replicate()])
-            return our_call(hidden, weight, labels, **options)
-
-        options = {"schedule": schedule, "tp_group": group, "sequence_parallel": True}
-        plain, distributed = (
-            run(one, problem(device), Upstream(), **options) for one in (our_call, call)
-        )
-    assert_same(distributed, plain)
-
-
 # --- autocast
 
 
@@ -209,51 +149,37 @@ def test_autocast_over_fp32_parameters(dtype, schedule, device):
         with torch.autocast(device, dtype):
             return our_call(hidden, weight, labels, **options)
 
-    options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
-    actual = run(call, inputs, Upstream(), **options)
-    by_hand = run(our_call, inputs.to(dtype), Upstream(), **options)
-    for name, result in actual.items():
-        assert result.dtype == torch.float32
-        assert torch.equal(result, by_hand[name].float()), name
-    assert not torch.equal(actual["loss"], run(our_call, inputs, Upstream(), **options)["loss"])
-
-    truth = textbook_in_chunks(inputs, torch.float64)
-    eager = textbook_in_chunks(inputs, dtype)
-    assert relative_rms(actual["loss"], truth["loss"].sum()) <= torch.finfo(dtype).eps
-    assert_close(actual, truth, eager, dtype, ("dhidden", "dweight"))
+    actual = run(call, inputs, Upstream(), schedule=schedule)
+    by_hand = run(our_call, inputs.to(dtype), Upstream(), schedule=schedule)
+    assert_same(actual, {name: x.float() for name, x in by_hand.items()})
+    assert all(x.dtype == torch.float32 for x in actual.values())
 
 
 # --- activation checkpointing
 
 
-def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> dict[str, Tensor]:
+def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> tuple[Outcome, int]:
     """Two layers with a head each over one weight; checkpointed unless ``use_reentrant`` is None.
 
-    ``peak`` is that of forward and backward, in bytes.
+    Returns results, and the peak of forward and backward in bytes.
     """
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
     mixes = [torch.eye(H, dtype=inputs.dtype, device=hidden.device).roll(i, 0) for i in (1, 2)]
 
     def layer(hidden: Tensor, mix: Tensor) -> Tensor:
         mixed = torch.nn.functional.gelu(hidden @ mix)
         return linear_cross_entropy(mixed, weight, inputs.labels, schedule=schedule)
 
-    def run_layer(mix: Tensor) -> Tensor:
-        if use_reentrant is None:
-            return layer(hidden, mix)
-        return checkpoint(layer, hidden, mix, use_reentrant=use_reentrant, preserve_rng_state=False)
-
+    run_layer: Any = layer
+    if use_reentrant is not None:
+        run_layer = functools.partial(
+            checkpoint, layer, use_reentrant=use_reentrant, preserve_rng_state=False
+        )
     with peak_memory(hidden.device) as peak:
-        loss = run_layer(mixes[0]) + run_layer(mixes[1])
+        loss = run_layer(hidden, mixes[0]) + run_layer(hidden, mixes[1])
         loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    return {
-        "loss": loss.detach(),
-        "dhidden": hidden.grad,
-        "dweight": weight.grad,
-        "peak": torch.tensor(peak.bytes),
-    }
+    return {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}, peak.bytes
 
 
 @each_device
@@ -264,8 +190,8 @@ def test_activation_checkpointing(use_reentrant, schedule, device):
     T, V = (1024 if device == "cuda" else 256), 8192
     inputs = inputs_on(device, T, V, H, torch.bfloat16)
     two_heads(inputs, schedule, None)  # workspaces that stay
-    plain, saving = (two_heads(inputs, schedule, kind) for kind in (None, use_reentrant))
-    plain_peak, peak = (int(x.pop("peak")) for x in (plain, saving))
+    plain, plain_peak = two_heads(inputs, schedule, None)
+    saving, peak = two_heads(inputs, schedule, use_reentrant)
     if use_reentrant and schedule == "in_forward":
         # Its first forward is one without gradients, which sums tokens in another order.
         assert relative_rms(saving.pop("loss"), plain.pop("loss")) <= 1e-6

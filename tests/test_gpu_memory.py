@@ -4,88 +4,57 @@ tests/test_peak_memory.py holds eager to its limits at CPU sizes; the same check
 whose logits would be seen. T tokens, V vocabulary rows, H hidden size.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flce_dist import linear_cross_entropy
 from flce_dist.memory import peak_memory
-from flce_dist.op.plan import Plan, plan
-from flce_dist.options import Schedule
-from tests.problems import Inputs
+from flce_dist.op.plan import plan
 from tests.test_gpu_oracle import each_device, inputs_on
 
 MIB = 1 << 20
 WORKSPACE = 64 * MIB
-ITEMSIZE = 2  # bf16
+SIZES = {"cpu": (512, 32, 8192, 32768), "cuda": (4096, 1024, 32768, 131072)}  # T, H, two V
+BUDGETS = {"cpu": 4 * MIB, "cuda": None}  # of recompute
 
 
-@dataclass(frozen=True)
-class Sizes:
-    T: int
-    H: int
-    narrow: int  # V
-    wide: int  # V
-    max_logits_bytes: int | None
+def measured(device: str, V: int, options: Any) -> tuple[int, int]:
+    """Peak of forward and backward above inputs and gradients, and the logits that the plan keeps.
 
-
-SIZES = {
-    "cpu": Sizes(512, 32, 8192, 32768, 4 * MIB),
-    "cuda": Sizes(4096, 1024, 32768, 131072, None),
-}
-
-
-def make(device: str, V: int) -> Inputs:
-    sizes = SIZES[device]
-    return inputs_on(device, sizes.T, V, sizes.H, torch.bfloat16)
-
-
-def planned(device: str, V: int, schedule: Schedule) -> Plan:
-    sizes = SIZES[device]
-    return plan(
-        T=sizes.T, V=V, itemsize=ITEMSIZE, schedule=schedule,
-        max_logits_bytes=sizes.max_logits_bytes if schedule == "recompute" else None,
-    )  # fmt: skip
-
-
-def step_bytes(inputs: Inputs, **options: Any) -> int:
-    """Peak of forward and backward above inputs and gradients, once workspaces exist."""
+    Once workspaces exist.
+    """
+    T, H, *_ = SIZES[device]
+    inputs = inputs_on(device, T, V, H, torch.bfloat16)
     hidden, weight = leaves = [x.requires_grad_() for x in (inputs.hidden, inputs.weight)]
     for _ in range(2):
         with peak_memory(inputs.hidden.device) as peak:
             linear_cross_entropy(hidden, weight, inputs.labels, **options).backward()
         for leaf in leaves:
             leaf.grad = None
-    return peak.bytes - sum(leaf.nbytes for leaf in leaves)
-
-
-def recompute_bytes(device: str, V: int) -> int:
-    limit = SIZES[device].max_logits_bytes
-    return step_bytes(make(device, V), schedule="recompute", max_logits_bytes=limit)
+    planned = plan(T=T, V=V, itemsize=2, **{"max_logits_bytes": None, **options})
+    return peak.bytes - sum(leaf.nbytes for leaf in leaves), planned.logits_bytes
 
 
 @each_device
 def test_recompute_is_flat_in_the_vocabulary(device):
-    sizes = SIZES[device]
-    narrow, wide = recompute_bytes(device, sizes.narrow), recompute_bytes(device, sizes.wide)
-    print(f"recompute beyond inputs and gradients: {narrow / MIB:.1f} MiB at V = {sizes.narrow}, "
-          f"{wide / MIB:.1f} MiB at V = {sizes.wide}")  # fmt: skip
+    T, H, *both = SIZES[device]
+    options = {"schedule": "recompute", "max_logits_bytes": BUDGETS[device]}
+    (narrow, _), (wide, window) = (measured(device, V, options) for V in both)
+    print(f"recompute beyond inputs and gradients: {narrow / MIB:.1f} MiB at V = {both[0]}, "
+          f"{wide / MIB:.1f} MiB at V = {both[1]}")  # fmt: skip
     assert abs(wide - narrow) <= 8 * MIB
-    window = planned(device, sizes.wide, "recompute").logits_bytes
-    dhidden_accumulator = 4 * sizes.T * sizes.H
+    dhidden_accumulator = 4 * T * H
     assert max(narrow, wide) <= dhidden_accumulator + window + WORKSPACE
 
 
 @each_device
 def test_cached_takes_its_exponentials_and_little_more(device):
-    sizes = SIZES[device]
-    inputs = make(device, sizes.narrow)
-    peak = step_bytes(inputs, schedule="cached")
-    exponentials = sizes.T * sizes.narrow * ITEMSIZE
-    assert planned(device, sizes.narrow, "cached").logits_bytes == exponentials
+    T, H, V, _ = SIZES[device]
+    peak, exponentials = measured(device, V, {"schedule": "cached"})
+    assert exponentials == 2 * T * V
     assert exponentials <= peak  # else the meter does not see them
-    assert peak <= exponentials + 4 * sizes.T * sizes.H + WORKSPACE
+    assert peak <= exponentials + 4 * T * H + WORKSPACE
 
 
 @each_device

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train import __main__ as train
-from flce_dist.launch.train.ranks import LAUNCHER, end_with_torchrun, is_orphan
+from flce_dist.launch.train.ranks import RANK, end_with_torchrun, is_orphan
 
 TRAIN = "flce_dist.launch.train"
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
@@ -59,8 +60,7 @@ def test_ranks_started_here_end_as_the_first_one_that_failed(
 ) -> None:
     def torchrun(arguments: list[str]) -> None:
         assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
-        assert arguments[3:] == ["-m", TRAIN, *overrides]
-        assert os.environ[LAUNCHER] == str(os.getpid())
+        assert arguments[-4:] == [str(os.getpid()), TRAIN, *overrides]
         if ended is not None:
             raise ended
 
@@ -69,10 +69,30 @@ def test_ranks_started_here_end_as_the_first_one_that_failed(
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
     monkeypatch.setattr("torch.distributed.run.main", torchrun)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    for name in ("OMP_NUM_THREADS", LAUNCHER):  # to be restored
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert train.main() == status
     assert capsys.readouterr() == ("", said)
+
+
+STUB = """\
+import ctypes, os, sys
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))
+print(number.value, "torch" in sys.modules, *sys.argv[1:])
+"""
+
+
+@on_linux
+def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path) -> None:
+    (tmp_path / "stub.py").write_text(STUB)
+
+    def started_by(launcher: int) -> tuple[int, str]:
+        command = [sys.executable, "-c", RANK, str(launcher), "stub", "--steps", "3"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return ended.returncode, ended.stdout
+
+    assert started_by(os.getpid()) == (0, f"{int(signal.SIGKILL)} False --steps 3\n")
+    assert started_by(os.getppid()) == (128 + signal.SIGKILL, "")  # its own was killed before
 
 
 @on_linux
@@ -87,27 +107,16 @@ def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("launcher", "parent", "command", "orphan"),
+    ("parent", "command", "orphan"),
     [
-        ("7", 7, None, False),
-        ("7", 8, None, True),
-        (None, 2, b"/sbin/init\0", False),
-        (None, 1, b"/sbin/init\0", True),
-        (None, 1, None, True),
-        (None, 1, b"/usr/bin/python3\0/usr/bin/torchrun\0", False),
-        (None, 1, b"python\0-m\0torch.distributed.run", False),
+        (2, b"/sbin/init\0", False),
+        (1, b"/sbin/init\0", True),
+        (1, None, True),
+        (1, b"/usr/bin/python3\0/usr/bin/torchrun\0", False),
+        (1, b"python\0-m\0torch.distributed.run", False),
     ],
 )
-def test_who_is_an_orphan(
-    launcher: str | None,
-    parent: int,
-    command: bytes | None,
-    orphan: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if launcher is not None:
-        monkeypatch.setenv(LAUNCHER, launcher)
+def test_who_is_an_orphan(parent: int, command: bytes | None, orphan: bool, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     if command is not None:
         (tmp_path / "1" / "cmdline").write_bytes(command)

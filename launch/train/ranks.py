@@ -25,8 +25,17 @@ from flce_dist.launch.yaml_config import ConfigError
 Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent is gone
-LAUNCHER = "FLCE_DIST_LAUNCHER"
-"""The variable by which ranks know the process that ``start_ranks`` started them from."""
+RANK = f"""\
+import ctypes, os, runpy, signal, sys
+launcher, module = int(sys.argv[1]), sys.argv[2]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() != launcher:
+    os._exit(128 + signal.SIGKILL)
+sys.argv[:3] = [module]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""What a rank runs first: seconds before it has imported torch its launcher may be killed."""
 
 
 def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
@@ -34,7 +43,7 @@ def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
 
     torchrun's agent runs in this process, without its reports: a rank that fails prints why, in
     one line or with its traceback, and torchrun's command would add a page for each. The ranks end
-    with this process, however it ends; those that still import torch, once they have.
+    with this process, however it ends.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,9 +51,9 @@ def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
 
     logging.disable(logging.ERROR)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, and says so
-    os.environ[LAUNCHER] = str(os.getpid())
+    rank = [sys.executable, "-u", "-c", RANK, str(os.getpid()), module, *arguments]
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *arguments])
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), "--no-python", *rank])
     except ChildFailedError as error:
         failed, failure = error.get_first_failure()
         if failure.exitcode >= 0:
@@ -68,17 +77,15 @@ def end_with_torchrun() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if is_orphan(os.getppid()):  # the launcher was gone before that call
+    if is_orphan(os.getppid()):  # torchrun was gone before that call
         os._exit(128 + signal.SIGKILL)
 
 
 def is_orphan(parent: int, proc: Path = Path("/proc")) -> bool:
-    """Whether ``parent`` is not the launcher or, where that is not known, the init process.
+    """Whether ``parent`` is the init process, which adopts orphans.
 
     In a container torchrun itself may be process 1; then it is a Python process.
     """
-    if LAUNCHER in os.environ:
-        return parent != int(os.environ[LAUNCHER])
     if parent != 1:
         return False
     try:
