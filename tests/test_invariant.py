@@ -4,7 +4,9 @@ T tokens, V_all vocabulary rows, P ranks; invariant_problem.py has the problem.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import launching
-from flce_dist.op import checks, plan
+from flce_dist.op import plan
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import run_ranks
 from tests.invariant_problem import (
@@ -28,7 +30,7 @@ from tests.invariant_problem import (
     shards,
     statistics,
 )
-from tests.problems import each_dtype, interpreted
+from tests.problems import Inputs, each_dtype, interpreted
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
@@ -41,24 +43,93 @@ each_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap
 # --- the same bits
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        *((torch.float32, options) for options in OPTIONS),
-        (torch.bfloat16, ALL),
-        (torch.float16, ALL),
-    ],
-)
-def test_any_number_of_ranks(
-    merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any]
+def check_cuts(
+    inputs: Inputs,
+    options: dict[str, Any],
+    *,
+    ranks: tuple[int, ...],
+    budgets: tuple[int, ...],
+    part_bytes: tuple[int, ...],
+    fewer: tuple[int, ...],
+    merged_sums: Sequence[Tensor] = (),
 ) -> None:
-    inputs = problem(dtype)
-    one = statistics(inputs, **options)
+    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass.
+
+    ``budgets`` of logits let some or no columns be cached; ``part_bytes`` cut them into segments.
+    These run on each of ``ranks``, 1 and 2.
+    """
+    one = statistics(inputs, schedule="recompute", **options)
     assert all(x.isfinite().all() for x in one)
     for P in RANKS[1:]:
         assert differing(statistics(inputs, P, **options), one) == [], f"{P} ranks"
-        assert torch.equal(merged_sums[-1], merged_sums[0]), f"{P} ranks"
+        if merged_sums:
+            assert torch.equal(merged_sums[-1], merged_sums[0]), f"sums of {P} ranks"
+
+    schedules: list[dict[str, Any]] = [{"max_logits_bytes": budget} for budget in budgets]
+    keeps_gradients = not ("softcap" in options and "label_smoothing" in options)
+    if keeps_gradients:
+        schedules += [{"schedule": "cached"}]
+    for P, schedule in itertools.product(ranks, schedules):
+        many = statistics(inputs, P, gradients=True, **schedule, **options)
+        assert differing(many, one) == [], f"{P} ranks, {schedule}"
+    for P in ranks if keeps_gradients else ():
+        summed = {"reduction": "sum" if P == 1 else "mean", **options}
+        total = statistics(inputs, schedule="recompute", **summed)
+        chunks: dict[str, Any] = {"schedule": "in_forward", "gradients": True, **summed}
+        for budget in (None, 1):
+            many = statistics(inputs, P, max_logits_bytes=budget, **chunks)
+            assert differing(many, total) == [], f"{P} ranks, chunks of {budget} bytes"
+
+    for n in fewer:
+        few = statistics(leading(inputs, n), 2, **options)
+        assert differing(few, Statistics(*(x[:n] for x in one))) == [], f"{n} tokens"
+    for P, nbytes in itertools.product(ranks, part_bytes):
+        with mock.patch.object(launching, "MAX_GROUP_PART_BYTES", nbytes):
+            many = statistics(inputs, P, **options)
+        assert differing(many, one) == [], f"{P} ranks, segments of {nbytes} bytes"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "options", "ranks"),
+    [
+        (torch.float32, {}, 1),
+        (torch.float32, {"softcap": 30.0}, 2),
+        (torch.float32, {"label_smoothing": 0.1}, 2),
+        (torch.float32, ALL, 1),
+        (torch.bfloat16, ALL, 2),
+        (torch.float16, ALL, 1),
+    ],
+)
+def test_any_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    merged_sums: list[Tensor],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    ranks: int,
+) -> None:
+    """Windows of 32 and 64 columns, chunks of 32 and 8 tokens, segments of 1 and 3 tiles."""
+    monkeypatch.setattr(plan, "_TILE", 32)
+    monkeypatch.setattr(plan, "_MIN_WINDOW", 32)
+    budgets, tile = (4 * T * 64, 4 * T * 160, 4 * T * 288), 4 * (1 + 2 * 3) * T
+    check_cuts(
+        problem(dtype), options, ranks=(ranks,), budgets=budgets, part_bytes=(tile, 3 * tile),
+        fewer=(7,), merged_sums=merged_sums,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@each_dtype
+@each_option
+def test_any_cut_on_a_gpu(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """The compiler sees other kernels where columns are cached, and other tiles for few tokens."""
+    T, V_all, rows = 1000, 32060, 32064
+    inputs = problem(dtype, T, 512, V_all, rows).to(torch.device("cuda"))
+    options = {"V_all": V_all, **options}
+    check_cuts(
+        inputs, options, ranks=(1, 2), budgets=(2 * T * 12800,), part_bytes=(1 << 20,),
+        fewer=(50, 100),
+    )  # fmt: skip
 
 
 @interpreted
@@ -97,61 +168,6 @@ def test_the_problem_has_what_could_go_wrong() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("P", "options"), list(zip((1, 2, 2, 1), OPTIONS, strict=True)))
-def test_any_schedule_and_budget(
-    monkeypatch: pytest.MonkeyPatch, P: int, options: dict[str, Any]
-) -> None:
-    """Windows of 32 and 64 columns; all, some or no columns are cached."""
-    monkeypatch.setattr(plan, "_TILE", 32)
-    monkeypatch.setattr(plan, "_MIN_WINDOW", 32)
-    inputs = problem()
-    one = statistics(inputs, schedule="recompute", **options)
-    budgets: list[dict[str, Any]] = [{"max_logits_bytes": 4 * T * n} for n in (64, 160, 288)]
-    schedules = [{"schedule": "auto", **budget} for budget in budgets]
-    if not ("softcap" in options and "label_smoothing" in options):
-        schedules += [{"schedule": "cached"}]
-    for schedule in schedules:
-        many = statistics(inputs, P, gradients=True, **schedule, **options)
-        assert differing(many, one) == [], schedule
-
-
-@interpreted
-@pytest.mark.parametrize(("P", "reduction"), [(1, "sum"), (2, "mean")])
-def test_token_chunks(monkeypatch: pytest.MonkeyPatch, reduction: str, P: int) -> None:
-    """Chunks of 32 and 8 tokens have the same statistics, summed in the same order."""
-    monkeypatch.setattr(plan, "_TILE", 32)
-    inputs = problem()
-    one = statistics(inputs, schedule="recompute", reduction=reduction)
-    for budget in (None, 1):
-        many = statistics(
-            inputs,
-            P,
-            schedule="in_forward",
-            max_logits_bytes=budget,
-            gradients=True,
-            reduction=reduction,
-        )
-        assert differing(many, one) == []
-
-
-@interpreted
-@pytest.mark.parametrize(("tiles", "options"), list(zip((1, 3, 3, 1), OPTIONS, strict=True)))
-def test_segments(monkeypatch: pytest.MonkeyPatch, tiles: int, options: dict[str, Any]) -> None:
-    inputs = problem()
-    one = statistics(inputs, **options)
-    monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 4 * (1 + 2 * 3) * T * tiles)
-    for P in (1, 2):
-        assert differing(statistics(inputs, P, **options), one) == []
-
-
-@interpreted
-def test_fewer_tokens() -> None:
-    inputs = problem()
-    one, few = statistics(inputs), statistics(leading(inputs, 7), 2)
-    assert differing(few, Statistics(*(x[:7] for x in one))) == []
-
-
-@interpreted
 def test_ranks_without_rows() -> None:
     """Eight ranks share three groups."""
     inputs = problem(V_all=90, rows=96)
@@ -162,25 +178,23 @@ def test_ranks_without_rows() -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("options", "rows"),
+    ("call", "smoothing", "rows"),
     [
-        ({}, 2),
-        ({"label_smoothing": 0.1}, 3),
-        ({"with_metrics": True}, 5),
-        ({"with_metrics": True, "label_smoothing": 0.1}, 6),
+        (linear_cross_entropy, 0.0, 2),
+        (linear_cross_entropy, 0.1, 3),
+        (linear_cross_entropy_with_metrics, 0.0, 5),
+        (linear_cross_entropy_with_metrics, 0.1, 6),
     ],
 )
-def test_what_ranks_send(options: dict[str, Any], rows: int) -> None:
+def test_what_ranks_send(call: Any, smoothing: float, rows: int) -> None:
     inputs = problem()
-    with_metrics = options.pop("with_metrics", False)
-    call = linear_cross_entropy_with_metrics if with_metrics else linear_cross_entropy
 
     def rank(tp_group: Any) -> list[str]:
         start, end = shards(2, ROWS)[tp_group.rank()]
         call(
             inputs.hidden, inputs.weight[start:end], inputs.labels, vocab_size=V_ALL,
             vocab_range=(start, end), tp_group=tp_group, impl="triton", tp_invariant=True,
-            **options,
+            label_smoothing=smoothing,
         )  # fmt: skip
         return tp_group.calls
 
@@ -210,69 +224,7 @@ def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) ->
     check_small_terms(above, nats)
 
 
-# --- on a GPU, at a real size
-
-
-@pytest.mark.gpu
-@each_dtype
-@each_option
-def test_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    """The compiler sees other kernels where columns are cached, and other tiles for few tokens."""
-    T, V_all, rows = 1000, 32060, 32064
-    inputs = problem(dtype, T, 512, V_all, rows).to(torch.device("cuda"))
-    options = {"V_all": V_all, **options}
-    one = statistics(inputs, schedule="recompute", **options)
-    assert all(x.isfinite().all() for x in one)
-    for P in RANKS[1:]:
-        assert differing(statistics(inputs, P, **options), one) == [], f"{P} ranks"
-
-    schedules: list[dict[str, Any]] = [{"max_logits_bytes": 2 * T * 12800}]
-    if not ("softcap" in options and "label_smoothing" in options):
-        schedules += [{"schedule": "cached"}]
-    for P, schedule in itertools.product((1, 2), schedules):
-        many = statistics(inputs, P, gradients=True, **schedule, **options)
-        assert differing(many, one) == [], f"{P} ranks, {schedule}"
-    for n in (50, 100):
-        few = statistics(leading(inputs, n), 2, **options)
-        assert differing(few, Statistics(*(x[:n] for x in one))) == [], f"{n} tokens"
-
-    if len(schedules) > 1:
-        total = statistics(inputs, reduction="sum", **options)
-        for P, budget in itertools.product((1, 2), (None, 1)):
-            chunks: dict[str, Any] = {
-                "schedule": "in_forward",
-                "max_logits_bytes": budget,
-                "gradients": True,
-            }
-            many = statistics(inputs, P, reduction="sum", **chunks, **options)
-            assert differing(many, total) == [], f"{P} ranks, {chunks}"
-
-    monkeypatch.setattr(launching, "MAX_GROUP_PART_BYTES", 1 << 20)
-    assert differing(statistics(inputs, 2, **options), one) == [], "segments"
-
-
-# --- where the claim ends
-
-
-@interpreted
-def test_shards_at_other_columns_differ_in_rounding_only(
-    monkeypatch: pytest.MonkeyPatch, merged_sums: list[Tensor]
-) -> None:
-    inputs = problem()
-    monkeypatch.setattr(checks, "INVARIANT_ROWS", 1)
-    one, many = statistics(inputs), statistics(inputs, 4, step=5)
-    assert not torch.equal(merged_sums[-1], merged_sums[0])
-    for a, b in zip(one, many, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=3e-5)
-
-
-@interpreted
-def test_without_the_option_the_cut_may_show() -> None:
-    inputs = problem()
-    one = statistics(inputs, tp_invariant=False)
-    assert any(differing(statistics(inputs, P, tp_invariant=False), one) for P in (4, 8))
+# --- what is refused
 
 
 @interpreted
