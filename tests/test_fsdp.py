@@ -20,6 +20,7 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
 from tests.parallel_problem import UNEVEN
+from tests.problems import Inputs, Upstream, run_reference
 from tests.test_dtensor import SPLIT, distributed, mesh_of
 
 
@@ -34,16 +35,34 @@ class Head(nn.Module):
         return linear_cross_entropy_with_metrics(hidden, self.weight, labels, **options)
 
 
-def fsdp_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def gathering_rank(
+    group: dist.ProcessGroup, schedule: str, autocast: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss and dweight; FSDP2 gathers the weight for forward, and shards it again after that."""
     mesh = mesh_of(2, 2)
     hidden, weight, _, labels = UNEVEN.tensors
     head = Head(mesh["tp"], weight)
-    fully_shard(head, mesh=mesh["other"])
-    out = head(hidden, labels, tp_group=mesh.get_group("tp"), reduction="sum")
+    fully_shard(head, mesh=mesh["other"], reshard_after_forward=True)
+    options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = head(hidden, labels, tp_group=mesh.get_group("tp"), **options)
     assert all(type(x) is Tensor for x in out)
     out.loss.backward()
     assert isinstance(head.weight.grad, DTensor) and head.weight.grad.device_mesh.ndim == 2
     return out.loss.detach(), head.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "autocast"), [("auto", False), ("in_forward", True), ("recompute", True)]
+)
+def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools, schedule, autocast):
+    """That autocast replaces the gathered weight is no mistake."""
+    hidden, weight, _, labels = UNEVEN.tensors
+    inputs = Inputs(hidden.double(), weight.double(), labels)
+    truth = run_reference(inputs, Upstream(), reduction="sum")
+    for loss, dweight in pools[4].run(gathering_rank, schedule, autocast):
+        assert relative_rms(loss, truth["loss"]) < (1e-3 if autocast else 1e-6)
+        assert relative_rms(dweight, truth["dweight"]) < (1e-2 if autocast else 1e-5)
 
 
 def sharded_by_fsdp_rank(group: dist.ProcessGroup) -> list[str]:
@@ -78,15 +97,6 @@ def test_fsdp_is_recognised_and_its_mesh_is_not_advised(pools):
         assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
 
 
-def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools):
-    hidden, weight, _, labels = (x.double() if x.is_floating_point() else x for x in UNEVEN.tensors)
-    weight.requires_grad_()
-    loss = nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    (dweight,) = torch.autograd.grad(loss, weight)
-    for found, gradient in pools[4].run(fsdp_rank):
-        assert relative_rms(found, loss) < 1e-6 and relative_rms(gradient, dweight) < 1e-5
-
-
 def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> str:
     """What backward says about a weight that was gathered by hand for forward alone."""
     mesh = mesh_of(2, 2)
@@ -109,28 +119,3 @@ def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> st
 def test_a_weight_resharded_before_backward(pools, schedule, with_tp):
     for text in pools[4].run(resharded_rank, schedule, with_tp):
         assert re.search("weight must not be resharded .* call inside forward of the module", text)
-
-
-def unharmed_rank(group: dist.ProcessGroup, schedule: str) -> tuple[Tensor, Tensor]:
-    """FSDP2's own reshard after forward, and a weight that autocast replaces, are no mistake."""
-    mesh = mesh_of(2, 2)
-    hidden, weight, _, labels = UNEVEN.tensors
-    head = Head(mesh["tp"], weight)
-    fully_shard(head, mesh=mesh["other"], reshard_after_forward=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        options: dict[str, Any] = {"schedule": schedule, "reduction": "sum"}
-        out = head(hidden, labels, tp_group=mesh.get_group("tp"), **options)
-    out.loss.backward()
-    gradient = head.weight.grad
-    assert isinstance(gradient, DTensor)
-    return out.loss.detach(), gradient.full_tensor()
-
-
-@pytest.mark.parametrize("schedule", ["in_forward", "recompute"])
-def test_fsdps_own_reshard_is_no_mistake(pools, schedule):
-    hidden, weight, _, labels = UNEVEN.tensors
-    weight = weight.double().requires_grad_()
-    loss = nn.functional.cross_entropy(hidden.double() @ weight.T, labels, reduction="sum")
-    (dweight,) = torch.autograd.grad(loss, weight)
-    for _, gradient in pools[4].run(unharmed_rank, schedule):
-        assert relative_rms(gradient, dweight) < 1e-2  # of bf16
