@@ -13,11 +13,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import api, check_ranks, filtered, linear_cross_entropy
+from flce_dist import api, check_ranks, linear_cross_entropy
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses, on_threads
+from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, misses
 
 SPLIT, WHOLE = Shard(0), Replicate()
 NONE = Problem(options={"reduction": "none"})
@@ -121,18 +121,6 @@ def test_gradients_come_in_kind(pools, shape, problem, placements, schedule):
     assert all(torch.equal(rank.loss, ranks[0].loss) for rank in ranks)
 
 
-@pytest.mark.parametrize("placements", [ALL, SEQUENCE])
-def test_filtered_gradients(pools, placements):
-    """As of plain tensors; tiles without a label are not kept."""
-    options = {"schedule": filtered.schedule(0.5), "sequence_parallel": placements is SEQUENCE}
-    problem = Problem(V_all=4096)
-    plain, exact = on_threads(2, problem, **options), problem.textbook(torch.float64)
-    for rank in pools[2].run(step_rank, (2,), problem, placements, **options):
-        for name in ("loss", "dhidden", "dweight", "dbias"):
-            assert relative_rms(getattr(rank, name), getattr(plain, name)) <= 1e-6, name
-        assert relative_rms(rank.dhidden, exact.dhidden) > 1e-3
-
-
 @pytest.mark.parametrize("placements", [ALL, ROWS])
 def test_a_sum_left_to_dtensor_is_partial(pools, placements):
     """With reduce_dhidden=False each rank has a share; DTensor sums those of a DTensor."""
@@ -171,6 +159,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "split token_weight": ({"token_weight": SPLIT}, {}, "token_weight must be a plain tensor or"),
     "too few rows": (ROWS, {"vocab_size": 508}, r"vocab_size must be within \[1, 507\] .* 508"),
     "other rows": (ROWS, {"vocab_range": (0, 1)}, r"vocab_range must be None .* got \(0, 1\)"),
+    "a longer bias": (  # of which rank 0 holds as many rows
+        {**ROWS, "bias_rows": 508}, {}, r"bias must be \[V\] with V = 507 from weight, got \(508,\)"
+    ),
     "uneven tokens": ({**SEQUENCE, "T": 25}, {"sequence_parallel": True}, "hidden must .* of 2"),
     "options": (ROWS, {"label_smoothing": "no"}, "label_smoothing must be a float"),
     "no group": (ROWS, {"tp_group": "tp"}, "tp_group must be None or a torch.distributed.Process"),
@@ -189,6 +180,8 @@ def refused_rank(
     if "token_weight" in placements:
         weights = torch.ones(len(tensors["labels"]))
         tensors["token_weight"] = distributed(weights, mesh, placements["token_weight"])
+    if "bias_rows" in placements:
+        tensors["bias"] = distributed(torch.ones(placements["bias_rows"]), mesh, SPLIT)
     options = {"tp_group": mesh.get_group(0), **options}
     if options["tp_group"] == "all":
         options["tp_group"] = group
@@ -207,20 +200,6 @@ def test_what_cannot_be_right_is_refused_by_name(pools, case):
     size = torch.Size(placements.get("shape") or (2,)).numel()
     for said in pools[size].run(refused_rank, placements, options):
         assert [bool(re.search(message, text)) for text in said] == [True, True], said
-
-
-def lengths_rank(group: dist.ProcessGroup) -> str:
-    tensors = operands(mesh_of(2), UNEVEN, **ROWS)
-    tensors["bias"] = distributed(torch.ones(508), mesh_of(2), SPLIT)
-    with pytest.raises(ValueError) as error:  # rank 0 holds 254 of each
-        linear_cross_entropy(**tensors, tp_group=group)
-    return str(error.value)
-
-
-def test_lengths_are_compared_as_wholes(pools):
-    assert (
-        pools[2].run(lengths_rank) == ["bias must be [V] with V = 507 from weight, got (508,)"] * 2
-    )
 
 
 # --- with other parts of PyTorch
@@ -246,21 +225,3 @@ def test_what_is_in_flight_is_waited_for(pools, local):
     expected = UNEVEN.textbook(torch.float64).dhidden
     for dhidden in pools[2].run(in_flight_rank, local):
         assert relative_rms(dhidden, expected) < 1e-5
-
-
-def autocast_rank(group: dist.ProcessGroup) -> list[Tensor]:
-    found = []
-    for placements in (ALL, {}):
-        tensors = operands(mesh_of(2), EVEN, **placements)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = linear_cross_entropy(**tensors, tp_group=group)
-        loss.backward()
-        gradient = tensors["weight"].grad
-        assert gradient is not None and gradient.dtype == torch.float32
-        found += [loss.detach(), dtensor.local_part(gradient)[0]]
-    return found
-
-
-def test_autocast_as_of_plain_tensors(pools):
-    for loss, dweight, plain_loss, plain_dweight in pools[2].run(autocast_rank):
-        assert torch.equal(loss, plain_loss) and torch.equal(dweight, plain_dweight)

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.op.plan import Plan, pieces, plan
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.token_order import TokenOrder
-from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import (
     FEW_BYTES,
     IN_PIECES,
@@ -27,27 +25,21 @@ from tests.parallel_problem import (
     Problem,
     joined,
     misses,
+    on_threads,
     rank_step,
     small_pieces,
 )
-
-T, H, P = IN_PIECES.T, IN_PIECES.H, 4
-
-
-def in_pieces(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
-    """``rank_step`` under sequence parallelism."""
-    return rank_step(group, problem, sequence_parallel=True, **options)
+from tests.test_api_random_cases import check_on_ranks, plain_call
 
 
-def in_pieces_forked(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+def forked_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
     with small_pieces():
-        return in_pieces(group, problem, **options)
+        return rank_step(group, problem, sequence_parallel=True, **options)
 
 
-def on_threads(problem: Problem, **options: Any) -> Outcome:
+def in_pieces(problem: Problem, **options: Any) -> Outcome:
     with small_pieces():
-        ranks = run_ranks(lambda group: in_pieces(group, problem, **options), P)
-    return joined(ranks, sequence_parallel=True)
+        return on_threads(4, problem, sequence_parallel=True, **options)
 
 
 CASES = [
@@ -59,11 +51,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_gradients_are_right(name, schedule):
-    problem, few = (
-        IN_PIECES.changed(options=PIECE_OPTIONS[name]),
-        FEW_BYTES if name == "few bytes" else {},
-    )
-    outcome = on_threads(problem, schedule=schedule, **few)
+    problem = IN_PIECES.changed(options=PIECE_OPTIONS[name])
+    few = FEW_BYTES if name == "few bytes" else {}
+    outcome = in_pieces(problem, schedule=schedule, **few)
     assert misses(outcome, problem) == []
     gathers = [call for call in outcome.calls if call.startswith("allgather")]
     assert len(gathers) >= 2, "hidden came in one piece: the test shows nothing"
@@ -73,14 +63,14 @@ def test_gradients_are_right(name, schedule):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_in_flight(pools, ranks, schedule):
     for few in ({}, FEW_BYTES):
-        outcomes = pools[ranks].run(in_pieces_forked, IN_PIECES, schedule=schedule, **few)
+        outcomes = pools[ranks].run(forked_step, IN_PIECES, schedule=schedule, **few)
         assert misses(joined(outcomes, sequence_parallel=True), IN_PIECES) == []
 
 
 def test_triton_writes_pieces_into_one_cache(pools):
     problem = Problem(T=32, H=64, V_all=201, seed=3)
     for schedule in ("cached", "in_forward"):
-        ranks = pools[2].run(in_pieces_forked, problem, schedule=schedule, impl="triton")
+        ranks = pools[2].run(forked_step, problem, schedule=schedule, impl="triton")
         assert misses(joined(ranks, sequence_parallel=True), problem) == []
 
 
@@ -92,12 +82,12 @@ def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
     forward = (
         gathers[0], "allreduce SUM float32[8]", gathers[1], "allreduce SUM float32[40]", *sums,
     )  # fmt: skip
-    assert on_threads(IN_PIECES, schedule="cached").calls == (*forward, *gathers, *scatters)
-    assert on_threads(IN_PIECES, schedule="in_forward").calls == (*forward, *scatters)
+    assert in_pieces(IN_PIECES, schedule="cached").calls == (*forward, *gathers, *scatters)
+    assert in_pieces(IN_PIECES, schedule="in_forward").calls == (*forward, *scatters)
 
 
 def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
-    calls = on_threads(IN_PIECES, schedule="in_forward", **FEW_BYTES).calls
+    calls = in_pieces(IN_PIECES, schedule="in_forward", **FEW_BYTES).calls
     kinds = [call.split()[0] for call in calls]
     first_scatter = kinds.index("reduce_scatter")
     assert kinds.count("reduce_scatter") == kinds.count("allgather") > 2
@@ -105,31 +95,13 @@ def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
 
 
 def test_metrics_and_their_gradients():
-    """Metrics of each token, in the caller's order, are those without a group."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight, _, labels = IN_PIECES.tensors
-    upstream = torch.randn(4, T, generator=generator)
-
-    def step(group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        mine = hidden.chunk(ranks)[rank].clone().requires_grad_()
-        shard = weight[: 4 * 126].chunk(ranks)[rank].clone().requires_grad_()
-        out = linear_cross_entropy_with_metrics(
-            mine, shard, labels.clamp(max=503), tp_group=group, reduction="none",
-            sequence_parallel=group is not None,
-        )  # fmt: skip
-        found = (out.loss, out.lse, out.logprob, out.entropy)
-        torch.autograd.backward(found, list(upstream))
-        assert mine.grad is not None and shard.grad is not None
-        return (*(x.detach() for x in (*found, out.correct.float())), mine.grad, shard.grad)
-
-    whole = step(None)
+    """Metrics of each token are in the caller's order."""
+    step = plain_call(
+        P=4, tokens=6, sequence_parallel=True, reduction="none",
+        metric_gradients=True,
+    )  # fmt: skip
     with small_pieces():
-        ranks = run_ranks(step, P)
-    for i, expected in enumerate(whole):
-        parts = [rank[i] for rank in ranks]
-        assert relative_rms(torch.cat(parts) if i > 4 else parts[0], expected) < 1e-5
-        assert i > 4 or all(torch.equal(part, parts[0]) for part in parts)
+        check_on_ranks(step)
 
 
 def test_the_order_by_an_example():
