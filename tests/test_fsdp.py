@@ -56,13 +56,14 @@ def gathering_rank(
     ("schedule", "autocast"), [("auto", False), ("in_forward", True), ("recompute", True)]
 )
 def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools, schedule, autocast):
-    """That autocast replaces the gathered weight is no mistake."""
+    """That autocast replaces the gathered weight is no mistake; its cast shows in the rounding."""
+    least, most = (1e-4, 1e-2) if autocast else (0.0, 1e-5)
     hidden, weight, _, labels = UNEVEN.tensors
     inputs = Inputs(hidden.double(), weight.double(), labels)
     truth = run_reference(inputs, Upstream(), reduction="sum")
     for loss, dweight in pools[4].run(gathering_rank, schedule, autocast):
         assert relative_rms(loss, truth["loss"]) < (1e-3 if autocast else 1e-6)
-        assert relative_rms(dweight, truth["dweight"]) < (1e-2 if autocast else 1e-5)
+        assert least <= relative_rms(dweight, truth["dweight"]) < most
 
 
 def sharded_by_fsdp_rank(group: dist.ProcessGroup) -> list[str]:
