@@ -32,7 +32,6 @@ from tests.parallel_ranks import (
 )
 
 HEADS = 3
-COMPILED = ("recompute", "cached", "in_forward")
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def compiled_call(
 def under_compile(ranks: Ranks) -> Iterator[str]:
     """One graph without breaks, and the same bits."""
     one = problem(ranks.device)
-    for schedule in COMPILED:
+    for schedule in ("recompute", "cached", "in_forward"):
         # On a CPU tests/test_compiled.py has them without sequence parallelism.
         for sp in (False, True) if ranks.on_gpu else (True,):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}

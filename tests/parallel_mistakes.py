@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import api, rank_check
-from flce_dist.op import compiled, main_grad
 from flce_dist.parallel import collectives, peer_copies
-from tests import parallel_autograd_checks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -36,13 +34,6 @@ def never_the_same(patch: pytest.MonkeyPatch) -> None:
 
 def another_loss_on_rank_1(patch: pytest.MonkeyPatch) -> None:
     replace_op(patch, lambda op, *a, **kw: op(*a, **kw) * (1 + 3e-7 * dist.get_rank()))
-
-
-def a_tenth_of_dweight_missing(patch: pytest.MonkeyPatch) -> None:
-    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
-        return op(hidden, 0.9 * weight + 0.1 * weight.detach(), *args, **options)
-
-    replace_op(patch, wrong)
 
 
 def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
@@ -63,48 +54,6 @@ def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
 
 def sums_over_no_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(collectives, "all_reduce_sum", lambda x, _: x)
-
-
-def every_other_weight_detached(patch: pytest.MonkeyPatch) -> None:
-    calls = itertools.count()
-
-    def wrong(op: Any, hidden: Any, weight: Any, *args: Any, **options: Any) -> Any:
-        return op(hidden, weight.detach() if next(calls) % 2 else weight, *args, **options)
-
-    replace_op(patch, wrong)
-
-
-def every_other_dweight_dropped(patch: pytest.MonkeyPatch) -> None:
-    calls, opened = itertools.count(), main_grad.MainGrad.opened
-
-    def wrong(self: Any, operand: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        buffer, accumulates = opened(self, operand)
-        return buffer.clone() if next(calls) % 2 else buffer, accumulates
-
-    patch.setattr(main_grad.MainGrad, "opened", wrong)
-
-
-def the_first_loss_for_ever(patch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-
-    def wrong(op: Any, *args: Any, **options: Any) -> Any:
-        loss = op(*args, **options)
-        seen.append(loss.detach().clone())
-        return loss * 0 + seen[0]
-
-    replace_op(patch, wrong)
-
-
-def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
-    run_backward = compiled.run_backward
-
-    def halved(*args: Any, **options: Any) -> Any:
-        dhidden, dweight, dbias = run_backward(*args, **options)
-        assert dweight is not None
-        return dhidden, dweight / 2, dbias
-
-    patch.setattr(compiled, "run_backward", halved)
-    patch.setattr(parallel_autograd_checks, "COMPILED", ("cached",))  # is enough
 
 
 def no_difference_seen(patch: pytest.MonkeyPatch) -> None:
