@@ -49,7 +49,6 @@ CHECKS: dict[str, Check] = {
     "main_grad": parallel_autograd_checks.into_main_grad,
     "checkpointing": parallel_autograd_checks.activation_checkpointing,
     "compile": parallel_autograd_checks.under_compile,
-    "dtensors": parallel_autograd_checks.with_dtensors,
     "invariant": parallel_checks.equal_bits_for_any_ranks,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import api
@@ -27,7 +25,6 @@ from tests.parallel_ranks import (
     outcome,
     problem,
     said,
-    same_bits,
     step,
 )
 
@@ -194,29 +191,3 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
                 schedule, sp, step(ranks, one, call=compiled_call, **options), plain
             )
     torch._dynamo.reset()
-
-
-def with_dtensors(ranks: Ranks) -> Iterator[str]:
-    """The same bits, also as gradients that arrive through DTensors of these operands."""
-    one = problem(ranks.device, V_all=problem(ranks.device).V_all - 61)
-    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
-
-    def as_dtensors(
-        hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
-    ) -> Tensor:
-        del options["vocab_range"]
-        tokens = Shard(0) if options["sequence_parallel"] else Replicate()
-        rows = [
-            DTensor.from_local(
-                x, mesh, [Shard(0)], shape=torch.Size((one.n_rows, *x.shape[1:])), stride=x.stride()
-            )
-            for x in (weight, bias)
-        ]
-        hidden = DTensor.from_local(hidden, mesh, [tokens])
-        labels = DTensor.from_local(labels, mesh, [Replicate()])
-        return api.linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
-
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        yield "", step(ranks, one, call=as_dtensors, **options)
-
-    yield from same_bits(ranks, one, steps)
