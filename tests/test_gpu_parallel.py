@@ -209,7 +209,7 @@ MISTAKES: list[tuple[str, Plant, str]] = [
     ("checkpointing", never_the_same, "use_reentrant=True, SP: dhidden, dweight, dbias not"),
     ("checkpointing", never_the_same, "in_forward, chunks, SP: loss: error"),
     ("compile", never_the_same, "cached, SP: loss, dhidden, dweight, dbias not the same bits"),
-    ("check_ranks", no_difference_seen, "vocab_size: check_ranks said None"),
+    ("check_ranks", no_difference_seen, "label_smoothing: check_ranks said None"),
     ("memory", all_logits_held, "MiB beyond gradients"),
 ]
 

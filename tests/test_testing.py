@@ -28,6 +28,10 @@ class Unpicklable(Exception):
         super().__init__(f"{code}: {reason}")  # pickle would call it with one argument
 
 
+def raise_unpicklable() -> None:
+    raise Unpicklable(7, "no")
+
+
 def sums(group: dist.ProcessGroup, start: int = 0) -> tuple[int, torch.Tensor]:
     x = torch.full((2,), float(start + group.rank()))
     dist.all_reduce(x, group=group)
@@ -92,23 +96,15 @@ def test_a_raising_rank_is_named_and_its_exception_kept(backend):
     assert "fail_on_rank_1" in str(cause)  # the traceback
 
 
-def test_an_exception_that_cannot_travel_still_names_its_rank():
-    def rank(group):
-        if group.rank() == 0:
-            raise Unpicklable(7, "no")
-
-    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised[\s\S]*Unpicklable: 7: no"):
-        run_ranks(rank, 2, backend="gloo")
-
-
 @pytest.mark.parametrize(
     ("end", "said"),
     [
         (lambda: os._exit(3), "rank 1 of 3 ended with exit code 3"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 3 was killed by SIGKILL"),
+        (raise_unpicklable, r"rank 1 of 3 raised[\s\S]*Unpicklable: 7: no"),
     ],
 )
-def test_a_dead_rank_ends_the_others_and_is_named(end, said):
+def test_a_failed_rank_ends_the_others_and_is_named(end, said):
     def rank(group):
         if group.rank() == 1:
             end()
