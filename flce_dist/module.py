@@ -151,22 +151,18 @@ class LinearCrossEntropy(VocabShard):
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range
-        size = f"{self.vocab_size}"
-        if self.padded_vocab_size != self.vocab_size:
-            size += f" (padded to {self.padded_vocab_size})"
+        padded = self.padded_vocab_size
+        more = f" (padded to {padded})" if padded != self.vocab_size else ""
         parts = [
-            f"hidden_size={self.hidden_size}",
-            f"vocab_size={size}",
-            f"rows=[{start}, {end}) of rank {self.rank}/{self.P}",
-            f"bias={self.bias is not None}",
+            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}{more}",
+            f"rows=[{start}, {end}) of rank {self.rank}/{self.P}, bias={self.bias is not None}",
             f"sequence_parallel={self.sequence_parallel}",
         ]
         if self.vocab_order is not None:
             parts.append("vocab_order=True")
         shown = {"vocab_size", "vocab_range", "sequence_parallel"}
-        for name, default in vars(LossOptions()).items():
-            value = getattr(self.options, name)
-            if name not in shown and value != default:
+        for name, value in vars(self.options).items():
+            if name not in shown and value != getattr(LossOptions, name):
                 parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 

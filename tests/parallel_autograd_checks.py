@@ -5,7 +5,6 @@ T tokens.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,61 +33,37 @@ from tests.parallel_ranks import (
 HEADS = 3
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Several calls with one weight; head i has the i-th part of one problem's tokens.
+def heads_in_flight(
+    ranks: Ranks, one: Problem, options: Options
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """Call once for each head, with one weight; head i has the i-th part of the problem's tokens.
 
-    So the sum of their losses is the loss of that problem, whose reduction is "sum".
+    So the sum of the losses is the loss of that problem, whose reduction is "sum". Returns the
+    indices of the tokens whose hidden this rank holds, that hidden by head, ``[weight, bias]``, and
+    the losses.
     """
+    share = share_of(ranks.group, one, sequence_parallel=False)
+    heads = mine = torch.arange(one.T, device=ranks.device).tensor_split(HEADS)
+    if options["sequence_parallel"]:
+        mine = tuple(tokens.tensor_split(ranks.P)[ranks.rank] for tokens in heads)
+    hidden = [share.hidden[tokens].requires_grad_() for tokens in mine]
+    shared = [share.weight.requires_grad_(), share.bias.requires_grad_()]
+    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
+    losses = [
+        share._replace(hidden=x, labels=share.labels[tokens]).loss(ranks.group, one, **given)
+        for x, tokens in zip(hidden, heads, strict=True)
+    ]
+    return torch.cat(mine), hidden, shared, losses
 
-    ranks: Ranks
-    one: Problem
-    options: Options
 
-    def tokens(self, sequence_parallel: bool) -> list[Tensor]:
-        """Indices of each head's tokens: all of them, or those whose hidden this rank holds."""
-        ranks = self.ranks
-        heads = torch.arange(self.one.T, device=ranks.device).tensor_split(HEADS)
-        if not sequence_parallel:
-            return list(heads)
-        return [tokens.tensor_split(ranks.P)[ranks.rank] for tokens in heads]
-
-    def forward(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return hidden of each head, ``[weight, bias]``, and the losses; all are in flight."""
-        ranks = self.ranks
-        share = share_of(ranks.group, self.one, sequence_parallel=False)
-        shared = [share.weight.requires_grad_(), share.bias.requires_grad_()]
-        mine = self.tokens(self.options["sequence_parallel"])
-        hidden = [share.hidden[tokens].requires_grad_() for tokens in mine]
-        given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **self.options}
-        losses = [
-            share._replace(hidden=head, labels=share.labels[tokens]).loss(
-                ranks.group, self.one, **given
-            )
-            for head, tokens in zip(hidden, self.tokens(False), strict=True)
-        ]
-        return hidden, shared, losses
-
-    def together(self) -> list[Outcome]:
-        """One backward of the sum, and a second one of the same graph."""
-        hidden, shared, losses = self.forward()
-        loss = sum(losses[1:], losses[0])
-        found = []
-        for retain_graph in (True, False):
-            *dhidden, dweight, dbias = torch.autograd.grad(
-                loss, [*hidden, *shared], self.one.upstream, retain_graph=retain_graph
-            )
-            found.append(Outcome(loss.detach(), torch.cat(dhidden), dweight, dbias))
-        return found
-
-    def one_by_one(self, order: list[int]) -> list[Outcome]:
-        """A backward of each head's loss, in this order; outcomes by head."""
-        hidden, shared, losses = self.forward()
-        found = {}
-        for i in order:
-            gradients = torch.autograd.grad(losses[i], [hidden[i], *shared], self.one.upstream)
-            found[i] = outcome(losses[i], gradients)
-        return [found[i] for i in range(HEADS)]
+def one_by_one(ranks: Ranks, one: Problem, options: Options, order: list[int]) -> list[Outcome]:
+    """A backward of each head's loss, in this order; outcomes by head."""
+    _, hidden, shared, losses = heads_in_flight(ranks, one, options)
+    found = {}
+    for i in order:
+        gradients = torch.autograd.grad(losses[i], [hidden[i], *shared], one.upstream)
+        found[i] = outcome(losses[i], gradients)
+    return [found[i] for i in range(HEADS)]
 
 
 def into_main_grad(ranks: Ranks) -> Iterator[str]:
@@ -127,12 +102,18 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
     truth = Truth.of(one)
     rows = slice(*vocab_range(one.n_rows, ranks.rank, ranks.P))
     for way, sp, options in each_way(ranks, one):
-        heads = Heads(ranks, one, options)
-        first, second = heads.together()
-        yield from said(way, sp, truth.misses(first, torch.cat(heads.tokens(sp)), rows))
+        tokens, hidden, shared, losses = heads_in_flight(ranks, one, options)
+        loss, together = sum(losses[1:], losses[0]), []
+        for retain_graph in (True, False):
+            *dhidden, dweight, dbias = torch.autograd.grad(
+                loss, [*hidden, *shared], one.upstream, retain_graph=retain_graph
+            )
+            together.append(Outcome(loss.detach(), torch.cat(dhidden), dweight, dbias))
+        first, second = together
+        yield from said(way, sp, truth.misses(first, tokens, rows))
         yield from differing(f"{way}, second backward", sp, second, first)
-        onwards = heads.one_by_one([0, 1, 2])
-        backwards = heads.one_by_one([2, 1, 0])
+        onwards = one_by_one(ranks, one, options, [0, 1, 2])
+        backwards = one_by_one(ranks, one, options, [2, 1, 0])
         for i in range(HEADS):
             where = f"{way}, head {i}, backward in either order"
             yield from differing(where, sp, backwards[i], onwards[i])

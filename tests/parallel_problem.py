@@ -199,14 +199,14 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
 # --- tokens that are gathered in pieces
 
 IN_PIECES = Problem(T=48)
+FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
 PIECE_OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
     "none": {"reduction": "none"},
     "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, IN_PIECES.T)},
     "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
-    "few bytes": {},
+    "few bytes": FEW_BYTES,
 }
-FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
 
 
 @contextmanager

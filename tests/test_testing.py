@@ -1,6 +1,5 @@
 """Simulated ranks: results, failures that name their rank, and the error budget's own honesty."""
 
-import functools
 import gc
 import os
 import signal
@@ -29,6 +28,10 @@ class Unpicklable(Exception):
         super().__init__(f"{code}: {reason}")  # pickle would call it with one argument
 
 
+def raise_unpicklable() -> None:
+    raise Unpicklable(7, "no")
+
+
 def sums(group: dist.ProcessGroup, start: int = 0) -> tuple[int, torch.Tensor]:
     x = torch.full((2,), float(start + group.rank()))
     dist.all_reduce(x, group=group)
@@ -47,23 +50,17 @@ def die_on_rank_1(group: dist.ProcessGroup) -> None:
     dist.barrier()
 
 
-def draw(group: dist.ProcessGroup) -> int:
+def process(group: dist.ProcessGroup) -> int:
     return os.getpid()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_come_back_by_rank(backend, world_size):
-    offset = 10  # a closure is fine
-
-    def rank(group):
-        assert dist.get_world_size() == world_size
-        return sums(group, offset)
-
-    total = sum(offset + r for r in range(world_size))
-    results = run_ranks(rank, world_size, backend=backend)
-    assert [r for r, _ in results] == list(range(world_size))
-    assert all(torch.equal(x, torch.full((2,), float(total))) for _, x in results)
+    start = 10  # a closure is fine
+    results = run_ranks(lambda group: sums(group, start), world_size, backend=backend)
+    total = sum(start + r for r in range(world_size))
+    assert [(r, x.tolist()) for r, x in results] == [(r, [total] * 2) for r in range(world_size)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,23 +96,15 @@ def test_a_raising_rank_is_named_and_its_exception_kept(backend):
     assert "fail_on_rank_1" in str(cause)  # the traceback
 
 
-def test_an_exception_that_cannot_travel_still_names_its_rank():
-    def rank(group):
-        if group.rank() == 0:
-            raise Unpicklable(7, "no")
-
-    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised[\s\S]*Unpicklable: 7: no"):
-        run_ranks(rank, 2, backend="gloo")
-
-
 @pytest.mark.parametrize(
     ("end", "said"),
     [
         (lambda: os._exit(3), "rank 1 of 3 ended with exit code 3"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 3 was killed by SIGKILL"),
+        (raise_unpicklable, r"rank 1 of 3 raised[\s\S]*Unpicklable: 7: no"),
     ],
 )
-def test_a_dead_rank_ends_the_others_and_is_named(end, said):
+def test_a_failed_rank_ends_the_others_and_is_named(end, said):
     def rank(group):
         if group.rank() == 1:
             end()
@@ -142,25 +131,21 @@ def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
     assert "ranks 1 of 2" in str(caught.value) and "oversleep" in str(caught.value)
 
 
-def test_threads_name_a_rank_whose_collective_differs():
+@pytest.mark.parametrize(
+    ("of_rank_1", "said"),
+    [
+        (lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
+         r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"),
+        (lambda x: None, r"waits in allreduce .* but rank 1 has returned"),
+    ],
+)  # fmt: skip
+def test_threads_name_a_rank_that_does_something_else(of_rank_1, said):
     def rank(group):
-        x = torch.ones(4)
-        if group.rank() == 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX)
-        else:
-            dist.all_reduce(x)
+        call = of_rank_1 if group.rank() == 1 else dist.all_reduce
+        call(torch.ones(4))
 
-    with pytest.raises(RuntimeError, match=r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"):
+    with pytest.raises(RuntimeError, match=said):
         run_ranks(rank, 3)
-
-
-def test_threads_name_a_rank_that_has_left():
-    def rank(group):
-        if group.rank() != 1:
-            dist.all_reduce(torch.ones(4))
-
-    with pytest.raises(RuntimeError, match=r"waits in allreduce .* but rank 1 has returned"):
-        run_ranks(rank, 2)
 
 
 def test_threads_list_each_ranks_collectives():
@@ -183,22 +168,18 @@ def test_threads_leave_torch_as_it_was():
     assert x.grad == 2
 
 
-def test_a_pool_keeps_its_workers():
+def test_a_pool_keeps_its_workers_until_one_fails():
     with RankPool(2) as pool:
-        pids = pool.run(draw)
-        assert pool.run(draw) == pids
-        assert [x.tolist() for _, x in pool.run(sums, start=5)] == [[11, 11]] * 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_a_pool_goes_on_after_a_failure():
-    with RankPool(2) as pool:
+        pids = pool.run(process)
+        assert pool.run(process) == pids
         for failing, error in ((fail_on_rank_1, ValueError), (die_on_rank_1, RankFailed)):
             with pytest.raises(error):
                 pool.run(failing)
-            assert [r for r, _ in pool.run(functools.partial(sums, start=1))] == [0, 1]
+            assert [x.tolist() for _, x in pool.run(sums, start=5)] == [[11, 11]] * 2
+        pids += pool.run(process)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_pool_refuses_a_closure_and_says_what_takes_one():

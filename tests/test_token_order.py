@@ -52,8 +52,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_gradients_are_right(name, schedule):
     problem = IN_PIECES.changed(options=PIECE_OPTIONS[name])
-    few = FEW_BYTES if name == "few bytes" else {}
-    outcome = in_pieces(problem, schedule=schedule, **few)
+    outcome = in_pieces(problem, schedule=schedule)
     assert misses(outcome, problem) == []
     gathers = [call for call in outcome.calls if call.startswith("allgather")]
     assert len(gathers) >= 2, "hidden came in one piece: the test shows nothing"
