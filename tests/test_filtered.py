@@ -36,9 +36,9 @@ from tests.problems import (
     with_logits,
 )
 
-each_impl = pytest.mark.parametrize(
-    "impl", ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
-)
+ON_GPU = pytest.param("triton", marks=pytest.mark.gpu, id="triton on a GPU")
+each_impl = pytest.mark.parametrize("impl", ["eager", ON_GPU])
+also_interpreted = pytest.mark.parametrize("impl", ["eager", "triton", ON_GPU])
 EPS = 2.0**-9
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,18 +70,39 @@ def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> N
     assert 0.1 < kept < 0.9
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(torch.float32, "smoothing"), (torch.bfloat16, "none"), (torch.float16, "z-loss")],
-    ids=str,
-)
-def test_triton_computes_what_is_defined(dtype: torch.dtype, name: str) -> None:
-    """Small enough for the interpreter."""
-    problem = zipf_inputs(150, 600, 16, dtype, bias=True)
-    is_none = OPTIONS[name].get("reduction") == "none"
-    upstream = Upstream(per_token_upstream(150) if is_none else 3.0)
-    assert not definition(problem, 2.0**-7).kept.all()
-    check_filtered(problem, 2.0**-7, upstream, impl="triton", **OPTIONS[name])
+KERNELS: dict[str, tuple[tuple[int, int, int], torch.dtype, float, dict[str, Any]]] = {
+    "smoothing": ((150, 600, 16), torch.float32, 2.0**-7, OPTIONS["smoothing"]),
+    "none": ((150, 600, 40), torch.bfloat16, 2.0**-7, {"reduction": "none"}),
+    "z-loss": ((150, 600, 96), torch.float16, 2.0**-7, OPTIONS["z-loss"]),
+    "rounds": ((300, 1300, 41), torch.bfloat16, 2.0**-7, {"max_logits_bytes": 1}),
+    "rounds, smoothing": ((300, 700, 33), torch.float32, 2.0**-5, {
+        "max_logits_bytes": 1, "label_smoothing": 0.1, "reduction": "sum"}),
+    "padding": ((140, 600, 16), torch.float32, 2.0**-7, {"vocab_size": 500}),
+    "only tiles of labels": ((130, 1300, 16), torch.bfloat16, 0.99, {}),
+    "all tiles": ((129, 257, 16), torch.float32, 2.0**-40, {}),
+    "one token, one row": ((1, 1, 8), torch.float32, 2.0**-6, {}),
+    "one tile": ((128, 256, 8), torch.float32, 2.0**-6, {"logit_scale": 0.9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_triton_computes_what_is_defined(
+    monkeypatch: pytest.MonkeyPatch, name: str, bias: bool
+) -> None:
+    """Small enough for the interpreter; operands by columns if there is no bias."""
+    (T, V, H), dtype, eps, options = KERNELS[name]
+    problem = zipf_inputs(T, V, H, dtype, bias=bias)
+    if "vocab_size" in options:
+        problem.labels.clamp_(max=options["vocab_size"] - 1)
+    if bias:  # statistics in several segments
+        monkeypatch.setattr("flce_dist.kernels.launching.MAX_PART_BYTES", 4 * 3 * T * 4)
+    else:
+        columns = {x: getattr(problem, x).T.contiguous().T for x in ("hidden", "weight")}
+        problem = replace(problem, **columns)
+    upstream = Upstream(per_token_upstream(T) if options.get("reduction") == "none" else 3.0)
+    with poisoned_memory():
+        check_filtered(problem, eps, upstream, impl="triton", **options)
 
 
 def test_in_fp64_nothing_else_is_approximated() -> None:
@@ -187,9 +208,9 @@ def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -
     assert_same(plain, run_op(problem, Upstream(), schedule=filtered.schedule(0.0), **options))
 
 
-@each_impl
+@also_interpreted
 def test_metrics_say_what_is_approximated(impl: Any) -> None:
-    problem = zipf_inputs(300, 2600, 16).to(device_of(impl))
+    problem = zipf_inputs(200, 1300, 16).to(device_of(impl))
     operands = (problem.hidden, problem.weight, problem.labels)
     truth = definition(problem.to(torch.device("cpu")), EPS)
 
@@ -223,7 +244,7 @@ def test_gradients_of_metrics_are_refused(metric: str) -> None:
         (out.loss + getattr(out, metric).sum()).backward()
 
 
-@each_impl
+@also_interpreted
 def test_rescued_tokens(impl: str) -> None:
     """Sums relative to a label that lies 50 nats or more below overflow, or are 0 times inf."""
     z = 0.1 * torch.randn(6, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -245,7 +266,7 @@ def test_rescued_tokens(impl: str) -> None:
         assert abs(actual["dbias"][3] + 1) <= 1e-6, "a banned column has one only at its label"
 
 
-@each_impl
+@also_interpreted
 def test_a_banned_column_gets_no_gradient_where_no_sampled_token_says_how(impl: str) -> None:
     """Rows of tile 1 are impossible after the sampled tokens alone."""
     problem = make_inputs(300, 512, 8, spread=0.1, bias=True, ignored=0.0)

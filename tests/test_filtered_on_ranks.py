@@ -15,7 +15,7 @@ from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
-from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, run_op
+from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, both, run_op
 
 EPS = 2.0**-9
 GRADIENTS = ("dhidden", "dweight", "dbias")
@@ -216,12 +216,11 @@ def test_compiled_metrics() -> None:
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dweight_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
+@both
+def test_dweight_is_added_to_main_grad(impl: Any, main_dtype: torch.dtype) -> None:
     problem = zipf_inputs(200, 1300, 8, torch.bfloat16)
     problem.labels.clamp_(max=1199)
-    plain = run_op(
-        problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS), vocab_size=1200
-    )
+    plain = run_op(problem, Upstream(), impl=impl, schedule=filtered.schedule(EPS), vocab_size=1200)
     weight: Any = torch.nn.Parameter(problem.weight.clone())
     before = 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     weight.main_grad = before.to(main_dtype)
@@ -234,6 +233,7 @@ def test_dweight_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
         schedule=filtered.schedule(EPS),
         vocab_size=1200,
         accumulate_dweight=True,
+        impl=impl,
     ).backward()
     assert weight.grad is None and hidden.grad is not None
     assert torch.equal(hidden.grad, plain["dhidden"])
