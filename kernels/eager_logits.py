@@ -24,9 +24,7 @@ def dlogits(
     *,
     out: Tensor,
 ) -> None:
-    """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
-    at the label's column ``label_value[t]``, in ignored rows 0. out is [T, V].
-    """
+    """Write D to ``out`` [T, V], as ``dlogits.py`` says."""
     rows = [row[:, None] for row in affine]
     for start, z, other in windows(logits):
         x = z - reference[:, None]

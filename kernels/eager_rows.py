@@ -81,11 +81,7 @@ def scale_rows(
     plus: tuple[Tensor, Tensor] | None = None,
     out: Tensor,
 ) -> None:
-    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
-
-    x and out are [T, N], also the same; scale [T], None is 1; ``plus`` holds u [T] and row [N].
-    Rows of ignored tokens are selected away, not multiplied by 0: they may hold NaN.
-    """
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored."""
     for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
         rows = x[t]
         if scale is not None:

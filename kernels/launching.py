@@ -46,19 +46,14 @@ class TileLaunch:
         """``(hidden, weight, bias)``."""
         logits, config = self.logits, self.config
         return (
-            self._matrix(logits.hidden, config.BLOCK_T, config.BLOCK_H),
-            self._matrix(logits.weight, config.BLOCK_V, config.BLOCK_H),
+            matrix(logits.hidden, (config.BLOCK_T, config.BLOCK_H), self.tma),
+            matrix(logits.weight, (config.BLOCK_V, config.BLOCK_H), self.tma),
             logits.bias,
         )
 
     def output(self, x: Tensor) -> Any:
         """x [T, V], which the kernel stores tile by tile."""
-        return self._matrix(x, self.config.BLOCK_T, self.config.BLOCK_V)
-
-    def _matrix(self, x: Tensor, block_row: int, block_col: int) -> Any:
-        if not self.tma:
-            return x
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_row, block_col])
+        return matrix(x, (self.config.BLOCK_T, self.config.BLOCK_V), self.tma)
 
     def strides(self) -> tuple[int, ...]:
         return (*self.logits.hidden.stride(), *self.logits.weight.stride())
@@ -115,6 +110,11 @@ def fits_descriptor(x: Tensor) -> bool:
     """Whether TMA can address x: a unit last stride, rows and base aligned to 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
+
+
+def matrix(x: Tensor, block: tuple[int, int], tma: bool) -> Any:
+    """x as a kernel takes it, tile by tile of shape ``block``."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
 
 
 class Segment(NamedTuple):

@@ -101,10 +101,7 @@ def row_gradient(
     *,
     from_lse: bool,
 ) -> RowGradient:
-    """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
-
-    As in ``token_gradient.py``, in the dtype of statistics.
-    """
+    """As in ``token_gradient.py``, in the dtype of statistics."""
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
     reference = stats.lse if from_lse else stats.reference
     change = reference - stats.reference

@@ -27,32 +27,27 @@ from tests.problems import (
 
 
 @each_dtype
-def test_dweight_error_does_not_grow_with_the_number_of_chunks(dtype):
-    inputs = make_inputs(4096, 40, 16, dtype)
-    truth = run_reference(inputs.to(torch.float64), Upstream())["dweight"]
+@pytest.mark.parametrize(
+    ("gradient", "shape", "schedule", "budget"),
+    [
+        ("dweight", (4096, 40, 16), "in_forward", 1),  # 16 chunks
+        ("dhidden", (16, 4096, 32), "recompute", 4096 * 16),  # 16 windows
+        ("dhidden", (16, 4096, 32), "cached", 4096 * 16),
+    ],
+)
+def test_errors_do_not_grow_with_chunks_and_windows(
+    gradient, shape, schedule, budget, dtype, monkeypatch
+):
+    inputs = make_inputs(*shape, dtype)
+    truth = run_reference(inputs.to(torch.float64), Upstream())[gradient]
 
-    def error(**kwargs: Any) -> float:
-        return relative_rms(run_op(inputs, Upstream(), impl="eager", **kwargs)["dweight"], truth)
+    def error(**options: Any) -> float:
+        return relative_rms(run_op(inputs, Upstream(), impl="eager", **options)[gradient], truth)
 
-    one = error(schedule="in_forward")
-    sixteen = error(schedule="in_forward", max_logits_bytes=1)
-    assert sixteen <= 1.2 * one + 1e-7
-    assert sixteen <= 1.2 * error(schedule="cached") + 1e-7
-
-
-@each_dtype
-@pytest.mark.parametrize("schedule", ["recompute", "cached"])
-def test_dhidden_error_does_not_grow_with_the_number_of_windows(schedule, dtype, monkeypatch):
-    inputs = make_inputs(16, 4096, 32, dtype)
-    truth = run_reference(inputs.to(torch.float64), Upstream())["dhidden"]
-
-    def error(**kwargs: Any) -> float:
-        return relative_rms(run_op(inputs, Upstream(), impl="eager", **kwargs)["dhidden"], truth)
-
-    one = error(schedule=schedule)
+    whole = [error(schedule=schedule), error(schedule="cached")]
     monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
     monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
-    assert error(schedule=schedule, max_logits_bytes=4096 * 16) <= 1.2 * one + 1e-7
+    assert error(schedule=schedule, max_logits_bytes=budget) <= 1.2 * min(whole) + 1e-7
 
 
 # --- nothing to sum

@@ -93,15 +93,6 @@ def test_ranks_are_expected_to_keep_alike(
     assert plain.sum() > 1.8 * kept.sum()
 
 
-def test_on_64_ranks_a_rank_has_one_of_the_most_frequent_tiles() -> None:
-    counts = zipf(131072)
-    order = frequency_order(counts)
-    kept = kept_by_rank(counts, order, 64, 131072)
-    assert kept.max() - kept.min() < 1.0
-    top = counts.argsort(descending=True)[: 64 * TILE : TILE]
-    assert (order.row_of_token[top] // 2048).sort().values.tolist() == list(range(64))
-
-
 def test_rows_of_labels() -> None:
     order = as_vocab_order(torch.tensor([2, 0, 3, 1]), 4)
     labels = torch.tensor([[0, 1, 2], [3, -100, 4]])

@@ -1,4 +1,4 @@
-"""Filtered gradients in plain PyTorch: the part of ``eager.py`` that only they need.
+"""Filtered gradients in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
 
 D lies in a dense window of columns in which the tiles that are not kept are 0. A round is the next
 window, whichever tiles are kept, so nothing is read on the host.
@@ -43,13 +43,7 @@ def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> N
 def kept_tiles(
     logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype.
-
-    ``tiles`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of one of
-    its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a mass
-    is not finite, as only tokens can have it that were rescued. The mass is each token's
-    probability in a tile that is not kept; in kept tiles and for ignored tokens it is 0.
-    """
+    """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype."""
     maxima, sums = tiles
     lse, counted = stats.lse, logits.counted
     mass = sums * (first_reference(stats.label_logit) - lse).exp()
@@ -66,12 +60,7 @@ def kept_tiles(
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
-    """Return q [V] in the dtype of statistics: how mass spreads inside each tile.
-
-    It is the sum of the probabilities of the tokens ``sample`` [N] int64, none of them ignored,
-    where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
-    such token has any, rows that no bias of -inf bans share the mass equally.
-    """
+    """Return q [V] in the dtype of statistics: how mass spreads inside each tile."""
     tokens = sample.clamp_min(0)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
     some = replace(logits, hidden=logits.hidden[tokens], labels=logits.labels[tokens])
@@ -83,11 +72,8 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     even = torch.ones_like(q)
     if logits.bias is not None:
         even = even.masked_fill(logits.bias == -torch.inf, 0.0)
-    return _normalised(q.where(_spread(_tile_sums(q) > 0, logits.V), even))
-
-
-def _normalised(q: Tensor) -> Tensor:
-    return q / _spread(_tile_sums(q), len(q)).clamp_min(torch.finfo(q.dtype).tiny)
+    q = q.where(_spread(_tile_sums(q) > 0, logits.V), even)
+    return q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
 
 
 def tile_means(q: Tensor, weight: Tensor) -> Tensor:
@@ -157,10 +143,9 @@ def kept_dweight(
     out: Tensor,
     accumulates: bool,
 ) -> None:
-    """Write to the round's rows of ``out`` [V, H] ``D.T @ hidden + q[v] * hbar[tile of v] + row``.
+    """Write ``D.T @ hidden + q[v] * hbar[tile of v] + row`` to the round's rows of ``out`` [V, H].
 
-    hidden [T, H] is that of dweight's GEMM; hbar is [tiles, H] and row [H], in the accumulation
-    dtype. With ``accumulates`` the rows are added to instead. Rounded once.
+    hbar and row are in the accumulation dtype.
     """
     first = lists.window(round, len(out)).start
     for part in gemm.slices(d.shape[1], 4 * hidden.shape[1]):

@@ -10,19 +10,15 @@ No element is written by two programs. Kernels of a round without tiles return a
 are not specialised on the number of the round, which would compile them again.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered.tile_lists import TileLists
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.filtered.tuning import GEMMS
-from flce_dist.kernels.launching import fits_descriptor
+from flce_dist.kernels.launching import fits_descriptor, matrix
 from flce_dist.kernels.primitives import FOLLOW_T, cast, dot, load_tile, store_tile
 
 
@@ -184,16 +180,16 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    matrix = d.view(-1, TILE_V)
-    tma = _has_tma(arch, matrix, weight)
+    packed = d.view(-1, TILE_V)
+    tma = _has_tma(arch, packed, weight)
     programs = -(-H // config.BLOCK_COL) * (TILE_T // config.BLOCK_ROW) * lists.blocks
     _add_kept_dhidden_kernel[(programs,)](
-        _matrix(matrix, (config.BLOCK_ROW, config.BLOCK_K), tma),
-        _matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
+        matrix(packed, (config.BLOCK_ROW, config.BLOCK_K), tma),
+        matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
         lists.block_order, lists.row_bounds,
         lists.row_column, lists.row_slot,
         acc,
-        T, len(weight), H, len(matrix), lists.blocks, round,
+        T, len(weight), H, len(packed), lists.blocks, round,
         *weight.stride(), acc.stride(0),
         TMA=tma, TILE_T=TILE_T, TILE_V=TILE_V,
         BLOCK_T=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_V=config.BLOCK_K,
@@ -221,19 +217,19 @@ def kept_dweight(
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    matrix = d.view(-1, TILE_V)
-    tma = _has_tma(arch, matrix, hidden)
+    packed = d.view(-1, TILE_V)
+    tma = _has_tma(arch, packed, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = _has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
     items = -(-H // config.BLOCK_COL) * (TILE_V // config.BLOCK_ROW) * len(hbar)
     _kept_dweight_kernel[(min(programs * config.PROGRAMS, items),)](
-        _matrix(matrix, (config.BLOCK_K, config.BLOCK_ROW), tma),
-        _matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
+        matrix(packed, (config.BLOCK_K, config.BLOCK_ROW), tma),
+        matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
         lists.column_order, lists.first_tile, lists.block,
         lists.round_tile, lists.round_column,
         q, hbar, row,
-        _matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
-        len(hidden), V, H, len(matrix), round,
+        matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
+        len(hidden), V, H, len(packed), round,
         *hidden.stride(), out.stride(0),
         HAS_ROW=row is not None, ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
         TILE_T=TILE_T, TILE_V=TILE_V,
@@ -261,8 +257,3 @@ def add_kept_dbias(
 
 def _has_tma(arch: str, *matrices: Tensor) -> bool:
     return tuning.has_tma(arch) and all(fits_descriptor(x) for x in matrices)
-
-
-def _matrix(x: Tensor, block: Sequence[int], tma: bool) -> Any:
-    """x as a kernel takes it, tile by tile of shape ``block``."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
