@@ -147,7 +147,7 @@ def options_of(drawn: Drawn) -> dict[str, Any]:
 
 
 def rank_step(
-    group: dist.ProcessGroup | None, drawn: Drawn, whole: Inputs, impl: str, device: str
+    group: dist.ProcessGroup | None, drawn: Drawn, whole: Inputs, impl: Any, device: str
 ) -> Outcome:
     """Call the op on this rank's share of the whole inputs, which is moved to ``device``."""
     P, rank = (1, 0) if group is None else (group.size(), group.rank())
