@@ -38,14 +38,9 @@ def reference_linear_cross_entropy(
     after them is computed in fp32 (fp64 for fp64 inputs).
     """
     if tp_group is not None:
-        if vocab_range is None:
-            start = dist.get_rank(tp_group) * weight.shape[0]
-            vocab_range = (start, start + weight.shape[0])
         weight = _all_rows(weight, vocab_range, tp_group)
         bias = None if bias is None else _all_rows(bias, vocab_range, tp_group)
-        if sequence_parallel:
-            start = dist.get_rank(tp_group) * hidden.shape[0]
-            hidden = _all_rows(hidden, (start, start + hidden.shape[0]), tp_group)
+        hidden = _all_rows(hidden, None, tp_group) if sequence_parallel else hidden
 
     # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
     counted = labels != ignore_index
@@ -83,16 +78,17 @@ def reference_linear_cross_entropy(
     return loss, lse, label_logprob, entropy, correct
 
 
-def _all_rows(rows: Tensor, row_range: tuple[int, int], group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's rows (also uneven shards) in the order of their ranges.
+def _all_rows(rows: Tensor, here: tuple[int, int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's rows in the order of their ranges; those of even shards are None.
 
     All ranks then compute the same loss from the same numbers, so the gradient of a rank's own rows
     is already complete and needs no sum over ranks.
     """
-    here = slice(*row_range)
-    end = all_reduce_max(torch.tensor(row_range[1], device=rows.device), group)
-    every = rows.new_zeros(int(end), *rows.shape[1:])
-    every[here] = rows.detach()
+    start = dist.get_rank(group) * len(rows) if here is None else here[0]
+    end = start + len(rows)
+    whole = all_reduce_max(torch.tensor(end, device=rows.device), group)
+    every = rows.new_zeros(int(whole), *rows.shape[1:])
+    every[start:end] = rows.detach()
     all_reduce_sum(every, group)
-    every[here] = rows
+    every[start:end] = rows
     return every

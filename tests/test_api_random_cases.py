@@ -17,7 +17,17 @@ from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import small_pieces
-from tests.problems import METRICS, Inputs, Outcome, Upstream, compare, poisoned_memory, run
+from tests.problems import (
+    IGNORE,
+    METRICS,
+    Inputs,
+    Outcome,
+    Upstream,
+    compare,
+    make_inputs,
+    poisoned_memory,
+    run,
+)
 
 # The same examples in every run, so that a failure is the fault of the change under test.
 SETTINGS: dict[str, Any] = dict(
@@ -111,66 +121,62 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-class Whole:
-    """The whole tensors of a random call, and its expected results."""
+def inputs_of(drawn: Drawn) -> Inputs:
+    """The whole inputs: hidden [s, b, H], weight and bias with padding rows, the others [s, b]."""
+    s, b = drawn.P * drawn.tokens, drawn.batch
+    flat = make_inputs(
+        s * b, drawn.V_all + drawn.padding, drawn.H, drawn.dtype, seed=drawn.seed,
+        bias=drawn.bias, token_weight=drawn.token_weight, ignored=drawn.ignored,
+    )  # fmt: skip
+    labels = flat.labels.where(flat.labels == IGNORE, flat.labels % drawn.V_all)
+    weights = None if flat.token_weight is None else flat.token_weight.view(s, b)
+    hidden = flat.hidden.view(s, b, drawn.H)
+    return replace(flat, hidden=hidden, labels=labels.view(s, b), token_weight=weights)
 
-    def __init__(self, drawn: Drawn):
-        self.drawn = drawn
-        g = torch.Generator().manual_seed(drawn.seed)
-        s, b, rows = drawn.P * drawn.tokens, drawn.batch, drawn.V_all + drawn.padding
-        self.hidden = torch.randn(s, b, drawn.H, generator=g).to(drawn.dtype)
-        weight = 2.0 * torch.randn(rows, drawn.H, generator=g) / drawn.H**0.5
-        self.weight = weight.to(drawn.dtype)
-        self.bias = torch.randn(rows, generator=g).to(drawn.dtype) if drawn.bias else None
-        self.labels = torch.randint(drawn.V_all, (s, b), generator=g)
-        self.labels[torch.rand(s, b, generator=g) < drawn.ignored] = -100
-        self.counted = self.labels != -100
-        self.token_weight = torch.rand(s, b, generator=g) if drawn.token_weight else None
-        self.dloss = torch.randn((s, b) if drawn.reduction == "none" else (), generator=g)
-        self.dmetrics = torch.randn(3, s, b, generator=g)
 
-    def upstream(self) -> Upstream:
-        metrics = dict(zip(METRICS, self.dmetrics, strict=True))
-        return Upstream(self.dloss, metrics if self.drawn.metric_gradients else None)
+def upstream_of(drawn: Drawn) -> Upstream:
+    shape = (drawn.P * drawn.tokens, drawn.batch)
+    g = torch.Generator().manual_seed(drawn.seed)
+    dloss = torch.randn(shape if drawn.reduction == "none" else (), generator=g)
+    dmetrics = {name: torch.randn(shape, generator=g) for name in METRICS}
+    return Upstream(dloss, dmetrics if drawn.metric_gradients else None)
 
-    def options(self) -> dict[str, Any]:
-        drawn = self.drawn
-        known = {"vocab_size": drawn.V_all, "reduction": drawn.reduction}
-        return {**known, **dict(drawn.options)}
 
-    def inputs(self) -> Inputs:
-        return Inputs(self.hidden, self.weight, self.labels, self.bias, self.token_weight)
+def options_of(drawn: Drawn) -> dict[str, Any]:
+    return {"vocab_size": drawn.V_all, "reduction": drawn.reduction, **dict(drawn.options)}
 
-    def rank(self, group: dist.ProcessGroup | None, impl: str, device: str = "cpu") -> Outcome:
-        """Call the op on this rank's share, which is moved to ``device``."""
-        drawn = self.drawn
-        P, rank = (1, 0) if group is None else (group.size(), group.rank())
-        rows = vocab_range(len(self.weight), rank, P)
-        hidden = self.hidden.masked_fill(~self.counted[..., None], torch.nan)
-        if drawn.sequence_parallel:
-            hidden = hidden.tensor_split(P)[rank]
-        bias = None if self.bias is None else self.bias[slice(*rows)]
-        share = Inputs(hidden, self.weight[slice(*rows)], self.labels, bias, self.token_weight)
 
-        def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
-            labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64)
-            return linear_cross_entropy_with_metrics(
-                laid_out(hidden, drawn.layouts[0]),
-                laid_out(weight, drawn.layouts[1]),
-                labels.t().contiguous().t(),
-                vocab_range=rows,
-                tp_group=group,
-                sequence_parallel=drawn.sequence_parallel,
-                reduce_in_fp32=True,  # where shares cancel their rounding errors do not
-                **keywords,
-            )
+def rank_step(
+    group: dist.ProcessGroup | None, drawn: Drawn, whole: Inputs, impl: Any, device: str
+) -> Outcome:
+    """Call the op on this rank's share of the whole inputs, which is moved to ``device``."""
+    P, rank = (1, 0) if group is None else (group.size(), group.rank())
+    rows = vocab_range(len(whole.weight), rank, P)
+    hidden = whole.hidden.masked_fill((whole.labels == IGNORE)[..., None], torch.nan)
+    share = replace(
+        whole,
+        hidden=hidden.tensor_split(P)[rank] if drawn.sequence_parallel else hidden,
+        weight=whole.weight[slice(*rows)],
+        bias=None if whole.bias is None else whole.bias[slice(*rows)],
+    )
 
-        options = {**self.options(), **dict(drawn.how), "impl": impl}
-        results = run(call, share.to(torch.device(device)), self.upstream(), **options)
-        return {name: x.cpu() for name, x in results.items()}
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
+        labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64)
+        return linear_cross_entropy_with_metrics(
+            laid_out(hidden, drawn.layouts[0]),
+            laid_out(weight, drawn.layouts[1]),
+            labels.t().contiguous().t(),
+            vocab_range=rows,
+            tp_group=group,
+            sequence_parallel=drawn.sequence_parallel,
+            reduce_in_fp32=True,  # where shares cancel their rounding errors do not
+            impl=impl,
+            **dict(drawn.how),
+            **keywords,
+        )
 
-    def check(self, actual: Outcome) -> None:
-        compare(actual, self.inputs(), self.upstream(), **self.options())
+    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **options_of(drawn))
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def plain_call(**changes: Any) -> Drawn:
@@ -184,19 +190,19 @@ def plain_call(**changes: Any) -> Drawn:
 
 
 def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> None:
-    whole = Whole(drawn)
+    whole = inputs_of(drawn)
     if drawn.P == 1:
-        whole.check(whole.rank(None, impl, device))
-        return
-    ranks = run_ranks(lambda group: whole.rank(group, impl, device), drawn.P)
-    for name in ("loss", "lse", "logprob", "entropy", "correct"):
-        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks), name
+        ranks = [rank_step(None, drawn, whole, impl, device)]
+    else:
+        ranks = run_ranks(lambda group: rank_step(group, drawn, whole, impl, device), drawn.P)
     joined = dict(ranks[0])
-    for name in joined.keys() & {"dweight", "dbias"}:
-        joined[name] = torch.cat([rank[name] for rank in ranks])
-    if drawn.sequence_parallel:
-        joined["dhidden"] = torch.cat([rank["dhidden"] for rank in ranks])
-    whole.check(joined)
+    for name in joined:
+        of_ranks = [rank[name] for rank in ranks]
+        if name in ("dweight", "dbias") or (name == "dhidden" and drawn.sequence_parallel):
+            joined[name] = torch.cat(of_ranks)
+        else:
+            assert all(torch.equal(x, of_ranks[0]) for x in of_ranks), f"{name} differs"
+    compare(joined, whole, upstream_of(drawn), **options_of(drawn))
 
 
 @settings(max_examples=250, **SETTINGS)

@@ -84,9 +84,9 @@ def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
 def test_a_second_backward_is_equal_to_the_first(impl, way, dtype):
     """Others in between leave nothing behind: that of a metric recomputes cached columns."""
     inputs = small(impl).to(dtype)
-    leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight)]
+    hidden, weight = leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight)]
     options = {"impl": impl, "label_smoothing": 0.1, **way}
-    out = linear_cross_entropy_with_metrics(*leaves, inputs.labels, **options)
+    out = linear_cross_entropy_with_metrics(hidden, weight, inputs.labels, **options)
     first = torch.autograd.grad(out.loss, leaves, retain_graph=True)
     torch.autograd.grad(2 * out.loss, leaves, retain_graph=True)
     if way["schedule"] in ("recompute", "cached"):

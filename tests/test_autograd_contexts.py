@@ -71,7 +71,7 @@ def test_activation_checkpointing(impl, schedule, use_reentrant):
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(2 * hidden, weight, inputs.labels, impl=impl, schedule=schedule)
 
-    def results(**context: Any) -> tuple[Tensor | None, ...]:
+    def results(**context: Any) -> tuple[Any, ...]:
         hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
         loss = checkpoint(layer, hidden, weight, **context) if context else layer(hidden, weight)
         loss.backward()

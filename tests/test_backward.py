@@ -115,11 +115,11 @@ def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -
         **problem.options, **how,
     )  # fmt: skip
     upstream = problem.upstream.to(loss.dtype)
-    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+    first = dhidden, dweight, dbias = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, upstream)
     for one, other in (*zip(first, second, strict=True), *zip(leaves, given, strict=True)):
         assert torch.equal(one.detach().view(torch.uint8), other.view(torch.uint8))
-    return Outcome(loss.detach(), *first)
+    return Outcome(loss.detach(), dhidden, dweight, dbias)
 
 
 @pytest.mark.parametrize(
