@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.options import Schedule
+from flce_dist.options import ExtraSchedule, Schedule
 from flce_dist.testing import error_budget
 from tests.filtered_formula import definition, filtered_gradients
 from tests.problems import IGNORE, METRICS, Inputs, Outcome, Upstream, run, run_reference
@@ -33,7 +33,7 @@ class Case:
     T: int
     H: int
     dtype: torch.dtype
-    schedule: Schedule
+    schedule: Schedule | ExtraSchedule
     pointers: bool = False
     bias: bool = False
     metrics: bool = False

@@ -78,7 +78,7 @@ each_layout = pytest.mark.parametrize(
 )
 
 
-def check_attributes(layer: LinearCrossEntropy) -> None:
+def check_attributes(layer: nn.Module) -> None:
     expected = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
     for parameter in layer.parameters():
         assert expected.items() <= vars(parameter).items()

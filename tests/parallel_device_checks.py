@@ -82,7 +82,8 @@ def step_on_streams(
     with on(forward_on):
         poison(ranks, one, leaves)
         late(ranks, turn)
-        mine = Share(*(leaf.clone() for leaf in leaves), *share[3:])  # nobody holds but the op
+        # Nobody holds them but the op.
+        mine = Share(leaves[0].clone(), leaves[1].clone(), leaves[2].clone(), *share[3:])
         loss = call(ranks, one, mine, **options)
         del mine
         poison(ranks, one, leaves)

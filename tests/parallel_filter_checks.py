@@ -90,7 +90,7 @@ def kept_share(ranks: Ranks, one: Problem, **options: Any) -> Tensor:
     seen: list[Tensor] = []
 
     def noting(*args: Any, **kwargs: Any) -> Tensor:
-        out = linear_cross_entropy_with_metrics(*args, **kwargs)
+        out: Any = linear_cross_entropy_with_metrics(*args, **kwargs)
         seen.append(out.kept_share)
         return out.loss
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import api, rank_check
+from flce_dist.op import compiled
 from flce_dist.parallel import collectives, peer_copies
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -50,6 +51,17 @@ def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
 def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
     real = collectives.all_reduce_sum
     patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
+
+
+def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
+    run_backward = compiled.run_backward
+
+    def halved(*args: Any, **options: Any) -> Any:
+        dhidden, dweight, dbias = run_backward(*args, **options)
+        assert dweight is not None
+        return dhidden, dweight / 2, dbias
+
+    patch.setattr(compiled, "run_backward", halved)
 
 
 def no_difference_seen(patch: pytest.MonkeyPatch) -> None:

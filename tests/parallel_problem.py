@@ -145,8 +145,10 @@ def rank_step(
     loss = share.loss(group, problem, **options)
     if loss.requires_grad:
         loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
-    gradients = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
-    return Outcome(loss.detach(), *gradients, calls=tuple(getattr(group, "calls", ())))
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    dhidden, dweight, dbias = gradients
+    calls = tuple(getattr(group, "calls", ()))
+    return Outcome(loss.detach(), dhidden, dweight, dbias, calls=calls)
 
 
 def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:

@@ -68,7 +68,8 @@ class TestCollectives:
     def test_of_a_step(self, schedule, sequence_parallel):
         """in_forward gathers nothing in backward, and sums dhidden in forward."""
         calls = on_threads(4, UNEVEN, schedule=schedule, sequence_parallel=sequence_parallel).calls
-        gather, again = (), ()
+        gather: tuple[str, ...] = ()
+        again: tuple[str, ...] = ()
         dhidden = "allreduce SUM float32[768]"
         if sequence_parallel:
             gather, dhidden = ("allgather float32[192]",), "reduce_scatter SUM float32[768]"

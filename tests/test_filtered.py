@@ -201,7 +201,7 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
     plain = linear_cross_entropy_with_metrics(*operands, impl=impl)
     for needs_grad in (True, False):  # without a gradient, what it would approximate
         hidden = problem.hidden.clone().requires_grad_(needs_grad)
-        out = linear_cross_entropy_with_metrics(
+        out: Any = linear_cross_entropy_with_metrics(
             hidden, *operands[1:], schedule=filtered.schedule(EPS), impl=impl
         )
         assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
@@ -209,7 +209,8 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
         assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
         for metric, same in zip(out[:5], plain, strict=False):
             assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)
-    every = linear_cross_entropy_with_metrics(*operands, schedule=filtered.schedule(0.0), impl=impl)
+    exact = filtered.schedule(0.0)
+    every: Any = linear_cross_entropy_with_metrics(*operands, schedule=exact, impl=impl)
     assert every.kept_share == 1 and every.rank_one_mass == 0
 
 

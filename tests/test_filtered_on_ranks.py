@@ -89,7 +89,7 @@ def test_ranks_compute_what_is_defined(cut: str, vocab_size: int, sequence_paral
     if sequence_parallel and 256 % len(ranges):
         ranges = CUTS["2 ranks"]
     starts = sorted({start for start, end in ranges if start < end})
-    options = {"vocab_size": vocab_size, "shard_starts": starts}
+    options: Any = {"vocab_size": vocab_size, "shard_starts": starts}
     truth = definition(problem, EPS, **options)
     actual = joined(problem, ranges, vocab_size=vocab_size, sequence_parallel=sequence_parallel)
     for name in GRADIENTS:

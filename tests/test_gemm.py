@@ -38,7 +38,8 @@ from tests.problems import (
 def test_errors_do_not_grow_with_chunks_and_windows(
     gradient, shape, schedule, budget, dtype, monkeypatch
 ):
-    inputs = make_inputs(*shape, dtype)
+    T, V, hidden_size = shape
+    inputs = make_inputs(T, V, hidden_size, dtype)
     truth = run_reference(inputs.to(torch.float64), Upstream())[gradient]
 
     def error(**options: Any) -> float:

@@ -24,7 +24,7 @@ def test_two_processes_on_one_gpu(name, monkeypatch, tmp_path):
             for rank in range(P)
         ]
         ended = [rank.finish() for rank in ranks]
-    statuses, outputs = ([one[i][0] for one in ended] for i in range(2))
+    statuses, outputs = [one[0][0] for one in ended], [one[1][0] for one in ended]
     printed = "\n".join(outputs)
     assert statuses == [-signal.SIGABRT if name in ABORTS else 0, 0], printed
     assert "found: " not in printed and (name not in ABORTS or IN_VAIN in outputs[0]), printed

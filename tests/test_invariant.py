@@ -151,7 +151,7 @@ def test_the_problem_has_what_could_go_wrong() -> None:
         inputs.bias[:V_ALL],
     )
     labels = of_counted.labels[:, None]
-    z = of_counted.hidden.double() @ of_counted.weight.double().T + of_counted.bias
+    z = of_counted.hidden.double() @ of_counted.weight.double().T + inputs.bias[:V_ALL]
     others = z.scatter(1, labels, -torch.inf) - z.gather(1, labels)
     assert 4 <= (others.amax(1) > 50).sum() < counted.sum() - 4
     shard_max = torch.stack([others[:, :128].amax(1), others[:, 128:].amax(1)])
