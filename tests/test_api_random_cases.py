@@ -67,7 +67,7 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
     """Every combination that the op supports."""
     P = draw(st.sampled_from([p for p in (1, 2, 3, 4, 8) if p <= max_P]))
     softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
-    smoothing = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
+    smoothing = draw(st.sampled_from([0.0, 0.1]))  # 1.0 lets whole gradients cancel
     reduction = draw(st.sampled_from(["none", "sum", "mean"]))
     schedules = ["recompute", "auto"]
     if not (softcap and smoothing):
@@ -75,15 +75,17 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
         if reduction != "none":
             schedules.append("in_forward")
     schedule = draw(st.sampled_from(schedules))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    least = 1 if dtype == torch.float32 else 8  # few terms may cancel, their rounding errors not
     layouts = st.sampled_from(["plain", "columns", "transposed", "every second"])
     return Drawn(
         P=P,
         tokens=draw(st.integers(0, max(1, sizes // (2 * P)))),
         batch=draw(st.integers(1, 3)),
-        H=draw(st.integers(1, sizes)),
-        V_all=draw(st.integers(3, 3 * sizes)),  # gradients of fewer may cancel to nothing
+        H=draw(st.integers(least, sizes)),
+        V_all=draw(st.integers(3 * least, 3 * sizes)),
         padding=draw(st.sampled_from([0, 0, 1, 13])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        dtype=dtype,
         layouts=(draw(layouts), draw(layouts)),
         int32_labels=draw(st.booleans()),
         ignored=draw(st.sampled_from([0.0, 0.2, 1.0])),
