@@ -17,11 +17,6 @@ from tests.fake_ranks import Fault, Rank
 ROWS = 2  # of each rank, one in each piece
 
 
-def name_of(program: Any) -> str:
-    """The id of a test of a program, or of another value."""
-    return getattr(getattr(program, "func", program), "__name__", str(program))
-
-
 def memory_of(rank: Rank) -> PeerMemory:
     driver: Any = rank
     return PeerMemory(driver, "tokens")
