@@ -3,15 +3,18 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 """
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T, label_columns, softcap_tanh
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import label_columns, softcap_tanh
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
-@triton.jit(debug=True, do_not_specialize=FOLLOW_T)  # for the assertion
+@partial(Kernel, debug=True)  # for the assertion
 def _label_logit_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64
     label_logit_ptr,  # out: [T] fp32

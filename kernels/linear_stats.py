@@ -18,10 +18,10 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.exact_sums import group_sums
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     exp,
     first_reference,
     label_columns,
@@ -53,7 +53,7 @@ def _store_sums(sums_ptr, x, pid_v, T, offs_t, mask_t, counted, GROUP_V: tl.cons
         tl.store(ptrs, sums, mask=mask_t[:, None])
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr,  # in:  [T] fp32

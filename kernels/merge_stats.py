@@ -23,8 +23,9 @@ from flce_dist.kernels.exact_sums import (
     sum_z_slice,
     top_bin,
 )
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import TileLaunch
-from flce_dist.kernels.primitives import FOLLOW_T, first_reference
+from flce_dist.kernels.primitives import first_reference
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
@@ -53,7 +54,7 @@ def _merge_limbs(
     store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _merge_kernel(
     part_ptr, label_logit_ptr,  # in:  [num_v * (1 + sums * GROUPS), T] fp32, [T] fp32
     max_ptr, sums_ptr,  # in and out: [T] fp32, [rows, T] fp64 (see new_sums)

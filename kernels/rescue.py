@@ -25,9 +25,9 @@ from flce_dist.kernels.exact_sums import (
     store_limbs,
     top_bin,
 )
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     cast,
     dot,
     exp,
@@ -65,7 +65,7 @@ def _start_limbs(sums_ptr, stride_sums, offs_t, T, listed, risen, LIMBS: tl.cons
     store_limbs(sums_ptr, stride_sums, offs_t, offs_t < T, high, middle, low, LIMBS)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _list_tokens_kernel(
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
     sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
@@ -110,7 +110,7 @@ def _add_limbs(
     tl.atomic_add(sums_ptr + (LIMBS - 1) * stride + offs_t, low, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _rescue_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
     label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32

@@ -5,19 +5,19 @@ T = tokens, V = vocabulary rows here, H = hidden size. D of a round lies packed 
 matrix it is [capacity * TILE_T, TILE_V], which one descriptor addresses.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered.tile_lists import TileLists
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
-from flce_dist.kernels.primitives import FOLLOW_T, exp, label_columns, logits_tile, store_tile
+from flce_dist.kernels.primitives import exp, label_columns, logits_tile, store_tile
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _kept_dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each

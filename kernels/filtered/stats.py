@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     cast,
     exp,
     first_reference,
@@ -30,7 +30,7 @@ from flce_dist.kernels.token_loss_formulas import TokenStats
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr, label_logit_ptr, lse_ptr,  # in:  [T] int64 (global ids), [T], [T] fp32
