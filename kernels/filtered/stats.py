@@ -6,8 +6,6 @@ tokens by TILE_V rows, J = tiles of rows. The statistics kernel's tiles are BLOC
 which divides TILE_V.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -190,7 +188,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
     such token has any, rows that no bias of -inf bans share the mass equally. Reads weight once.
     """
-    launch = tile_launch(replace(logits, hidden=logits.hidden[sample.clamp_min(0)]))
+    launch = tile_launch(logits._replace(hidden=logits.hidden[sample.clamp_min(0)]))
     q = lse.new_empty(logits.V)
     _profile_kernel[(launch.num_v,)](
         *launch.operands(),
