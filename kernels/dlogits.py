@@ -89,15 +89,15 @@ def dlogits(
         return
     launch = tile_launch(logits, out)
     _dlogits_kernel[launch.grid](
-        *launch.operands(), logits.labels,
+        *launch.operands(logits), logits.labels,
         reference, *affine, *(None,) * (3 - len(affine)),
         launch.output(out),
         T, V, logits.H,
-        *launch.strides(), out.stride(0),
-        *launch.scalars(),
+        *logits.strides, out.stride(0),
+        *logits.scalars,
         SCALED=len(affine) == 1,
         AFFINE=len(affine) == 3,
-        **launch.constexprs(),
+        **launch.constexprs,
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.
     write_label_value(

@@ -5,13 +5,13 @@ T = tokens, V = vocabulary rows here, H = hidden size.
 
 from functools import partial
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import label_columns, softcap_tanh
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 
 @partial(Kernel, debug=True)  # for the assertion
@@ -70,5 +70,5 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         vocab_size,
         HAS_BIAS=logits.bias is not None,
         HAS_SOFTCAP=logits.softcap is not None,
-        BLOCK_H=min(1024, triton.next_power_of_2(H)),
+        BLOCK_H=min(1024, next_power_of_2(H)),
     )  # fmt: skip

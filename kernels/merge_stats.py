@@ -27,6 +27,7 @@ from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import TileLaunch
 from flce_dist.kernels.primitives import first_reference
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 
 @triton.jit
@@ -135,12 +136,12 @@ def merge_stats(
 
     The first segment overwrites them.
     """
-    T = launch.logits.T
+    T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v
     # A program reads 32 to 128 contiguous bytes of each row of partial statistics.
-    block_t = min(triton.next_power_of_2(T), 32, max(8, triton.next_power_of_2(T) // 256))
+    block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
     elements = 2048 if with_entropy else 4096  # of a block: what the registers of 4 warps hold
-    block_n = min(elements // block_t, triton.next_power_of_2(launch.num_v * groups))
+    block_n = min(elements // block_t, next_power_of_2(launch.num_v * groups))
     _merge_kernel[(-(-T // block_t),)](
         part, label_logit,
         others_max, sums,
@@ -149,6 +150,6 @@ def merge_stats(
         WITH_SUM_Z=with_sum_z,
         FIRST=first,
         GROUPS=groups,
-        **launch.headrooms(),
+        **launch.headrooms,
         BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip

@@ -42,6 +42,7 @@ from flce_dist.kernels.primitives import (
     times_exponent,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 _LISTED_AT_ONCE = 1024  # tokens of a program
 
@@ -189,7 +190,7 @@ def rescue(
     if T == 0 or V == 0:
         return final
     listed = logits.labels.new_empty(1 + T, dtype=torch.int32)
-    BLOCK_T = min(_LISTED_AT_ONCE, triton.next_power_of_2(T))
+    BLOCK_T = min(_LISTED_AT_ONCE, next_power_of_2(T))
     _list_tokens_kernel[(-(-T // BLOCK_T),)](
         label_logit, others_max,
         sums,
@@ -201,20 +202,21 @@ def rescue(
     )  # fmt: skip
     for start, end, window in cache.split(V, V, V):
         # Pointers: here descriptors would cost the host more time than they save on the GPU.
-        launch = tile_launch(logits.columns(start, end), pointers=True)
+        part = logits.columns(start, end)
+        launch = tile_launch(part, pointers=True)
         _rescue_kernel[launch.grid](
-            *launch.operands(), logits.labels,
+            *launch.operands(part), logits.labels,
             label_logit, others_max, listed,
             sums,
             window,
             T, end - start, logits.H, sums.stride(0),
-            *launch.strides(), 0 if window is None else window.stride(0),
-            logits.vocab_start_index + start, *launch.scalars(),
+            *logits.strides, 0 if window is None else window.stride(0),
+            logits.vocab_start_index + start, *logits.scalars,
             WITH_ENTROPY=with_entropy,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
-            **launch.headrooms(),
-            **launch.constexprs(),
+            **launch.headrooms,
+            **launch.constexprs,
         )  # fmt: skip
     return final

@@ -42,6 +42,16 @@ class ShardLogits(NamedTuple):
         return self.hidden.shape[1]
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Of hidden, then of weight."""
+        return (*self.hidden.stride(), *self.weight.stride())
+
+    @property
+    def scalars(self) -> tuple[int, float, float]:
+        """``(ignore_index, logit_scale, softcap)``, as kernels take them."""
+        return self.ignore_index, self.logit_scale, self.softcap or 1.0
+
+    @property
     def stats_dtype(self) -> torch.dtype:
         """Dtype of every per-token statistic: fp32, or fp64 for fp64 inputs."""
         return torch.promote_types(self.hidden.dtype, torch.float32)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,21 @@ def compile_all(
         softcap=None,
         group_v=group_v,
     )
-    launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
+    launch = TileLaunch(
+        config, programs=132, tma=tuning.has_tma(arch), T=256, V=256,
+        group_v=group_v or config.BLOCK_V, has_bias=False, has_softcap=False,
+    )  # fmt: skip
     out = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
     fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
     int32 = torch.empty(16, dtype=torch.int32)
     labels = logits.labels
-    operands = (*launch.operands(), labels)
-    strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
-    common = {**launch.constexprs(), "grid": (132,)}
+    operands = (*launch.operands(logits), labels)
+    strides, scalars = logits.strides, (0, -100, 1.0, 1.0)
+    common = {**launch.constexprs, "grid": (132,)}
     stats = linear_stats._linear_stats_kernel.jit.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
-    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms()
+    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms
     if stores:
         cached = stats(
             *operands, fp32, fp32, out, T, V, H, V, *strides, V, *scalars,
@@ -127,7 +131,7 @@ def compile_all(
                 SCALED=False, AFFINE=True, **common,
             ),
         }  # fmt: skip
-    pointers = TileLaunch(logits, config, programs=132, tma=False)
+    pointers = replace(launch, tma=False)
     linear = {
         "linear_stats": stats(
             *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
@@ -138,9 +142,9 @@ def compile_all(
         return linear
     return linear | {
         "rescue": rescue._rescue_kernel.jit.warmup(
-            *pointers.operands(), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
+            *pointers.operands(logits), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
             *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            **group, **headroom, **pointers.constexprs(), grid=(132,),
+            **group, **headroom, **pointers.constexprs, grid=(132,),
         ),
         # One tile: the compiler takes a count of 1 for a constant.
         **{

@@ -117,7 +117,7 @@ def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> An
     group = arguments.tp_group
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return None
-    facts: list[Any] = [arguments.options, *needs, auto_in_forward, group, group and group.rank()]
+    facts: list[Any] = [arguments.options, *needs, auto_in_forward, group]
     for x in arguments[:5]:
         if x is None:
             facts.append(None)

@@ -80,16 +80,16 @@ def kept_dlogits(
     launch = tile_launch(logits, matrix)
     parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](
-        *launch.operands(), logits.labels,
+        *launch.operands(logits), logits.labels,
         rows.reference, rows.label_value, *(rows.affine or (None,)),
         lists.block, lists.column, lists.round_tile,
         launch.output(matrix),
         logits.T, logits.V, logits.H, len(matrix), round,
-        *launch.strides(),
+        *logits.strides,
         logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
         SCALED=bool(rows.affine),
         EVEN_V=logits.V % TILE_V == 0,
         TILE_T=TILE_T, TILE_V=TILE_V,
-        **launch.listed_constexprs(),
+        **launch.listed_constexprs,
     )  # fmt: skip
     return out
