@@ -14,7 +14,7 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import measure
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
-from flce_dist.launch.bench.measure import Measured, over_ranks
+from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.problem import make_problem
 from flce_dist.memory import peak_memory
@@ -89,7 +89,6 @@ def test_the_slowest_and_the_failing_rank_count(monkeypatch):
         config = BenchConfig(warmup=1, sample_ms=1.0, settle_ms=0.0)
         measured = Measured(run_of, problem, config)
         measured.prepare(None)
-        over_ranks(measured)
         measured.sample()
         return measured.samples_ms, measured.failure, measured.peak_bytes
 

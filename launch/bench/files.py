@@ -87,36 +87,30 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
-    """Return ``about`` and the runs of an ``out.profile.json``.
-
-    Raises:
-        ConfigError: the file is not there, or holds something else.
-    """
-    return _read(path, "profile", "profiles", _read_profile)
+    """Return ``about`` and the runs of an ``out.profile.json``; raise as ``read_results``."""
+    return _read(path, "profile", "profiles", _profiled_run)
 
 
 def _read(
-    path: Path, kind: str, key: str, item_of: Callable[[dict[str, Any]], Item]
+    path: Path, kind: str, key: str, item_of: Callable[..., Item]
 ) -> tuple[dict[str, Any], list[Item]]:
     """Return ``about`` and the items under ``key`` of a file of this kind."""
+    expected = f"{path} must be a {kind} of the benchmark"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found["about"], [item_of(entry) for entry in found[key]]
     except OSError as error:
-        raise ConfigError(f"{path} must be a {kind} of the benchmark: {error}") from error
+        raise ConfigError(f"{expected}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} must be a {kind} of the benchmark, with about and {key}: {error!r}"
-        ) from error
+        raise ConfigError(f"{expected}, with about and {key}: {error!r}") from error
 
 
-def _read_profile(entry: dict[str, Any]) -> ProfiledRun:
-    fields = {key: value for key, value in entry.items() if key not in ("shape", "run")}
-    fields["kernels"] = tuple(KernelTime(**kernel) for kernel in fields["kernels"])
-    fields["timeline"] = tuple(tuple(item) for item in fields.get("timeline", ()))
-    size = entry["shape"]
+def _profiled_run(entry: dict[str, Any]) -> ProfiledRun:
+    size, run = entry.pop("shape"), entry.pop("run")
+    entry["kernels"] = tuple(KernelTime(**kernel) for kernel in entry["kernels"])
+    entry["timeline"] = tuple(map(tuple, entry.get("timeline", ())))
     shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
-    return ProfiledRun(shape, entry["run"], Profile(**fields))
+    return ProfiledRun(shape, run, Profile(**entry))
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:

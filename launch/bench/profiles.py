@@ -173,9 +173,7 @@ def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
 
 
 def describe(profile: Profile) -> str:
-    """Say in a line what a call's time was spent on; empty if that is not known."""
-    if profile.step_us is None:
-        return ""
+    """Say in a line what a call's time was spent on; of a profile of a GPU."""
     ms = {name.removesuffix("_us"): x / 1e3 for name, x in vars(profile).items() if "_us" in name}
     return (
         f"{ms['step']:.3f} ms: products {ms['products']:.3f}, other kernels {ms['other']:.3f}, "
