@@ -137,9 +137,7 @@ class BenchConfig:
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
     """Return the configuration of ``--config FILE [--overrides]``, checked.
 
-    Raises:
-        ConfigError: names the wrong key, value or combination.
-        SystemExit: for ``--help`` and for a wrong command line.
+    Raises ``ConfigError``, and ``SystemExit`` for ``--help`` and for a wrong command line.
     """
     config = from_command_line(
         BenchConfig,

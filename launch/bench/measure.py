@@ -80,19 +80,9 @@ class Measured:
             self.samples_ms.append(call_ms)
 
     def profile(self, trace: Path | None) -> Profile | None:
-        """Profile the calls of a sample, after untimed ones; None if the run failed.
-
-        ``trace`` is a file for all events of rank 0.
-        """
-        file = trace if self.problem.rank == 0 else None
-
-        def settled() -> Profile:
-            call = self._timed_call()
-            for _ in range(self._calls_within(self.config.settle_ms)):
-                call()
-            return take_profile(call, self.calls, self.problem.hidden.device, file)
-
-        return self._guarded(settled)
+        """Profile the calls of a sample; None if the run failed. ``trace`` is a file for rank 0."""
+        file, device = trace if self.problem.rank == 0 else None, self.problem.hidden.device
+        return self._guarded(lambda: take_profile(self._settled(), self.calls, device, file))
 
     def release(self) -> None:
         """Forget the loss function, with what it may have compiled or cached."""
@@ -118,18 +108,15 @@ class Measured:
             found: Any = linear_cross_entropy_with_metrics(
                 *self._leaves(), self.problem.labels, **options
             )
-            shares = {"kept_share": found.kept_share, "rank_one_mass": found.rank_one_mass}
-            self.filtered = {name: share.item() for name, share in shares.items()}
+            shares = "kept_share", "rank_one_mass"
+            self.filtered = {name: getattr(found, name).item() for name in shares}
         self._loss_of = partial(linear_cross_entropy, **options)
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""
-        hidden = self.problem.hidden[self.problem.tokens_of(self.run)].detach()
-        weight = self.problem.weight.detach()
-        if self.run.mode == "forward_backward":
-            hidden.requires_grad_()
-            weight.requires_grad_()
-        return hidden, weight
+        own, learns = self.problem.tokens_of(self.run), self.run.mode == "forward_backward"
+        hidden, weight = self.problem.hidden[own].detach(), self.problem.weight.detach()
+        return hidden.requires_grad_(learns), weight.requires_grad_(learns)
 
     def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute the loss once and, by mode, both gradients anew."""
@@ -177,14 +164,8 @@ class Measured:
         return None if call_ms is None else max(gathered(call_ms, self.problem.tp_group))
 
     def _time(self, calls: int) -> float:
-        """Return the milliseconds of one of ``calls`` calls back to back.
-
-        Untimed calls run right before them, so that the GPU's clock is the one that this run leads
-        to, and the host is ahead of the GPU when the first event is recorded.
-        """
-        call = self._timed_call()
-        for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
-            call()
+        """Return the milliseconds of one of ``calls`` calls back to back."""
+        call = self._settled()
         if self.problem.hidden.device.type != "cuda":
             started = time.perf_counter()
             for _ in range(calls):
@@ -198,12 +179,16 @@ class Measured:
         end.synchronize()
         return start.elapsed_time(end) / calls
 
-    def _timed_call(self) -> Callable[[], Any]:
-        if self._replay is not None:
-            return self._replay
-        call = self._call_on(*self._leaves())
-        if self.config.cuda_graph:
+    def _settled(self) -> Callable[[], Any]:
+        """Return what is to be timed, after untimed calls of it.
+
+        So the GPU's clock is the one that this run leads to, and the host is ahead of the GPU.
+        """
+        call = self._replay or self._call_on(*self._leaves())
+        if self.config.cuda_graph and self._replay is None:
             call = self._replay = _captured(call)
+        for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
+            call()
         return call
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
