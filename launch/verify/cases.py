@@ -41,6 +41,10 @@ class Variant:
     uneven: bool = False  # shards of different lengths, given by vocab_range
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.reduction})"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,11 +58,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        name, part = str(self.schedule), ", part cached"
-        if self.filter_eps is not None:
-            name, part = f"eps={self.filter_eps:g}", ", rounds"
-        name += "" if self.max_logits_bytes is None else part
-        return f"{name}{', SP' if self.sequence_parallel else ''}"
+        is_filtered = self.filter_eps is not None
+        words = [f"eps={self.filter_eps:g}" if is_filtered else str(self.schedule)]
+        if self.max_logits_bytes is not None:
+            words.append("rounds" if is_filtered else "part cached")
+        return ", ".join([*words, "SP"] if self.sequence_parallel else words)
 
     @property
     def metric_gradients(self) -> bool:
@@ -85,16 +89,10 @@ def variants() -> list[Variant]:
         Variant("padded vocabulary", padding=5),
         Variant("uneven shards", uneven=True),
         Variant(
-            "many together",
-            "none",
-            options=(smoothing, z_loss, scale),
-            bias=True,
-            token_weight=True,
-            metrics=True,
-            padding=5,
-            uneven=True,
+            "many together", "none", options=(smoothing, z_loss, scale), bias=True,
+            token_weight=True, metrics=True, padding=5, uneven=True,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def filtered_variants() -> list[Variant]:
