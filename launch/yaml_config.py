@@ -29,34 +29,23 @@ class ConfigError(RunError):
 
 
 def from_command_line(
-    schema: type[Schema], argv: list[str], *, prog: str, description: str, show_errors: bool
+    schema: type[Schema], argv: list[str], *, show_errors: bool, **program: str
 ) -> Schema:
     """Return ``schema`` with the values of ``--config FILE`` and of the options that override them.
 
-    Raises:
-        ConfigError: names the wrong key or value of the file.
-        SystemExit: for ``--help`` and for a wrong command line, explained if ``show_errors``.
+    ``program`` has its name and description. A wrong command line raises SystemExit, and says why
+    if ``show_errors``; a wrong key or value of the file raises ConfigError, which names it.
     """
     path, overrides = split_config_option(argv)
     config = schema() if path is None else read_yaml(schema, path)
     import tyro  # here, so that errors in YAML do not wait for it
 
-    return tyro.cli(
-        schema,
-        default=config,
-        args=overrides,
-        prog=prog,
-        description=description,
-        console_outputs=show_errors,
-    )
+    shown: dict[str, Any] = {**program, "console_outputs": show_errors}
+    return tyro.cli(schema, default=config, args=overrides, **shown)
 
 
 def read_yaml(schema: type[Schema], path: Path) -> Schema:
-    """Return ``schema`` with the values of the file; keys it does not name keep their defaults.
-
-    Raises:
-        ConfigError: names the file, the key and what was expected.
-    """
+    """Return ``schema`` with the values of the file; keys it does not name keep their defaults."""
     text = read_utf8(path, "--config")
     try:
         values = yaml.load(text, _Loader)
@@ -100,30 +89,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_utf8(path: Path, option: str) -> str:
-    """Return the text of the file that ``option`` names.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line of it is not UTF-8.
-    """
+    """Return the text of the file that ``option`` names, or raise ``ConfigError``."""
     try:
         data = path.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{option} must name a file that can be read, got {path}: {error.strerror}"
-        ) from error
+        got = f"{path}: {error.strerror}"
+        raise ConfigError(f"{option} must name a file that can be read, got {got}") from error
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start]
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
         raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
 
 
 def check_ranges(value: Any, hint: Any = None, key: str = "") -> None:
-    """Check each number in a dataclass, or in the value of ``key``, against its declared range.
-
-    Raises:
-        ConfigError: names the key, the range and the value.
-    """
+    """Raise ``ConfigError`` if a number in a dataclass, or in ``key``, is out of its range."""
     if dataclasses.is_dataclass(value):
         for name, inner in typing.get_type_hints(type(value), include_extras=True).items():
             check_ranges(getattr(value, name), inner, f"{key}.{name}" if key else name)
@@ -133,12 +112,9 @@ def check_ranges(value: Any, hint: Any = None, key: str = "") -> None:
             check_ranges(item, inners[0 if inners[-1] is Ellipsis else i], f"{key}[{i}]")
     elif typing.get_origin(hint) is Annotated:
         expected, (_, limits) = declared(hint), typing.get_args(hint)
-        if value is None and expected.optional:
-            return
-        require(
-            type(value) is expected.kind and limits.holds(value),
-            f"{key} must be {expected.words}, got {value}",
-        )
+        good = type(value) is expected.kind and limits.holds(value)
+        good |= value is None and expected.optional
+        require(good, f"{key} must be {expected.words}, got {value}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -153,8 +129,7 @@ def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
         if arg.startswith("--config="):
             return Path(arg.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
         if arg == "--config":
-            if i + 1 == len(argv):
-                raise ConfigError("--config must be followed by a YAML file")
+            require(i + 1 < len(argv), "--config must be followed by a YAML file")
             return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
     return None, argv
 
@@ -162,10 +137,8 @@ def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
 def _converted(value: Any, hint: Any, key: str) -> Any:
     """Return the value of ``key`` as the annotated type; nothing but int to float is converted."""
     if dataclasses.is_dataclass(hint):
-        require(
-            isinstance(value, dict),
-            f"{key or 'the top level'} must hold keys and values, got {value!r}",
-        )
+        section = key or "the top level"
+        require(isinstance(value, dict), f"{section} must hold keys and values, got {value!r}")
         prefix, hints = f"{key}." if key else "", typing.get_type_hints(hint)
         given: dict[str, Any] = {}
         for name, item in value.items():

@@ -112,10 +112,7 @@ def load_head(path: Path, widen: int) -> Problem:
 
     The file is of ``torch.save`` and holds ``hidden``, ``labels``, ``weight`` in the tokenizer's
     order, and ``counts`` [V], how often each token occurs in the training text. Features are
-    repeated ``widen`` times, so that H grows and logits stay.
-
-    Raises:
-        ConfigError: it is another file.
+    repeated ``widen`` times, so that H grows and logits stay. Another file raises ``ConfigError``.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -5,6 +5,7 @@ V / P rows. Each run has a row, and each P a marker in it. Efficiency is the tim
 together on the fewest ranks, over that on P: at 100 % the markers of a row are aligned.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,21 +31,13 @@ Problem = tuple[int, int, int, str]  # T, H, V, dtype
 def one_grid(files: list[ResultFile]) -> list[ResultFile]:
     """Return the files that have a run in common with one on another number of ranks.
 
-    Raises:
-        ConfigError: they are of different commits.
+    Raises ``ConfigError`` if they are of different commits.
     """
-    grids = [
-        (
-            {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"},
-            about.get("ranks", 1),
-        )
-        for _, about, records in files
-    ]
-    found = [
-        file
-        for file, (mine, P) in zip(files, grids, strict=True)
-        if any(mine & theirs and P != Q for theirs, Q in grids)
-    ]
+    ranks_of: dict[Any, set[int]] = defaultdict(set)  # of each run
+    for _, about, records in files:
+        for run in _runs(records):
+            ranks_of[run].add(about.get("ranks", 1))
+    found = [file for file in files if any(len(ranks_of[run]) > 1 for run in _runs(file[2]))]
     names = [f"{path.name} of {about.get('commit')}" for path, about, _ in found]
     require(
         len({about.get("commit") for _, about, _ in found}) <= 1,
@@ -129,6 +122,11 @@ def _rank_ms(r: Record) -> float:
 def _is_drawn(r: Record) -> bool:
     named = r.op != "floor" or r.impl == FLOOR
     return r.mode == "forward_backward" and r.p50_ms is not None and named
+
+
+def _runs(records: list[Record]) -> set[Any]:
+    """Return what is comparable with a run in another file; floors alone are not."""
+    return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
 
 
 def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:

@@ -57,10 +57,8 @@ def _read(path: Path, kind: str, read: Callable[[], Any]) -> Any:
 def by_rank(paths: Sequence[Path]) -> list[Path]:
     """Return the files of tensor-parallel ranks in the order of ranks, which their names say.
 
-    A shell lists rank10.pt before rank2.pt, and nothing in the files tells ranks apart.
-
-    Raises:
-        ConfigError: the names do not differ in one number that counts from 0 to P - 1, or from 1.
+    A shell lists rank10.pt before rank2.pt, and nothing in the files tells ranks apart. Raises
+    ``ConfigError`` if the names do not differ in one number that counts from 0 or from 1.
     """
     if len(paths) == 1:
         return list(paths)
@@ -88,8 +86,7 @@ def check_outputs(outputs: Sequence[Path], read: Sequence[Path]) -> None:
 def write_all(contents: dict[Path, Any]) -> list[Path]:
     """Write bytes, tensors and state dicts, and rename them once all are on disk; return the paths.
 
-    Raises:
-        RunError: a file cannot be written. None is there in part.
+    Raises ``RunError`` if a file cannot be written; then none is there in part.
     """
     with ExitStack() as stack:
         for path, content in contents.items():
