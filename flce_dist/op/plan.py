@@ -66,8 +66,8 @@ def plan(
             if the loss ``reduces`` and the exponentials of all tokens fit with what dweight's
             memory can hold, or those of chunks and what dweight's accumulator takes beyond dweight,
             it is ``in_forward``. ``cached`` caches what fits, but everything unless a budget is
-            given; ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
-            what dweight's own memory can hold, else token chunks that fit.
+            given; ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they
+            fit with what dweight's own memory can hold, else token chunks that fit.
         max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
             tokens, is used even where it exceeds the bound.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
