@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flce_dist import check_ranks, linear_cross_entropy, rank_check
 from flce_dist.options import LossOptions
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.testing import RankPool, run_ranks
+from flce_dist.testing import run_ranks
 from tests.test_options import CHANGED
 
 T, H, V_ALL = 12, 8, 20
@@ -214,16 +214,6 @@ def test_alone_only_its_own_arguments_are_checked() -> None:
         check_ranks(**mine, schedule="in_forward", reduction="none")
     with pytest.raises(ValueError, match="tp_group must be None or a "):
         check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
-
-
-def test_over_gloo(pools: dict[int, RankPool]) -> None:
-    ranks = pools[2]
-    assert ranks.run(verdicts, 1, {}) == [None, None]
-    expected = BEGINS + "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"
-    assert ranks.run(verdicts, 1, dict(label_smoothing=0.1)) == [expected] * 2
-    said = ranks.run(verdicts, 1, dict(softcap=-1.0))
-    assert said[0] == said[1] and "got on rank 1: ValueError: softcap must be" in said[0]
-    assert ranks.run(verdicts, 0, {}) == [None, None]  # the group is as good as before
 
 
 def test_all_facts_are_known_here() -> None:
