@@ -106,13 +106,12 @@ def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
 
     def statistics(group: dist.ProcessGroup | None, **options: Any) -> list[Tensor]:
         sp = options.get("sequence_parallel", False)
-        hidden, weight, bias, labels, rows = share_of(group, one, sequence_parallel=sp)
-        out = linear_cross_entropy_with_metrics(
-            hidden.requires_grad_(), weight.requires_grad_(), labels, bias=bias, vocab_range=rows,
-            vocab_size=one.V_all, tp_group=group, tp_invariant=True, impl="triton", **options,
-        )  # fmt: skip
+        share = share_of(group, one, sequence_parallel=sp)
+        share.leaves(frozen=("bias",))
+        options |= {"tp_invariant": True, "impl": "triton"}
+        out = share.loss(group, one, call=linear_cross_entropy_with_metrics, **options)
         out.loss.backward()
-        counted = labels != -100
+        counted = share.labels != -100
         return [out.loss.detach(), *(x.detach()[counted] for x in out[1:4])]
 
     names = ("loss", "lse", "logprob", "entropy")
