@@ -110,16 +110,14 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
             yield f"{way}: dhidden of heads alone not the same bits"
 
 
-def layered(
-    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-) -> Callable[..., Tensor]:
-    """The op within a function that ``wrap`` has checkpointed or compiled."""
+def layered(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op within a layer, which is called by ``run(layer, hidden, weight, bias)``."""
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
         def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
-        return wrap(layer)(hidden, weight, bias)
+        return run(layer, hidden, weight, bias)
 
     return call
 
@@ -131,8 +129,8 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
         plain = rank_step(ranks.group, one, **options)
         for use_reentrant in (False, True):
             how: Options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
-            checkpointed = layered(partial(partial, checkpoint, **how))
-            mine = rank_step(ranks.group, one, call=checkpointed, **options)
+            call = layered(partial(checkpoint, **how))
+            mine = rank_step(ranks.group, one, call=call, **options)
             if use_reentrant and options["schedule"] == "in_forward":
                 # Its first forward makes no gradients, and sums tokens in another order.
                 error = relative_rms(mine.loss, plain.loss)
@@ -142,18 +140,21 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
             yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
 
 
+def compiled(layer: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    # The same graphs as inductor makes, in a tenth of the time.
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+
+
 def under_compile(ranks: Ranks) -> Iterator[str]:
     """One graph without breaks, and the same bits."""
     one = problem(ranks.device)
-    # The same graphs as inductor makes, in a tenth of the time.
-    compiled = layered(partial(torch.compile, fullgraph=True, backend="aot_eager"))
     for schedule in ("recompute", "cached", "in_forward"):
         # On a CPU tests/test_compiled.py has them without sequence parallelism.
         for sp in (False, True) if ranks.on_gpu else (True,):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
             plain = rank_step(ranks.group, one, **options)
-            torch._dynamo.reset()
-            mine = rank_step(ranks.group, one, call=compiled, **options)
+            mine = rank_step(ranks.group, one, call=layered(compiled), **options)
             yield from differing(f"{schedule}, sequence_parallel={sp}", mine, plain)
     torch._dynamo.reset()
 
