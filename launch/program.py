@@ -26,7 +26,6 @@ from flce_dist import torch_private
 WAIT_S = 30.0
 """How long another rank than 0 waits to be ended before it prints a ``RunError`` of its own."""
 
-
 STDOUT = 1
 HERE = "flce_dist.launch."
 _SPEC = sys.modules["__main__"].__spec__
@@ -118,10 +117,9 @@ def _is_unread(descriptor: int) -> bool:
 
 
 def _wait_for_rank_0(rank: int) -> None:
-    """Give rank 0 the time to explain what every rank found; torchrun then ends this one.
+    """Give rank 0 the time to explain what every rank found, and torchrun the time to end all.
 
-    torchrun ends all ranks at the first exit. A rank that still runs after the wait is the only
-    one with this error.
+    A rank that still runs after the wait is the only one with this error.
     """
     if rank != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

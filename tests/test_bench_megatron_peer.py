@@ -15,7 +15,7 @@ from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench import megatron_peer
 from flce_dist.launch.bench.config import BenchConfig, Mode, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import read_results
-from flce_dist.launch.bench.measure import Measured, over_ranks
+from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
 from flce_dist.launch.bench.report import make_records
@@ -33,7 +33,6 @@ def measured(problem: Problem, run: RunSpec) -> Measured:
     # The fused loss compiles for half a minute on a CPU; uncompiled it computes the same.
     with torch.compiler.set_stance("force_eager"):
         found.prepare(make_truth(problem, gradients=run.has_gradients))
-        over_ranks(found)
         found.sample()
     return found
 

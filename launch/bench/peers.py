@@ -43,11 +43,6 @@ class Peer:
     drop_buffers: Callable[[], None] | None = None
 
 
-def _megatron(fused: bool) -> Peer:
-    load = functools.partial(megatron_peer.load, fused)
-    return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
-
-
 def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Logits and loss in the operands' dtype."""
     return F.cross_entropy(F.linear(hidden, weight), labels)
@@ -97,17 +92,15 @@ class _Dropped(torch.autograd.Function):
         return dhidden * dloss, dweight * dloss, None, None
 
 
-def _load_dropped(drops_dweight: bool, tp_group: object) -> LossFunction:
-    return lambda *operands: _Dropped.apply(*operands, drops_dweight)
+def _dropped(drops_dweight: bool) -> Peer:
+    return Peer(lambda _: lambda *operands: _Dropped.apply(*operands, drops_dweight))
 
 
-def _load_compiled(
-    loss_of: LossFunction, tp_group: dist.ProcessGroup | None
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return torch.compile(loss_of, dynamic=False)
+def _compiled(loss_of: LossFunction) -> Peer:
+    return Peer(lambda _: torch.compile(loss_of, dynamic=False))
 
 
-def _load_torch_linear_cross_entropy(tp_group: dist.ProcessGroup | None) -> LossFunction:
+def _load_torch_linear_cross_entropy(tp_group: object) -> LossFunction:
     if not hasattr(F, "linear_cross_entropy"):
         raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
     # Without options it is the reference implementation, with all logits.
@@ -115,41 +108,46 @@ def _load_torch_linear_cross_entropy(tp_group: dist.ProcessGroup | None) -> Loss
     return functools.partial(F.linear_cross_entropy, options=options)
 
 
-def _load_liger(accum_dtype: torch.dtype | None, tp_group: object) -> LossFunction:
-    from liger_kernel.transformers import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        LigerFusedLinearCrossEntropyLoss,
-    )
+def _liger(accum_dtype: torch.dtype | None) -> Peer:
+    def load(tp_group: object) -> LossFunction:
+        import liger_kernel.transformers as liger  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    module = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
-    return lambda hidden, weight, labels: module(weight, hidden, labels)
+        module = liger.LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
+        return lambda hidden, weight, labels: module(weight, hidden, labels)
+
+    return Peer(load, "liger-kernel")
 
 
-def _load_cce(options: dict[str, object], tp_group: object) -> LossFunction:
-    from cut_cross_entropy import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        linear_cross_entropy,
-    )
+def _cce(**options: object) -> Peer:
+    def load(tp_group: object) -> LossFunction:
+        import cut_cross_entropy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    return functools.partial(linear_cross_entropy, **options)
+        return functools.partial(cut_cross_entropy.linear_cross_entropy, **options)
+
+    return Peer(load, "cut-cross-entropy")
+
+
+def _megatron(fused: bool) -> Peer:
+    load = functools.partial(megatron_peer.load, fused)
+    return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
 
 
 PEERS: dict[str, Peer] = {
     "canonical": Peer(lambda _: canonical),
     "torch_eager": Peer(lambda _: torch_eager),
-    "torch_compile": Peer(functools.partial(_load_compiled, torch_eager)),
-    "torch_compile_fp32": Peer(functools.partial(_load_compiled, canonical)),
+    "torch_compile": _compiled(torch_eager),
+    "torch_compile_fp32": _compiled(canonical),
     "torch_linear_cross_entropy": Peer(_load_torch_linear_cross_entropy),
-    "liger": Peer(functools.partial(_load_liger, None), "liger-kernel"),
-    "liger_fp32": Peer(functools.partial(_load_liger, torch.float32), "liger-kernel"),
-    "cce": Peer(functools.partial(_load_cce, {}), "cut-cross-entropy"),
+    "liger": _liger(None),
+    "liger_fp32": _liger(torch.float32),
+    "cce": _cce(),
     # Its default drops small gradients; this one keeps all.
-    "cce_unfiltered": Peer(functools.partial(_load_cce, {"filter_eps": None}), "cut-cross-entropy"),
+    "cce_unfiltered": _cce(filter_eps=None),
     # Of its newer releases; an older one says that it does not know the name.
-    "cce_exact": Peer(functools.partial(_load_cce, {"impl": "cce_exact"}), "cut-cross-entropy"),
-    "cce_kahan_full_c": Peer(
-        functools.partial(_load_cce, {"impl": "cce_kahan_full_c"}), "cut-cross-entropy"
-    ),
-    "dropped": Peer(functools.partial(_load_dropped, True)),
-    "dropped_dhidden": Peer(functools.partial(_load_dropped, False)),
+    "cce_exact": _cce(impl="cce_exact"),
+    "cce_kahan_full_c": _cce(impl="cce_kahan_full_c"),
+    "dropped": _dropped(drops_dweight=True),
+    "dropped_dhidden": _dropped(drops_dweight=False),
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }
@@ -169,12 +167,7 @@ def close_peers(tp_group: dist.ProcessGroup | None) -> None:
 
 
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:
-    """Return the peer's loss function.
-
-    Raises:
-        NotInstalled: its package, or the function in it, is not there.
-        NotImplementedError: there are several ranks, and it runs on one.
-    """
+    """Return the peer's loss function; raise if it is not installed, or runs on one rank only."""
     peer = PEERS[name]
     if tp_group is not None and tp_group.size() > 1 and not peer.parallel:
         raise NotImplementedError(f"{name} does not split the vocabulary over ranks")

@@ -18,7 +18,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 Kind = Literal["products", "other", "communication"]
-Span = tuple[float, float]
 
 COMMUNICATION = re.compile(r"nccl|Memcpy PtoP")
 PRODUCTS = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|linear_stats|dlogits", re.IGNORECASE)
@@ -117,14 +116,12 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     found = without_copies_aside(found)
 
     def covered_us(*kinds: Kind) -> float:
-        return covered((x.start_us, x.end_us) for x in found if x.kind in kinds) / calls
+        return covered(x for x in found if x.kind in kinds) / calls
 
-    products_us = covered_us("products")
-    computing_us = covered_us("products", "other")
+    products_us, computing_us = covered_us("products"), covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
     idle_us = max(0.0, step_us - busy_us)
-    each_call = by_call(found, calls)
-    middle = each_call[calls // 2] if each_call else []
+    middle = (by_call(found, calls) or [[]] * calls)[calls // 2]
     return Profile(
         kernels,
         idle_share=idle_us / step_us,
@@ -151,12 +148,12 @@ def without_copies_aside(found: list[Activity]) -> list[Activity]:
     return [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
 
-def covered(spans: Iterable[Span]) -> float:
-    """Return how long at least one of ``spans`` lasts."""
+def covered(found: Iterable[Activity]) -> float:
+    """Return how long at least one activity lasts."""
     total, until = 0.0, -float("inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
+    for x in sorted(found, key=lambda x: x.start_us):
+        total += max(0.0, x.end_us - max(x.start_us, until))
+        until = max(until, x.end_us)
     return total
 
 
@@ -173,9 +170,7 @@ def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
 
 
 def describe(profile: Profile) -> str:
-    """Say in a line what a call's time was spent on; empty if that is not known."""
-    if profile.step_us is None:
-        return ""
+    """Say in a line what a call's time was spent on; of a profile of a GPU."""
     ms = {name.removesuffix("_us"): x / 1e3 for name, x in vars(profile).items() if "_us" in name}
     return (
         f"{ms['step']:.3f} ms: products {ms['products']:.3f}, other kernels {ms['other']:.3f}, "

@@ -19,11 +19,10 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.profiles import timeline
-from flce_dist.launch.plot.records import dial, memory
+from flce_dist.launch.plot.figures import dial, memory, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import require
 
 FIGURES = {"memory": memory, "dial": dial}
 PROFILE = ".profile"
@@ -42,8 +41,7 @@ def main(args: list[str] | None = None) -> int:
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.plot", args=args, description=__doc__
     )
-    if not settings.results:
-        raise ConfigError("results must name at least one file, got none")
+    require(bool(settings.results), "results must name at least one file, got none")
     for path in draw(list(settings.results), settings.out):
         print(path)
     return 0
@@ -52,8 +50,7 @@ def main(args: list[str] | None = None) -> int:
 def draw(results: list[Path], out: Path) -> list[Path]:
     """Write the figures of each result file; return their paths."""
     stems = [path.stem for path in results]
-    if len(set(stems)) < len(stems):
-        raise ConfigError(f"results must have names of their own, got {stems}")
+    require(len(set(stems)) == len(stems), f"results must have names of their own, got {stems}")
     found: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
     by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:

@@ -5,6 +5,7 @@ V / P rows. Each run has a row, and each P a marker in it. Efficiency is the tim
 together on the fewest ranks, over that on P: at 100 % the markers of a row are aligned.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,8 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.bench.config import OURS
 from flce_dist.launch.bench.report import Record
-from flce_dist.launch.plot.drawing import (
-    BLUE,
-    ON_LINES,
-    OUR_COLOR,
-    PRODUCTS,
-    WORKSPACE,
-    mark_gemms,
-)
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.plot import figures
+from flce_dist.launch.yaml_config import require
 
 FLOOR = "gemm3"
 MARKERS = ("o", "s", "D", "^", "v")
@@ -37,28 +31,19 @@ Problem = tuple[int, int, int, str]  # T, H, V, dtype
 def one_grid(files: list[ResultFile]) -> list[ResultFile]:
     """Return the files that have a run in common with one on another number of ranks.
 
-    Raises:
-        ConfigError: they are of different commits.
+    Raises ``ConfigError`` if they are of different commits.
     """
-    runs = [
-        {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
-        for _, _, records in files
-    ]
-    ranks = [about.get("ranks", 1) for _, about, _ in files]
-    found = [
-        file
-        for file, mine, P in zip(files, runs, ranks, strict=True)
-        if any(mine & theirs and P != Q for theirs, Q in zip(runs, ranks, strict=True))
-    ]
-    commits = [about.get("commit") for _, about, _ in found]
-    if len(set(commits)) > 1:
-        names = [
-            f"{path.name} of {commit}" for (path, *_), commit in zip(found, commits, strict=True)
-        ]
-        raise ConfigError(
-            "results of one grid on several numbers of ranks must be of one commit to be compared, "
-            f"got {', '.join(names)}; draw those of each commit by a command of their own"
-        )
+    ranks_of: dict[Any, set[int]] = defaultdict(set)  # of each run
+    for _, about, records in files:
+        for run in _runs(records):
+            ranks_of[run].add(about.get("ranks", 1))
+    found = [file for file in files if any(len(ranks_of[run]) > 1 for run in _runs(file[2]))]
+    names = [f"{path.name} of {about.get('commit')}" for path, about, _ in found]
+    require(
+        len({about.get("commit") for _, about, _ in found}) <= 1,
+        "results of one grid on several numbers of ranks must be of one commit to be compared, "
+        f"got {', '.join(names)}; draw those of each commit by a command of their own",
+    )
     return found
 
 
@@ -84,14 +69,15 @@ def scaling(records: list[Record]) -> Figure | None:
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
-    times.set_xlabel(f"time x ranks, over {PRODUCTS}; percent: efficiency", fontsize=8)
+    products = "3 matrix products; dotted: 4 products, logits computed twice"
+    times.set_xlabel(f"time x ranks, over {products}; percent: efficiency", fontsize=8)
     memory.set_xscale("log", base=2)
     memory.xaxis.set_major_formatter("{x:,g}")
-    memory.set_xlabel(f"{WORKSPACE}, per rank", fontsize=8)
-    figure.legend(
-        *times.get_legend_handles_labels(), loc="outside upper right", ncols=5, fontsize=8
-    )
-    figure.suptitle(f"The same problem on more ranks ({BLUE})", fontsize=10, x=0.01, ha="left")
+    memory.set_xlabel(f"{figures.WORKSPACE}, per rank", fontsize=8)
+    markers = times.get_legend_handles_labels()
+    figure.legend(*markers, loc="outside upper right", ncols=5, fontsize=8)
+    title = f"The same problem on more ranks ({figures.BLUE})"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
 
 
@@ -117,20 +103,15 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
     for y, over in enumerate(runs.values()):
         shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
         most = max(_rank_ms(r) for r in over.values()) / products_ms
-        times.annotate(
-            shares, (most, y), (8, 0), textcoords="offset points", va="center", fontsize=7,
-            bbox=ON_LINES,
-        )  # fmt: skip
-    mark_gemms(times.axvline)
-    times.set_yticks(range(len(runs)), runs)
-    times.set_ylim(len(runs) - 0.5, -0.5)
+        figures.write_at(times, shares, (most, y), (8, 0), va="center", fontsize=7)
+    figures.mark_gemms(times.axvline)
+    figures.name_rows(times, list(runs))
     for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
-        name.set_color(OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
+        name.set_color(figures.OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
     for axes in (times, memory):
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
-        for y in range(1, len(runs)):
-            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
+        figures.separate_rows(axes, len(runs))
 
 
 def _rank_ms(r: Record) -> float:
@@ -141,6 +122,11 @@ def _rank_ms(r: Record) -> float:
 def _is_drawn(r: Record) -> bool:
     named = r.op != "floor" or r.impl == FLOOR
     return r.mode == "forward_backward" and r.p50_ms is not None and named
+
+
+def _runs(records: list[Record]) -> set[Any]:
+    """Return what is comparable with a run in another file; floors alone are not."""
+    return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
 
 
 def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:

@@ -1,8 +1,10 @@
 """Files of counts, orders and state dicts. What is read is checked, and nothing in it is run."""
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,17 @@ from torch import Tensor
 from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 from flce_dist.launch.train.files import write_synced
 from flce_dist.launch.write import replacing
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import ConfigError, require
 
 
 def read_counts(path: Path) -> Tensor:
-    if path.suffix != ".npy":
-        return _tensor(path)
-    try:
-        return torch.from_numpy(np.load(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, EOFError) as error:
-        raise ConfigError(f"{path} must be an array of NumPy: {error}") from error
+    if path.suffix == ".npy":
+        return _read(path, "an array of NumPy", lambda: torch.from_numpy(np.load(path)))
+    return _load(path, Tensor, "a tensor")
 
 
 def read_order(path: Path) -> VocabOrder:
-    tokens = _tensor(path)
+    tokens = _load(path, Tensor, "a tensor")
     try:
         return as_vocab_order(tokens, tokens.numel())
     except ValueError as error:
@@ -37,19 +34,31 @@ def read_order(path: Path) -> VocabOrder:
 
 def read_state(path: Path) -> dict[str, Tensor]:
     """Return a state dict on the CPU."""
-    state = _loaded(path)
-    if not isinstance(state, dict):
-        raise ConfigError(f"{path} must hold a dict of tensors by name, got {type(state).__name__}")
-    return dict(state)
+    return dict(_load(path, dict, "a dict of tensors by name"))
+
+
+def _load(path: Path, kind: type, what: str) -> Any:
+    load = partial(torch.load, path, map_location="cpu", weights_only=True)
+    found = _read(path, "a file of torch.save", load)
+    require(isinstance(found, kind), f"{path} must hold {what}, got {type(found).__name__}")
+    return found
+
+
+def _read(path: Path, kind: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # whatever a file of another kind leads to
+        first_line = str(error).split("\n")[0]
+        raise ConfigError(f"{path} must be {kind}: {first_line}") from error
 
 
 def by_rank(paths: Sequence[Path]) -> list[Path]:
     """Return the files of tensor-parallel ranks in the order of ranks, which their names say.
 
-    A shell lists rank10.pt before rank2.pt, and nothing in the files tells ranks apart.
-
-    Raises:
-        ConfigError: the names do not differ in one number that counts from 0 to P - 1, or from 1.
+    A shell lists rank10.pt before rank2.pt, and nothing in the files tells ranks apart. Raises
+    ``ConfigError`` if the names do not differ in one number that counts from 0 or from 1.
     """
     if len(paths) == 1:
         return list(paths)
@@ -57,9 +66,8 @@ def by_rank(paths: Sequence[Path]) -> list[Path]:
     parts = [re.split(r"([0-9]+)", name) for name in names]
     differing = [i for i, found in enumerate(zip(*parts, strict=False)) if len(set(found)) > 1]
     if len(set(map(len, parts))) == 1 and len(differing) == 1 and differing[0] % 2:
-        by_number = {
-            int(found[differing[0]]): path for found, path in zip(parts, paths, strict=True)
-        }
+        numbers = [int(found[differing[0]]) for found in parts]
+        by_number = dict(zip(numbers, paths, strict=True))
         if sorted(by_number) in (list(range(len(paths))), list(range(1, len(paths) + 1))):
             return [by_number[number] for number in sorted(by_number)]
     raise ConfigError(
@@ -70,36 +78,17 @@ def by_rank(paths: Sequence[Path]) -> list[Path]:
 
 def check_outputs(outputs: Sequence[Path], read: Sequence[Path]) -> None:
     """Raise ``ConfigError`` if writing ``outputs`` would replace a file that is ``read``."""
-    for out in outputs:
-        for path in read:
-            if out.exists() and path.exists() and out.samefile(path):
-                raise ConfigError(f"--out must not replace {path}, which is read; got {out}")
+    for out, path in itertools.product(outputs, read):
+        same = out.exists() and path.exists() and out.samefile(path)
+        require(not same, f"--out must not replace {path}, which is read; got {out}")
 
 
 def write_all(contents: dict[Path, Any]) -> list[Path]:
     """Write bytes, tensors and state dicts, and rename them once all are on disk; return the paths.
 
-    Raises:
-        RunError: a file cannot be written. None is there in part.
+    Raises ``RunError`` if a file cannot be written; then none is there in part.
     """
     with ExitStack() as stack:
         for path, content in contents.items():
             write_synced(stack.enter_context(replacing(path)), content)
     return list(contents)
-
-
-def _tensor(path: Path) -> Tensor:
-    x = _loaded(path)
-    if not isinstance(x, Tensor):
-        raise ConfigError(f"{path} must hold a tensor, got {type(x).__name__}")
-    return x
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # whatever a file of another kind leads to
-        first_line = str(error).split("\n")[0]
-        raise ConfigError(f"{path} must be a file of torch.save: {first_line}") from error

@@ -33,11 +33,7 @@ def with_biases(names: Sequence[str], state: State) -> tuple[str, ...]:
 def ordered(
     states: Sequence[State], names: Sequence[str], map_name: str, order: VocabOrder
 ) -> list[State]:
-    """Move the rows of the tensors ``names`` into ``order``, and add its map to each state.
-
-    Raises:
-        ValueError: the rows have an order, are fewer than V_all, or a tensor is missing.
-    """
+    """Move the rows of the tensors ``names`` into ``order``, and add its map to each state."""
     if any(map_name in state for state in states):
         raise ValueError(f"the rows have an order already ({map_name}); convert --to plain first")
     moved = _moved(states, names, order.token_of_row)
@@ -45,11 +41,7 @@ def ordered(
 
 
 def plain(states: Sequence[State], names: Sequence[str], map_name: str) -> list[State]:
-    """Move the rows back into the tokenizer's order, which the states' maps say how.
-
-    Raises:
-        ValueError: the states have no map or different ones, or as ``ordered``.
-    """
+    """Move the rows back into the tokenizer's order, by the states' maps."""
     maps = [state.get(map_name) for state in states]
     first = maps[0]
     if not isinstance(first, Tensor) or any(x is None for x in maps):
