@@ -179,7 +179,6 @@ def with_dtensors(ranks: Ranks) -> Iterator[str]:
         labels = DTensor.from_local(labels, mesh, [Replicate()])
         return api.linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
 
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        yield "", rank_step(ranks.group, one, call=as_dtensors, **options)
-
-    yield from same_bits(ranks, one, steps)
+    yield from same_bits(
+        ranks, one, lambda options: [("", rank_step(ranks.group, one, call=as_dtensors, **options))]
+    )
