@@ -6,7 +6,7 @@ meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ra
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flce_dist import check_ranks, filtered, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
-from tests.parallel_problem import Outcome, Problem, rank_step, share_of
+from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -166,15 +166,6 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
             if not (buffer == sum(1.0 + r for r in members)).all():
                 found.append("the other group's sum is wrong")
             yield from said(f"{name}: {way}", found)
-
-
-def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """What a ValueError of this call says; nothing if there is none."""
-    try:
-        call(*args, **options)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:

@@ -209,6 +209,15 @@ def misses(
     return found
 
 
+def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a ValueError of this call says; nothing if there is none."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 SCHEDULES = ["recompute", "cached", "in_forward", "auto"]
 EVEN, UNEVEN = Problem(V_all=512), Problem(V_all=507)
 PADDED = Problem(V_all=500, rows=512)
