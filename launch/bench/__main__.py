@@ -34,7 +34,7 @@ from flce_dist.launch.bench.config import (
     runs_of,
 )
 from flce_dist.launch.bench.measure import Measured, free_memory
-from flce_dist.launch.bench.peers import PEERS, close_peers, forget_compiled
+from flce_dist.launch.bench.peers import PEERS, close_peers
 from flce_dist.launch.bench.problem import Problem, load_head, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
@@ -158,7 +158,10 @@ def _bench_shape(
                 profiles[measured.run.name] = profile
         measured.release()
     del found, measured, problem
-    forget_compiled()
+    # Code compiled for one shape must not count towards torch.compile's limit. If there is none,
+    # the import takes seconds.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     free_memory(device)
     return records, profiles
 

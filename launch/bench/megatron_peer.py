@@ -1,9 +1,8 @@
 """Megatron's own output layer and loss as peers of the benchmark.
 
-As ``GPTModel`` of megatron-core runs them in training: the GEMM of ``ColumnParallelLinear``,
-which under sequence parallelism gathers hidden states in forward and again in backward and
-scatters the sum of their gradients; then its vocabulary-parallel loss, plain or fused. Without
-``gradient_accumulation_fusion``, so that the gradient of the weight is returned as ours is.
+As ``GPTModel`` of megatron-core runs them in training: the GEMM of ``ColumnParallelLinear``, which
+under sequence parallelism gathers and scatters; then its vocabulary-parallel loss, plain or fused.
+Without ``gradient_accumulation_fusion``, so that the gradient of the weight is returned as ours is.
 
 T = tokens, H = hidden size, V = vocabulary rows on this rank, P = ranks.
 """

@@ -1,9 +1,9 @@
 """Where a run's time goes: its kernels, communication that nothing hides, and standing idle.
 
 On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time,
-and no more: only a device has a time line of its own. Communication is what NCCL's kernels and
-copies between devices take. It is exposed while nothing else runs on this device. Waiting for the
-other ranks is part of it within NCCL's kernels; copies do not begin before, so there it is idling.
+without a time line. Communication is what NCCL's kernels and copies between devices take, exposed
+while nothing else runs on this device. Waiting for the other ranks is part of it within NCCL's
+kernels; copies do not begin before, so there it is idling.
 """
 
 import re
@@ -113,7 +113,11 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
         return Profile(kernels)
 
     step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
-    found = without_copies_aside(found)
+    # Copies within the device, on streams where nothing is computed, move a rank's own part of a
+    # gather: neither communication nor work that would hide it.
+    others = [x for x in found if x.kind != "communication"]
+    computing = {x.stream for x in others if not x.name.startswith(COPY_OR_FILL)}
+    found = [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
     def covered_us(*kinds: Kind) -> float:
         return covered(x for x in found if x.kind in kinds) / calls
@@ -135,17 +139,6 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
             (x.kind, x.start_us - middle[0].start_us, x.end_us - middle[0].start_us) for x in middle
         ),
     )
-
-
-def without_copies_aside(found: list[Activity]) -> list[Activity]:
-    """Leave out copies within the device on streams where nothing is computed.
-
-    They move a rank's own part of a gather: neither communication nor work that would hide it.
-    """
-    computing = {
-        x.stream for x in found if x.kind != "communication" and not x.name.startswith(COPY_OR_FILL)
-    }
-    return [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
 
 def covered(found: Iterable[Activity]) -> float:

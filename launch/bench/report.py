@@ -17,6 +17,7 @@ from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import NotInstalled
+from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
 LOSS_BUDGET = 1e-4
@@ -93,11 +94,14 @@ def _make_record(
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
     given |= {name: getattr(shape, name) for name in ("dtype", "T", "V", "H")}
-    given |= {"op": "floor" if is_floor else "linear_cross_entropy", "P": found.problem.P}
+    given |= {"op": "floor" if is_floor else "linear_cross_entropy"}
+    given |= {"P": rank_and_size(found.problem.tp_group)[1]}
     if found.failure is not None:
         return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = _quantiles(found.samples_ms)
-    floor_ms = None if is_floor else _floor_ms(run, p50_ms)
+    floor_ms = None if is_floor else p50_ms.get(floor_of(run))
+    if floor_ms is not None and run.mode == "forward":
+        floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
     peak, complaint = found.peak_bytes, _complaint(found, eager)
     return Record(
         **given,
@@ -113,13 +117,6 @@ def _make_record(
         status="ok" if complaint is None else "wrong",
         message=complaint,
     )
-
-
-def _floor_ms(run: RunSpec, p50_ms: dict[str, float]) -> float | None:
-    gemms_ms = p50_ms.get(floor_of(run))
-    if gemms_ms is not None and run.mode == "forward":
-        return max(gemms_ms, p50_ms.get("read_weight", 0.0))
-    return gemms_ms
 
 
 def _complaint(found: Measured, eager: Measured | None) -> str | None:

@@ -65,7 +65,9 @@ def scaling(records: list[Record]) -> Figure | None:
     )
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
-        _draw(times, memory, dict(sorted(runs.items(), key=_floor_first)), counts)
+        # The floor, ours, the others; among each as the files have them.
+        rows = sorted(runs.items(), key=lambda item: (item[0] != FLOOR, not _is_ours(item[1])))
+        _draw(times, memory, dict(rows), counts)
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
@@ -107,7 +109,7 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
     figures.mark_gemms(times.axvline)
     figures.name_rows(times, list(runs))
     for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
-        name.set_color(figures.OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
+        name.set_color(figures.OUR_COLOR if _is_ours(over) else "black")
     for axes in (times, memory):
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
@@ -129,7 +131,5 @@ def _runs(records: list[Record]) -> set[Any]:
     return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
 
 
-def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:
-    """Order: the floor, ours, the others; among each as the files have them."""
-    name, over = item
-    return name != FLOOR, all(r.impl not in OURS for r in over.values())
+def _is_ours(over: OverRanks) -> bool:
+    return any(r.impl in OURS for r in over.values())

@@ -44,14 +44,7 @@ class Record:
         return f"{self.dtype} {tuple(self.shape)} {self.case.variant.title}"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "shape": self.shape._asdict(),
-            "case": dataclasses.asdict(self.case),
-            "checks": {name: dataclasses.asdict(x) for name, x in self.checks.items()},
-            "failure": self.failure,
-            "met": self.met,
-        }
+        return {**dataclasses.asdict(self), "shape": self.shape._asdict(), "met": self.met}
 
 
 def worst_of_ranks(records: list[Record], tp_group: Group) -> list[Record]:

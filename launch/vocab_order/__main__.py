@@ -21,8 +21,9 @@ import torch
 import tyro
 
 from flce_dist.filtered import frequency_order
+from flce_dist.filtered.vocab_order import MAP
 from flce_dist.launch.vocab_order import files
-from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
+from flce_dist.launch.vocab_order.rows import ordered, plain, with_biases
 from flce_dist.launch.yaml_config import ConfigError, read_utf8, require
 
 
@@ -127,7 +128,8 @@ def convert(command: Convert) -> list[Path]:
     order = None if command.order is None else files.read_order(command.order)
     states = [files.read_state(path) for path in paths]
     names = with_biases(command.names, states[0])
-    name_of_map = command.map or map_name(names[0])
+    prefix, dot, _ = names[0].rpartition(".")
+    name_of_map = command.map or f"{prefix}{dot}{MAP}"
     try:
         if order is None:
             converted = plain(states, names, name_of_map)

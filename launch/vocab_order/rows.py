@@ -8,15 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order
+from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
 
 State = dict[str, Tensor]
-
-
-def map_name(name: str) -> str:
-    """Return the name of ``row_of_token`` beside a tensor ``name``."""
-    prefix, dot, _ = name.rpartition(".")
-    return f"{prefix}{dot}{MAP}"
 
 
 def with_biases(names: Sequence[str], state: State) -> tuple[str, ...]:
@@ -62,11 +56,10 @@ def _moved(states: Sequence[State], names: Sequence[str], source: Tensor) -> lis
             raise ValueError(
                 f"there is no tensor {name} with rows; --names must name those to move"
             )
-        rows = torch.cat(shards)
-        if len(rows) < len(source):
-            raise ValueError(
-                f"{name} must have the {len(source)} rows of the order or more, got {len(rows)}"
-            )
+        rows, least = torch.cat(shards), len(source)
+        if len(rows) < least:
+            wanted = f"the {least} rows of the order or more"
+            raise ValueError(f"{name} must have {wanted}, got {len(rows)}")
         rows[: len(source)] = rows[source]
         for state, shard in zip(result, rows.split([len(x) for x in shards]), strict=True):
             state[name] = shard.clone()
