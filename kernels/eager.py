@@ -7,8 +7,6 @@ window of columns at a time, so that nothing of size [T, V] is held but the call
 T = tokens, V = vocabulary rows here, W = columns of one window.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -100,7 +98,7 @@ def rescue(
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
         return sums
-    few = replace(logits, hidden=logits.hidden[rows], labels=logits.labels[rows])
+    few = logits._replace(hidden=logits.hidden[rows], labels=logits.labels[rows])
     reference, others_max = reference[rows], others_max[rows]
     again = sums.new_empty(1 + with_entropy, len(rows))
     _statistics(few, reference, rows, cache, False, with_entropy, others_max, again)

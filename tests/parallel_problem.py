@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import api
 from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import error_budget, relative_rms, run_ranks
@@ -29,7 +29,15 @@ class Outcome(NamedTuple):
     dhidden: Tensor
     dweight: Tensor
     dbias: Tensor
-    calls: tuple[str, ...] = ()  # collectives, over threads
+    calls: Any = ()  # names of collectives, over threads
+
+    def part(self, tokens: Any, rows: slice) -> "Outcome":
+        """Only the gradients of these tokens and vocabulary rows."""
+        return Outcome(self.loss, self.dhidden[tokens], self.dweight[rows], self.dbias[rows])
+
+
+Truth = tuple[Outcome, Outcome]
+"""Outcomes on whole inputs, in fp64 and of eager PyTorch in the dtype under test."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,10 @@ class Problem:
         found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
         return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
+    @cached_property
+    def truth(self) -> Truth:
+        return self.textbook(torch.float64), self.textbook(self.dtype)
+
 
 class Share(NamedTuple):
     """A rank's own copies of its operands, and all labels."""
@@ -106,10 +118,11 @@ class Share(NamedTuple):
         group: dist.ProcessGroup | None,
         problem: Problem,
         *,
-        call: Callable[..., Tensor] = linear_cross_entropy,
+        call: Callable[..., Any] | None = None,
         **options: Any,
-    ) -> Tensor:
-        return call(
+    ) -> Any:
+        """Of the op, or of what ``call`` makes of it."""
+        return (call or api.linear_cross_entropy)(
             self.hidden, self.weight, self.labels, bias=self.bias, vocab_size=problem.V_all,
             vocab_range=self.vocab_range, tp_group=group, **{**problem.options, **options},
         )  # fmt: skip
@@ -168,20 +181,26 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
     )
 
 
-def misses(outcome: Outcome, problem: Problem) -> list[str]:
-    """Return the results that exceed their budgets."""
-    return beyond_budget(outcome, problem.textbook(torch.float64), problem.textbook(problem.dtype))
+def misses(
+    outcome: Outcome,
+    problem: Problem,
+    tokens: Any = slice(None),
+    rows: slice = slice(None),
+    truth: Truth | None = None,
+) -> list[str]:
+    """Return the results whose error against fp64 exceeds their budget.
 
-
-def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str]:
-    """Return the results whose error against fp64 exceeds the budget that ``eager`` gives."""
+    ``outcome`` has the gradients of these tokens and vocabulary rows. ``truth``: in place of the
+    problem's own.
+    """
+    oracle, eager = (whole.part(tokens, rows) for whole in truth or problem.truth)
     found = []
     error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
     if not error <= 1e-5:
         found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
     for name in GRADIENTS:
-        mine, *truth = (getattr(x, name) for x in (outcome, oracle, eager))
-        budget = error_budget(mine, *truth, dtype=mine.dtype)
+        mine, *expected = (getattr(x, name) for x in (outcome, oracle, eager))
+        budget = error_budget(mine, *expected, dtype=mine.dtype)
         if not budget.met:
             found.append(f"{name}: {budget}")
     return found

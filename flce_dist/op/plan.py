@@ -4,7 +4,6 @@
 plan alike and issue the same collectives. T = tokens, V = rows of the largest even shard.
 """
 
-import functools
 import math
 
 from flce_dist import options
@@ -44,7 +43,6 @@ def pieces(schedule: Schedule, P: int) -> tuple[tuple[int, int], ...]:
     return (*first, *later)
 
 
-@functools.lru_cache
 def plan(
     *,
     T: int,

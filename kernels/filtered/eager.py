@@ -7,7 +7,7 @@ T = tokens, V = vocabulary rows here, H = hidden size, W = columns of one window
 and tiles of rows are counted by ``tiles.py``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     """Return q [V] in the dtype of statistics: how mass spreads inside each tile."""
     tokens = sample.clamp_min(0)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
-    some = replace(logits, hidden=logits.hidden[tokens], labels=logits.labels[tokens])
+    some = logits._replace(hidden=logits.hidden[tokens], labels=logits.labels[tokens])
     q = lse.new_empty(logits.V)
     for start, z, _ in windows(some):
         columns = torch.arange(start, start + z.shape[1], device=z.device)
