@@ -128,8 +128,6 @@ def _wait_for_rank_0(rank: int) -> None:
 
 def _is_first_to_fail() -> bool:
     """Ask the store that the ranks met at; a rank that cannot ask counts as the first."""
-    if not dist.is_initialized():
-        return True
     try:
         return torch_private.default_store().add("flce_dist/failed", 1) == 1
     except Exception:

@@ -19,11 +19,12 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flce_dist.launch.about import about, version_of
-from flce_dist.launch.bench import files
+from flce_dist.launch.bench import files, megatron_peer
 from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
@@ -34,7 +35,7 @@ from flce_dist.launch.bench.config import (
     runs_of,
 )
 from flce_dist.launch.bench.measure import Measured, free_memory
-from flce_dist.launch.bench.peers import PEERS, close_peers
+from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, load_head, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
@@ -63,7 +64,9 @@ def main(args: list[str] | None = None) -> int:
     try:
         _bench(config, head, device, tp_group, console)
     finally:
-        close_peers(tp_group)
+        megatron_peer.stop()
+        if tp_group is None and dist.is_initialized():  # the peer made one for itself
+            dist.destroy_process_group()
     return 0
 
 

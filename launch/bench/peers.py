@@ -149,13 +149,6 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def close_peers(tp_group: dist.ProcessGroup | None) -> None:
-    """Give back what peers hold of the process: groups of their own."""
-    megatron_peer.stop()
-    if tp_group is None and dist.is_initialized():  # a peer made it for itself
-        dist.destroy_process_group()
-
-
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:
     """Return the peer's loss function; raise if it is not installed, or runs on one rank only."""
     peer = PEERS[name]

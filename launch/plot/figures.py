@@ -169,14 +169,9 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
         write_at(axes, schedule, (place, value), **side)
     mark_gemms(axes.axhline)
     right = axes.get_yaxis_transform()
-    for ratio, text in (
-        (1.0, "3 matrix products"),
-        (4 / 3, "4 matrix products: logits computed twice"),
-    ):
-        axes.annotate(
-            text, (0.99, ratio), (0, -3), right, "offset points",
-            ha="right", va="top", fontsize=8,
-        )  # fmt: skip
+    below: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8}
+    for products, text in (3, "3 matrix products"), (4, "4 matrix products: logits computed twice"):
+        axes.annotate(text, (0.99, products / 3), (0, -3), right, "offset points", **below)
     values = [*curve.values(), *ends.values()]
     axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
     axes.set_xscale("log", base=2)

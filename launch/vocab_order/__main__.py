@@ -23,7 +23,6 @@ import tyro
 from flce_dist.filtered import frequency_order
 from flce_dist.filtered.vocab_order import MAP
 from flce_dist.launch.vocab_order import files
-from flce_dist.launch.vocab_order.rows import ordered, plain, with_biases
 from flce_dist.launch.yaml_config import ConfigError, read_utf8, require
 
 
@@ -127,14 +126,14 @@ def convert(command: Convert) -> list[Path]:
         require(command.order is None, takes)
     order = None if command.order is None else files.read_order(command.order)
     states = [files.read_state(path) for path in paths]
-    names = with_biases(command.names, states[0])
+    names = files.with_biases(command.names, states[0])
     prefix, dot, _ = names[0].rpartition(".")
     name_of_map = command.map or f"{prefix}{dot}{MAP}"
     try:
         if order is None:
-            converted = plain(states, names, name_of_map)
+            converted = files.plain(states, names, name_of_map)
         else:
-            converted = ordered(states, names, name_of_map, order)
+            converted = files.ordered(states, names, name_of_map, order)
     except ValueError as error:
         raise ConfigError(f"{', '.join(map(str, paths))}: {error}") from error
     return files.write_all(dict(zip(outputs, converted, strict=True)))
