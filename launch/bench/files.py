@@ -102,10 +102,7 @@ def _profiled_run(entry: dict[str, Any]) -> ProfiledRun:
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
-    """Return what an earlier, ended run of the same benchmark left; [] if there was none.
-
-    Raises ``ConfigError``, which names what differs, if it was of another one.
-    """
+    """Return what an ended run of the same benchmark left, if any; what differs is an error."""
     path = with_suffix(out, ".json")
     if not path.exists():
         return []

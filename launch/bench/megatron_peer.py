@@ -21,10 +21,7 @@ _current_device: Callable[[], Any] = torch.cuda.current_device
 def load(
     fused: bool, tp_group: dist.ProcessGroup | None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return ``loss_of(hidden, weight, labels)``; collective.
-
-    Hidden [T, H] is whole, or [T / P, H] this rank's tokens: then it runs sequence parallel.
-    """
+    """Return ``loss_of(hidden, weight, labels)``, sequence parallel if hidden is [T / P, H]."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import (

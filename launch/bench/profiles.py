@@ -151,10 +151,7 @@ def covered(found: Iterable[Activity]) -> float:
 
 
 def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
-    """Return what each of ``calls`` calls ran, by start; [] if they did not launch the same number.
-
-    A call begins after the last of the call before has begun.
-    """
+    """Return what each call ran, by start; [] if they did not launch the same number."""
     each, rest = divmod(len(found), calls)
     if rest or not found:
         return []

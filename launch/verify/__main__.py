@@ -28,15 +28,7 @@ from rich.progress import Progress
 
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import Group, device_type_of, rank_and_size, reduced, start
-from flce_dist.launch.verify.cases import (
-    Shape,
-    cases,
-    default_shapes,
-    filtered_shape,
-    filtered_variants,
-    part_cached_budget,
-    variants,
-)
+from flce_dist.launch.verify import cases
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
@@ -105,8 +97,9 @@ def _tables(
 ) -> Iterator[list[Record]]:
     """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = rank_and_size(tp_group)[1]
-    asked = [Shape(*sizes) for sizes in settings.shapes] or default_shapes(device.type, P)
-    grid = [(shape, variants()) for shape in asked] + [(filtered_shape(P), filtered_variants())]
+    asked = [cases.Shape(*sizes) for sizes in settings.shapes]
+    grid = [(shape, cases.variants()) for shape in asked or cases.default_shapes(device.type, P)]
+    grid.append((cases.filtered_shape(P), cases.filtered_variants()))
     fitting = []
     for shape, losses in grid:
         if _fits(shape, device, tp_group):
@@ -116,9 +109,9 @@ def _tables(
     todo = []
     for dtype in settings.dtypes:
         for shape, losses in fitting:
-            budget = part_cached_budget(shape, P, DTYPES[dtype])
-            groups = [list(cases(variant, settings.schedules, P, budget)) for variant in losses]
-            todo.append((dtype, shape, [group for group in groups if group]))
+            budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
+            groups = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
+            todo.append((dtype, shape, [group for group in map(list, groups) if group]))
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:
@@ -141,7 +134,7 @@ def _tables(
                 yield records
 
 
-def _fits(shape: Shape, device: torch.device, tp_group: Group) -> bool:
+def _fits(shape: cases.Shape, device: torch.device, tp_group: Group) -> bool:
     """Whether the truth, about ten tensors of [T, V_all] in fp64, fits into every rank's memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

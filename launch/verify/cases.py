@@ -128,10 +128,7 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 
 
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
-    """Return a ``max_logits_bytes`` with which ``cached`` caches only some columns.
-
-    It is the middle one of those that do, and None if none does.
-    """
+    """Return the middle one of the budgets with which ``cached`` caches only some columns."""
     T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
     converts = dtype == torch.float16
     plan_of = functools.partial(plan, T=T, V=V, itemsize=itemsize, converts=converts)

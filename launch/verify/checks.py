@@ -54,16 +54,10 @@ def make_truth(
     truth = Truth(oracle, eager, data.hidden.dtype)
     if not filter_eps:
         return truth
-    defined = filtered.filtered_gradients(
-        data.hidden,
-        data.weight,
-        data.labels,
-        eps=filter_eps,
-        dloss=data.dloss,
-        bias=data.bias,
-        shard_starts=[vocab_range(len(data.weight), rank, P)[0] for rank in range(P)],
-        **_options(variant, data),
-    )
+    starts = [vocab_range(len(data.weight), rank, P)[0] for rank in range(P)]
+    options = {"dloss": data.dloss, "bias": data.bias, **_options(variant, data)}
+    operands = data.hidden, data.weight, data.labels
+    defined = filtered.filtered_gradients(*operands, eps=filter_eps, shard_starts=starts, **options)
     for name in oracle.keys() & {"dhidden", "dweight", "dbias"}:
         gradient = getattr(defined, name)
         eager[name] = gradient + (eager[name] - oracle[name])

@@ -11,7 +11,6 @@ Each file is written whole or not at all.
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,9 +76,8 @@ def main(args: list[str] | None = None) -> int:
         args=args,
         description=__doc__,
     )
-    programs: dict[type, Callable[[Any], list[Path]]]
-    programs = {Count: count, Order: order, Convert: convert}
-    for path in programs[type(command)](command):
+    run: Any = {Count: count, Order: order, Convert: convert}[type(command)]
+    for path in run(command):
         print(path)
     return 0
 

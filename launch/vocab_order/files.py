@@ -105,13 +105,11 @@ def write_all(contents: dict[Path, Any]) -> list[Path]:
 
 def with_biases(names: Sequence[str], state: State) -> tuple[str, ...]:
     """Return ``names``, and after each weight the bias beside it if the state has one."""
-    found: dict[str, None] = {}
+    found: list[str] = []
     for name in names:
-        found[name] = None
-        prefix, _, last = name.rpartition("weight")
-        if not last and f"{prefix}bias" in state:
-            found[f"{prefix}bias"] = None
-    return tuple(found)
+        bias = f"{name.removesuffix('weight')}bias"
+        found += [name, bias] if name.endswith("weight") and bias in state else [name]
+    return tuple(dict.fromkeys(found))
 
 
 def ordered(
