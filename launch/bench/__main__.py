@@ -91,8 +91,7 @@ def _bench(
     done = {record.shape for record in records}
     shapes = all_shapes(config) if head is None else [head.shape]
     for number, shape in enumerate(shapes, start=1):
-        size = {"T": shape.T, "H": shape.H, "V": shape.V, "dtype": shape.dtype}
-        if tuple(size.values()) in done:
+        if tuple(shape.size.values()) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
@@ -101,7 +100,7 @@ def _bench(
         if rank == 0:
             files.write_results(config.out, facts, records)
             if profiles:
-                files.write_profiles(config.out, facts, size, profiles)
+                files.write_profiles(config.out, facts, shape.size, profiles)
         console.print(table(found))
         for name, profile in profiles.items():
             if profile.step_us is not None:

@@ -83,6 +83,10 @@ class ShapeSpec:
     """Runs at this shape in place of the common ones."""
 
     @property
+    def size(self) -> dict[str, Any]:
+        return {"T": self.T, "H": self.H, "V": self.V, "dtype": self.dtype}
+
+    @property
     def name(self) -> str:
         flagged = f" flagged={self.flagged}" if self.flagged else ""
         return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}"

@@ -12,14 +12,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.write import strict_json, write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError, require
-
-Item = TypeVar("Item")
 
 
 class ProfiledRun(NamedTuple):
@@ -79,9 +77,7 @@ def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
     return _read(path, "profile", "profiles", _profiled_run)
 
 
-def _read(
-    path: Path, kind: str, key: str, item_of: Callable[..., Item]
-) -> tuple[dict[str, Any], list[Item]]:
+def _read(path: Path, kind: str, key: str, item_of: Callable[..., Any]) -> Any:
     """Return ``about`` and the items under ``key`` of a file of this kind."""
     expected = f"{path} must be a {kind} of the benchmark"
     try:

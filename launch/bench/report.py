@@ -90,12 +90,10 @@ def _make_record(
     shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
-    given = dataclasses.asdict(run)
+    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
+    given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
-    given |= {name: getattr(shape, name) for name in ("dtype", "T", "V", "H")}
-    given |= {"op": "floor" if is_floor else "linear_cross_entropy"}
-    given |= {"P": rank_and_size(found.problem.tp_group)[1]}
     if found.failure is not None:
         return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = _quantiles(found.samples_ms)

@@ -110,8 +110,8 @@ def _tables(
     for dtype in settings.dtypes:
         for shape, losses in fitting:
             budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
-            groups = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
-            todo.append((dtype, shape, [group for group in map(list, groups) if group]))
+            found = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
+            todo.append((dtype, shape, [group for group in map(list, found) if group]))
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:
