@@ -170,12 +170,11 @@ def _bench_shape(
 
 def _records_so_far(config: BenchConfig, facts: dict[str, Any], tp_group: Group) -> list[Record]:
     """Read what rank 0 finds: it alone writes, and other hosts may not see its files."""
-    found: list[Record] | ConfigError = []
-    if rank_and_size(tp_group)[0] == 0:
-        try:
-            found = files.records_so_far(config.out, facts)
-        except ConfigError as error:
-            found = error
+    is_first = rank_and_size(tp_group)[0] == 0
+    try:
+        found: Any = files.records_so_far(config.out, facts) if is_first else None
+    except ConfigError as error:
+        found = error
     found = gathered(found, tp_group)[0]
     if isinstance(found, ConfigError):
         raise found

@@ -1,8 +1,7 @@
 """Result files of the benchmark: written whole or not at all, and read again to go on.
 
 ``out.json`` holds ``{"about": {...}, "records": [...]}``, ``out.csv`` the same records. ``about``
-says what the numbers hold for: hardware, versions, commit, command and configuration. A number that
-is not finite, as a broken run returns, is null in JSON.
+says what the numbers hold for: hardware, versions, commit, command and configuration.
 """
 
 import csv
@@ -53,7 +52,7 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
 def write_profiles(
     out: Path, about: dict[str, Any], shape: dict[str, Any], profiles: dict[str, Profile]
 ) -> None:
-    """Put the profiles of one shape's runs, by name, into ``out.profile.json``, in one step.
+    """Put the profiles of one shape's runs, by name, into ``out.profile.json``.
 
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """

@@ -100,8 +100,7 @@ def _load_torch_linear_cross_entropy(tp_group: object) -> LossFunction:
     if not hasattr(F, "linear_cross_entropy"):
         raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
     # Without options it is the reference implementation, with all logits.
-    options = torch.nn.LinearCrossEntropyOptions()
-    return functools.partial(F.linear_cross_entropy, options=options)
+    return functools.partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def _liger(accum_dtype: torch.dtype | None) -> Peer:

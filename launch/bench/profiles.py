@@ -77,8 +77,7 @@ def take_profile(
 ) -> Profile:
     """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events.
 
-    One more goes before them that does not count on a GPU: in it a rank whose profiler was fast to
-    start waits for the others.
+    One more goes before them, in which the profilers of all ranks start: on a GPU it is left out.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -100,10 +99,8 @@ def take_profile(
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    counted = by_call(found, 1 + calls)[1:]
-    if not counted:
-        return profile_of(found, 1 + calls)
-    return profile_of([x for one in counted for x in one], calls)
+    counted = [x for one in by_call(found, 1 + calls)[1:] for x in one]
+    return profile_of(counted, calls) if counted else profile_of(found, 1 + calls)
 
 
 def profile_of(found: list[Activity], calls: int) -> Profile:

@@ -171,6 +171,5 @@ def table(records: list[Record]) -> Table:
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
         complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"
-        end = "" if record.status == "ok" else complaint
-        made.add_row(escape(record.run.name), *cells, end)
+        made.add_row(escape(record.run.name), *cells, "" if record.status == "ok" else complaint)
     return made

@@ -82,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
         found = worst_of_ranks(found, tp_group)
         console.print(table(found))
         records += found
-    seconds = round(time.monotonic() - started, 1)
-    facts = {"ranks": P, **about(device), "seconds": seconds}
+    facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
@@ -139,8 +138,8 @@ def _fits(shape: cases.Shape, device: torch.device, tp_group: Group) -> bool:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks_here
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     least = reduced(torch.tensor(free, device=device), tp_group, dist.ReduceOp.MIN)
     return 10 * 8 * shape.T * shape.V_all < int(least)
 

@@ -39,10 +39,6 @@ class Record:
     def met(self) -> bool:
         return self.failure is None and all(check.met for check in self.checks.values())
 
-    @property
-    def name(self) -> str:
-        return f"{self.dtype} {tuple(self.shape)} {self.case.variant.title}"
-
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "shape": self.shape._asdict(), "met": self.met}
 
@@ -83,7 +79,8 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
     for record in records:
-        where = f"{record.name}, {record.case.name}"
+        case = record.case
+        where = f"{record.dtype} {tuple(record.shape)} {case.variant.title}, {case.name}"
         if record.failure is not None:
             lines.append(f"MISS {where}: {record.failure}")
         misses = [f"{name} {check}" for name, check in record.checks.items() if not check.met]

@@ -116,12 +116,10 @@ def convert(command: Convert) -> list[Path]:
     outputs = [command.out / path.name for path in paths]
     files.check_outputs(outputs, [*paths, *([command.order] if command.order else [])])
     require(bool(command.names), "--names must name at least one tensor, got none")
-    if command.to == "ordered":
-        needs = "--to ordered needs --order, the file that the command order writes"
-        require(command.order is not None, needs)
-    else:
-        takes = f"--to plain takes the order from the checkpoint, got --order {command.order}"
-        require(command.order is None, takes)
+    needs = "--to ordered needs --order, the file that the command order writes"
+    require(command.to == "plain" or command.order is not None, needs)
+    takes = f"--to plain takes the order from the checkpoint, got --order {command.order}"
+    require(command.to == "ordered" or command.order is None, takes)
     order = None if command.order is None else files.read_order(command.order)
     states = [files.read_state(path) for path in paths]
     names = files.with_biases(command.names, states[0])
