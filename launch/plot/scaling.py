@@ -25,7 +25,6 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#000000")
 
 ResultFile = tuple[Path, dict[str, Any], list[Record]]
 OverRanks = dict[int, Record]  # by P
-Problem = tuple[int, int, int, str]  # T, H, V, dtype
 
 
 def one_grid(files: list[ResultFile]) -> list[ResultFile]:
@@ -49,7 +48,7 @@ def one_grid(files: list[ResultFile]) -> list[ResultFile]:
 
 def scaling(records: list[Record]) -> Figure | None:
     """Draw time and memory on each P for each run with gradients; None if there is one P only."""
-    problems: dict[Problem, dict[str, OverRanks]] = {}
+    problems: dict[tuple[int, int, int, str], dict[str, OverRanks]] = {}  # by T, H, V, dtype
     for r in filter(_is_drawn, records):
         problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
     for problem, runs in problems.items():

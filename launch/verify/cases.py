@@ -129,12 +129,8 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
     """Return the middle one of the budgets with which ``cached`` caches only some columns."""
     T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
-    sizes: dict[str, Any] = {
-        "T": T,
-        "V": V,
-        "itemsize": itemsize,
-        "converts": dtype == torch.float16,
-    }
+    converts = dtype == torch.float16
+    sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "converts": converts}
     asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
     plans = [plan(**sizes, schedule="cached", max_logits_bytes=budget) for budget in asked]
     budgets = [found.logits_bytes for found in plans if 0 < found.cached_v < V]
