@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flce_dist.filtered import filtered_gradients, vocab_order
+from flce_dist.filtered import filtered_gradients
 from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V
 from flce_dist.kernels.filtered import tiles as filter_tiles
 from flce_dist.testing import relative_rms
@@ -11,10 +11,10 @@ from tests.filtered_formula import exact, zipf_inputs
 from tests.filtered_formula import filtered_gradients as by_name
 
 
-def test_its_tiles_are_those_of_the_kernels_and_of_orders() -> None:
+def test_its_tiles_are_those_of_the_kernels() -> None:
     """It may not import the kernels, so it has the sizes once more."""
     sizes = filter_tiles.TILE_T, filter_tiles.TILE_V, filter_tiles.SAMPLE
-    assert sizes == (TILE_T, TILE_V, SAMPLE) and vocab_order.TILE == TILE_V
+    assert sizes == (TILE_T, TILE_V, SAMPLE)
 
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
