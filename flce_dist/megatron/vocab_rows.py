@@ -33,24 +33,15 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     if layer is None and words is None:
         return
     found = _agreed(model, layer, words, order, vocab_size)
-    if layer is not None:
-        layer.vocab_order = found
-        layer.register_buffer(MAP, None)
-    elif found is None:
+    if layer is None and found is None:
         return
     guard_checkpoints(model, has_order=found is not None)
-    if found is None:
-        return
+    device = next(model.parameters()).device
     if layer is not None:
-        _set_map(layer, found, model, persistent=True)
-        for parameter in (layer.weight, layer.bias):
-            if parameter is not None:
-                _move_rows(parameter, found, layer.tp_group)
-    if words is not None:
-        words.vocab_order = found
-        _set_map(words, found, model, persistent=layer is None)
+        _set_order(layer, found, device, persistent=True)
+    if words is not None and found is not None:
         words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
-        _move_rows(words.weight, found, words.tp_group)
+        _set_order(words, found, device, persistent=layer is None)
 
 
 def _agreed(
@@ -73,10 +64,16 @@ def _agreed(
     return agreed_order(make, like, [(words if layer is None else layer).tp_group])
 
 
-def _set_map(module: Any, order: VocabOrder, model: Any, *, persistent: bool) -> None:
-    """Make the row of each token a buffer; persistent on one module of each stage."""
-    rows = order.row_of_token.to(next(model.parameters()).device, copy=True)
+def _set_order(
+    module: Any, order: VocabOrder | None, device: torch.device, *, persistent: bool
+) -> None:
+    """Order a module's rows; make the row of each token a buffer, persistent in one per stage."""
+    module.vocab_order = order
+    rows = None if order is None else order.row_of_token.to(device, copy=True)
     module.register_buffer(MAP, rows, persistent=persistent)
+    for parameter in (module.weight, getattr(module, "bias", None)):
+        if order is not None and parameter is not None:
+            _move_rows(parameter, order, module.tp_group)
 
 
 @torch.no_grad()
