@@ -151,10 +151,6 @@ class PeerMemory:
         self._meet("gives memory back")
         self._blocks = [block for block in self._blocks if block.in_graph]
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """View the first bytes of this rank's block."""
-        return self.of(self.rank, shape, dtype)
-
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """View the first bytes of a rank's block."""
         return self._blocks[-1].of(rank, tuple(shape), dtype)
