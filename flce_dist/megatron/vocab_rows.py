@@ -26,29 +26,13 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     alone. Collective over the tensor-parallel group, with ``order=None``, too: ranks may differ in
     that.
     """
-    layer = model.output_layer if getattr(model, "post_process", True) else None
+    layer: Any = model.output_layer if getattr(model, "post_process", True) else None
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     embedding = getattr(model, "embedding", None) if tied else None
-    words = None if embedding is None else embedding.word_embeddings
+    words: Any = None if embedding is None else embedding.word_embeddings
     if layer is None and words is None:
         return
-    found = _agreed(model, layer, words, order, vocab_size)
-    if layer is None and found is None:
-        return
-    guard_checkpoints(model, has_order=found is not None)
-    device = next(model.parameters()).device
-    if layer is not None:
-        _set_order(layer, found, device, persistent=True)
-    if words is not None and found is not None:
-        words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
-        _set_order(words, found, device, persistent=layer is None)
-
-
-def _agreed(
-    model: Any, layer: Any, words: Any, order: VocabOrder | Tensor | None, vocab_size: int | None
-) -> VocabOrder | None:
-    """Return the order, checked and the same on all ranks of the group."""
-    like = next(model.parameters())
+    like, group = next(model.parameters()), (words if layer is None else layer).tp_group
 
     def make() -> VocabOrder | None:
         if order is None:
@@ -61,7 +45,15 @@ def _agreed(
         rows = words.num_embeddings if layer is None else layer.output_size
         return as_vocab_order(order, vocab_size or rows)
 
-    return agreed_order(make, like, [(words if layer is None else layer).tp_group])
+    found = agreed_order(make, like, [group])
+    if layer is None and found is None:
+        return
+    guard_checkpoints(model, has_order=found is not None)
+    if layer is not None:
+        _set_order(layer, found, like.device, persistent=True)
+    if words is not None and found is not None:
+        words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
+        _set_order(words, found, like.device, persistent=layer is None)
 
 
 def _set_order(
