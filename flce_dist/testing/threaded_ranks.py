@@ -1,10 +1,8 @@
 """Simulated ranks as threads of this process: any closure, milliseconds per call, P up to about 8.
 
-Torch's threaded process group copies between the threads' tensors without checks: ranks that call
-different collectives silently mix their data. Here ranks first compare the collectives that they
-are about to call, and an error names the rank that differs or has already ended. Async work
-completes at once, and all ranks share the default random generator: use forked ranks to test
-overlap or random state.
+Torch's threaded process group mixes the data of ranks that call different collectives. Here ranks
+first compare the collectives, and an error names the rank that differs or has already ended. Async
+work completes at once, and all ranks share the default random generator.
 """
 
 import sys
