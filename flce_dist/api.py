@@ -26,7 +26,6 @@ from flce_dist.op.prepare import (
 from flce_dist.options import (
     ExtraSchedule,
     Impl,
-    LossOptions,
     Reduction,
     Schedule,
     options_of,
@@ -165,7 +164,7 @@ def linear_cross_entropy(
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
-    options = LossOptions(
+    options = checks.checked_options(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
@@ -206,6 +205,7 @@ def linear_cross_entropy_with_metrics(
     result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
     chosen = options_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
+    chosen = checks.checked_options(**vars(chosen))
     arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
@@ -213,9 +213,8 @@ def linear_cross_entropy_with_metrics(
 
 
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
-    """Check and run one call; return the loss and, if requested, metrics in labels' shape."""
+    """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight
-    arguments = arguments._replace(options=checks.check_options(arguments.options))
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
         arguments = localized(arguments)
     ordered = sequence_first(arguments)

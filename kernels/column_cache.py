@@ -37,6 +37,8 @@ class ColumnCache:
 
     def tokens(self, start: int, end: int) -> "ColumnCache":
         """The windows of tokens ``start <= t < end``."""
+        if not self.windows or (start == 0 and end == len(self.windows[0])):
+            return self
         return ColumnCache(tuple(window[start:end] for window in self.windows))
 
     def split(

@@ -6,14 +6,13 @@ persistent grid; its epilogue turns each tile of logits into a tile of D.
 T = tokens, V = columns of the window, H = hidden size.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     exp,
     logits_tile,
     softcap_slope,
@@ -23,7 +22,7 @@ from flce_dist.kernels.primitives import (
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each
@@ -90,15 +89,15 @@ def dlogits(
         return
     launch = tile_launch(logits, out)
     _dlogits_kernel[launch.grid](
-        *launch.operands(), logits.labels,
+        *launch.operands(logits), logits.labels,
         reference, *affine, *(None,) * (3 - len(affine)),
         launch.output(out),
         T, V, logits.H,
-        *launch.strides(), out.stride(0),
-        *launch.scalars(),
+        *logits.strides, out.stride(0),
+        *logits.scalars,
         SCALED=len(affine) == 1,
         AFFINE=len(affine) == 3,
-        **launch.constexprs(),
+        **launch.constexprs,
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.
     write_label_value(

@@ -3,15 +3,18 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 """
 
-import triton
+from functools import partial
+
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T, label_columns, softcap_tanh
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import label_columns, softcap_tanh
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 
-@triton.jit(debug=True, do_not_specialize=FOLLOW_T)  # for the assertion
+@partial(Kernel, debug=True)  # for the assertion
 def _label_logit_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64
     label_logit_ptr,  # out: [T] fp32
@@ -67,5 +70,5 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         vocab_size,
         HAS_BIAS=logits.bias is not None,
         HAS_SOFTCAP=logits.softcap is not None,
-        BLOCK_H=min(1024, triton.next_power_of_2(H)),
+        BLOCK_H=min(1024, next_power_of_2(H)),
     )  # fmt: skip

@@ -3,14 +3,14 @@
 T = tokens, V = columns of the matrix.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T, cast, label_columns
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import cast, label_columns
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _write_label_kernel(
     labels_ptr, value_ptr,  # in:  [T] int64, [T] fp32
     out_ptr,  # out: [T, V], only the labels' elements

@@ -3,10 +3,13 @@
 Used by ``linear_stats``, ``rescue`` and ``dlogits``. T = tokens, V = vocabulary rows here.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,28 +26,33 @@ MAX_GROUP_PART_BYTES = 40 << 20
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """Grid, operands and constexprs of a persistent kernel over the tiles of ``logits``.
+    """Grid and constexprs of a persistent kernel over the tiles of logits [T, V].
 
-    ``programs`` is the largest grid, ``tma`` whether matrices are passed as tensor descriptors.
+    ``programs`` is the largest grid, ``tma`` whether matrices are passed as tensor descriptors,
+    ``group_v`` the number of neighbouring columns that are added in fp32.
     """
 
-    logits: ShardLogits
     config: TileConfig
     programs: int
     tma: bool
+    T: int
+    V: int
+    group_v: int
+    has_bias: bool
+    has_softcap: bool
 
-    @property
+    @cached_property
     def num_v(self) -> int:
-        return -(-self.logits.V // self.config.BLOCK_V)
+        return -(-self.V // self.config.BLOCK_V)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int]:
-        tiles = self.num_v * -(-self.logits.T // self.config.BLOCK_T)
+        tiles = self.num_v * -(-self.T // self.config.BLOCK_T)
         return (min(self.programs, tiles),)
 
-    def operands(self) -> tuple[Any, Any, Tensor | None]:
+    def operands(self, logits: ShardLogits) -> tuple[Any, Any, Tensor | None]:
         """``(hidden, weight, bias)``."""
-        logits, config = self.logits, self.config
+        config = self.config
         return (
             matrix(logits.hidden, (config.BLOCK_T, config.BLOCK_H), self.tma),
             matrix(logits.weight, (config.BLOCK_V, config.BLOCK_H), self.tma),
@@ -55,39 +63,29 @@ class TileLaunch:
         """x [T, V], which the kernel stores tile by tile."""
         return matrix(x, (self.config.BLOCK_T, self.config.BLOCK_V), self.tma)
 
-    def strides(self) -> tuple[int, ...]:
-        return (*self.logits.hidden.stride(), *self.logits.weight.stride())
-
-    def scalars(self) -> tuple[int, float, float]:
-        """``(ignore_index, logit_scale, softcap)``."""
-        logits = self.logits
-        return logits.ignore_index, logits.logit_scale, logits.softcap or 1.0
-
-    @property
-    def group_v(self) -> int:
-        """Number of neighbouring columns that are added in fp32."""
-        return self.logits.group_v or self.config.BLOCK_V
-
+    @cached_property
     def headrooms(self) -> dict[str, int]:
-        """Constexprs of the exact sums of such groups."""
+        """Constexprs of the exact sums of groups of columns."""
         return {
             "HEADROOM": exact_sums.headroom(self.group_v),
             "ENTROPY_HEADROOM": exact_sums.entropy_headroom(self.group_v),
         }
 
+    @cached_property
     def constexprs(self) -> dict[str, Any]:
         """Constexprs of ``logits_tile`` in a grid over all tiles, and launch options."""
         return {
-            "HAS_BIAS": self.logits.bias is not None,
-            "HAS_SOFTCAP": self.logits.softcap is not None,
+            "HAS_BIAS": self.has_bias,
+            "HAS_SOFTCAP": self.has_softcap,
             "TMA": self.tma,
             **vars(self.config),
         }
 
+    @cached_property
     def listed_constexprs(self) -> dict[str, Any]:
         """The same in a grid over listed tiles, of logits without softcap."""
         others = ("HAS_SOFTCAP", "GROUP_T")
-        return {name: x for name, x in self.constexprs().items() if name not in others}
+        return {name: x for name, x in self.constexprs.items() if name not in others}
 
 
 def tile_launch(
@@ -98,12 +96,29 @@ def tile_launch(
     They are where the GPU has TMA and the strides allow it, unless ``pointers`` is set. The kernel
     also stores ``output`` [T, V], if there is one, tile by tile.
     """
-    arch, programs = tuning.device_arch(logits.hidden.device)
-    stores = output is not None
-    config = tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores)
-    matrices = (logits.hidden, logits.weight, output)
-    fits = all(x is None or fits_descriptor(x) for x in matrices)
-    return TileLaunch(logits, config, programs, tuning.has_tma(arch) and fits and not pointers)
+    hidden, weight = logits.hidden, logits.weight
+    fits = (
+        not pointers
+        and fits_descriptor(hidden)
+        and fits_descriptor(weight)
+        and (output is None or fits_descriptor(output))
+    )
+    (T, _), V, stores = hidden.shape, weight.shape[0], output is not None
+    return _tile_launch(
+        hidden.device, hidden.dtype, T, V, logits.group_v, fits, stores,
+        logits.bias is not None, logits.softcap is not None,
+    )  # fmt: skip
+
+
+@functools.lru_cache
+def _tile_launch(
+    device: torch.device, dtype: torch.dtype, T: int, V: int, group_v: int | None,
+    fits: bool, stores: bool, has_bias: bool, has_softcap: bool,
+) -> TileLaunch:  # fmt: skip
+    arch, programs = tuning.device_arch(device)
+    config = tuning.tile_config(arch, dtype.itemsize, T, stores)
+    tma, group_v = tuning.has_tma(arch) and fits, group_v or config.BLOCK_V
+    return TileLaunch(config, programs, tma, T, V, group_v, has_bias, has_softcap)
 
 
 def fits_descriptor(x: Tensor) -> bool:
@@ -132,13 +147,12 @@ def segment_columns(logits: ShardLogits, sums: int) -> Segment:
     columns. Where possible a segment is whole waves of the persistent grid. Its last wave is then
     as full as the others, and a cut costs one launch, below 1 % of the time of 64 waves.
     """
-    arch, programs = tuning.device_arch(logits.hidden.device)
-    config = tuning.tile_config(arch, logits.hidden.element_size(), logits.T, stores=False)
-    part_rows = 1 + sums * (config.BLOCK_V // (logits.group_v or config.BLOCK_V))
-    num_v = -(-logits.V // config.BLOCK_V)
+    launch = tile_launch(logits, pointers=True)
+    T, BLOCK_T, BLOCK_V = launch.T, launch.config.BLOCK_T, launch.config.BLOCK_V
+    part_rows = 1 + sums * (BLOCK_V // launch.group_v)
     most = MAX_PART_BYTES if logits.group_v is None else MAX_GROUP_PART_BYTES
-    limit = max(1, most // (4 * part_rows * logits.T))
+    num_v, limit = launch.num_v, max(1, most // (4 * part_rows * T))
     if num_v > limit:
-        whole_waves = programs // math.gcd(programs, -(-logits.T // config.BLOCK_T))
+        whole_waves = launch.programs // math.gcd(launch.programs, -(-T // BLOCK_T))
         num_v = limit // whole_waves * whole_waves or limit
-    return Segment(num_v * config.BLOCK_V, num_v, part_rows)
+    return Segment(num_v * BLOCK_V, num_v, part_rows)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.exact_sums import group_sums
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     exp,
     first_reference,
     label_columns,
@@ -53,7 +53,7 @@ def _store_sums(sums_ptr, x, pid_v, T, offs_t, mask_t, counted, GROUP_V: tl.cons
         tl.store(ptrs, sums, mask=mask_t[:, None])
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr,  # in:  [T] fp32
@@ -141,27 +141,27 @@ def linear_stats(
     segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
     part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
     for start, end, window in cache.split(V, segment.columns, segment.columns):
-        launch = tile_launch(logits.columns(start, end), window)
+        here = logits.columns(start, end)
+        launch = tile_launch(here, window)
         _linear_stats_kernel[launch.grid](
-            *launch.operands(), logits.labels,
+            *launch.operands(here), logits.labels,
             label_logit,
             part,
             None if window is None else launch.output(window),
             T, end - start, logits.H, 0 if window is None else window.shape[1],
-            *launch.strides(), 0 if window is None else window.stride(0),
-            logits.vocab_start_index + start, *launch.scalars(),
+            *logits.strides, 0 if window is None else window.stride(0),
+            logits.vocab_start_index + start, *logits.scalars,
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
-            **launch.constexprs(),
+            **launch.constexprs,
         )  # fmt: skip
         if tiles is not None:
             # Copied, for the next segment overwrites part.
             first, last = start // launch.config.BLOCK_V, -(-end // launch.config.BLOCK_V)
-            here = part[: 2 * launch.num_v * T]
-            tiles[:, first:last] = here.view(2, launch.num_v, T)
+            tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)
         merge_stats(
             part,
             label_logit,

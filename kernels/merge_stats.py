@@ -23,9 +23,11 @@ from flce_dist.kernels.exact_sums import (
     sum_z_slice,
     top_bin,
 )
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import TileLaunch
-from flce_dist.kernels.primitives import FOLLOW_T, first_reference
+from flce_dist.kernels.primitives import first_reference
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 
 @triton.jit
@@ -53,7 +55,7 @@ def _merge_limbs(
     store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _merge_kernel(
     part_ptr, label_logit_ptr,  # in:  [num_v * (1 + sums * GROUPS), T] fp32, [T] fp32
     max_ptr, sums_ptr,  # in and out: [T] fp32, [rows, T] fp64 (see new_sums)
@@ -134,12 +136,12 @@ def merge_stats(
 
     The first segment overwrites them.
     """
-    T = launch.logits.T
+    T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v
     # A program reads 32 to 128 contiguous bytes of each row of partial statistics.
-    block_t = min(triton.next_power_of_2(T), 32, max(8, triton.next_power_of_2(T) // 256))
+    block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
     elements = 2048 if with_entropy else 4096  # of a block: what the registers of 4 warps hold
-    block_n = min(elements // block_t, triton.next_power_of_2(launch.num_v * groups))
+    block_n = min(elements // block_t, next_power_of_2(launch.num_v * groups))
     _merge_kernel[(-(-T // block_t),)](
         part, label_logit,
         others_max, sums,
@@ -148,6 +150,6 @@ def merge_stats(
         WITH_SUM_Z=with_sum_z,
         FIRST=first,
         GROUPS=groups,
-        **launch.headrooms(),
+        **launch.headrooms,
         BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip

@@ -14,10 +14,6 @@ _LOWEST = tl.constexpr(LOWEST)
 _RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-FOLLOW_T = ["T", "stride_sums", "blocks", "rounds", "step", "round"]
-"""Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
-no multiple of 16 compiles nothing anew."""
-
 
 @triton.jit
 def dot(a, b, acc):

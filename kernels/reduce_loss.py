@@ -1,14 +1,13 @@
 """The sum or mean of token losses: one program adds them all, always in one order.  T = tokens."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T
+from flce_dist.kernels.kernel import Kernel
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _loss_norm_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     norm_ptr,  # out: [] fp32
@@ -33,7 +32,7 @@ def _loss_norm_kernel(
     tl.store(norm_ptr, tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0))
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _reduce_loss_kernel(
     loss_ptr, norm_ptr,  # in:  [T], [] fp32
     total_ptr,  # out: [] fp32

@@ -25,9 +25,9 @@ from flce_dist.kernels.exact_sums import (
     store_limbs,
     top_bin,
 )
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     cast,
     dot,
     exp,
@@ -42,6 +42,7 @@ from flce_dist.kernels.primitives import (
     times_exponent,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
 
 _LISTED_AT_ONCE = 1024  # tokens of a program
 
@@ -65,7 +66,7 @@ def _start_limbs(sums_ptr, stride_sums, offs_t, T, listed, risen, LIMBS: tl.cons
     store_limbs(sums_ptr, stride_sums, offs_t, offs_t < T, high, middle, low, LIMBS)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _list_tokens_kernel(
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
     sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
@@ -110,7 +111,7 @@ def _add_limbs(
     tl.atomic_add(sums_ptr + (LIMBS - 1) * stride + offs_t, low, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _rescue_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
     label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32
@@ -189,7 +190,7 @@ def rescue(
     if T == 0 or V == 0:
         return final
     listed = logits.labels.new_empty(1 + T, dtype=torch.int32)
-    BLOCK_T = min(_LISTED_AT_ONCE, triton.next_power_of_2(T))
+    BLOCK_T = min(_LISTED_AT_ONCE, next_power_of_2(T))
     _list_tokens_kernel[(-(-T // BLOCK_T),)](
         label_logit, others_max,
         sums,
@@ -201,20 +202,21 @@ def rescue(
     )  # fmt: skip
     for start, end, window in cache.split(V, V, V):
         # Pointers: here descriptors would cost the host more time than they save on the GPU.
-        launch = tile_launch(logits.columns(start, end), pointers=True)
+        part = logits.columns(start, end)
+        launch = tile_launch(part, pointers=True)
         _rescue_kernel[launch.grid](
-            *launch.operands(), logits.labels,
+            *launch.operands(part), logits.labels,
             label_logit, others_max, listed,
             sums,
             window,
             T, end - start, logits.H, sums.stride(0),
-            *launch.strides(), 0 if window is None else window.stride(0),
-            logits.vocab_start_index + start, *launch.scalars(),
+            *logits.strides, 0 if window is None else window.stride(0),
+            logits.vocab_start_index + start, *logits.scalars,
             WITH_ENTROPY=with_entropy,
             HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
-            **launch.headrooms(),
-            **launch.constexprs(),
+            **launch.headrooms,
+            **launch.constexprs,
         )  # fmt: skip
     return final

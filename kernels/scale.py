@@ -3,15 +3,15 @@
 N = elements of the tensor. Scales gradients by the upstream gradient of a loss.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
 
 
-@triton.jit
+@Kernel
 def _scale_kernel(
     x_ptr, factor_ptr,  # in:  [N], []
     out_ptr,  # out: [N]

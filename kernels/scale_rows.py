@@ -4,14 +4,15 @@ Applied to hidden before the GEMM of dweight, and to dhidden after its GEMM. T =
 N = columns.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
+from flce_dist.kernels.tuning import next_power_of_2
 
 
-@triton.jit
+@Kernel
 def _scale_rows_kernel(
     x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
     out_ptr,  # out: [T, N]
@@ -57,7 +58,7 @@ def scale_rows(
     T, N = x.shape
     if T == 0 or N == 0:
         return
-    BLOCK_N = min(4096, triton.next_power_of_2(N))
+    BLOCK_N = min(4096, next_power_of_2(N))
     _scale_rows_kernel[(T, -(-N // BLOCK_N))](
         x, scale, labels, *(plus or (None, None)),
         out,

@@ -3,14 +3,13 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class ShardLogits:
+class ShardLogits(NamedTuple):
     """``z = softcap(logit_scale * hidden @ weight.T + bias)``, never materialised.
 
     hidden [T, H], weight [V, H] and bias [V] share a dtype. The matrices may have any strides; bias
@@ -43,6 +42,16 @@ class ShardLogits:
         return self.hidden.shape[1]
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Of hidden, then of weight."""
+        return (*self.hidden.stride(), *self.weight.stride())
+
+    @property
+    def scalars(self) -> tuple[int, float, float]:
+        """``(ignore_index, logit_scale, softcap)``, as kernels take them."""
+        return self.ignore_index, self.logit_scale, self.softcap or 1.0
+
+    @property
     def stats_dtype(self) -> torch.dtype:
         """Dtype of every per-token statistic: fp32, or fp64 for fp64 inputs."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
@@ -54,13 +63,21 @@ class ShardLogits:
 
     def tokens(self, start: int, end: int) -> "ShardLogits":
         """The logits of tokens ``start <= t < end`` (views)."""
-        return replace(self, hidden=self.hidden[start:end], labels=self.labels[start:end])
+        if start == 0 and end == self.T:
+            return self
+        return self._replace(hidden=self.hidden[start:end], labels=self.labels[start:end])
 
     def columns(self, start: int, end: int) -> "ShardLogits":
         """The logits of this shard's rows ``start <= v < end`` (views)."""
-        return replace(
-            self,
+        if start == 0 and end == self.V:
+            return self
+        return self._replace(
             weight=self.weight[start:end],
             bias=None if self.bias is None else self.bias[start:end],
             vocab_start_index=self.vocab_start_index + start,
         )
+
+
+def part_of(x: Tensor, start: int, end: int) -> Tensor:
+    """Return ``x[..., start:end]``; x itself, which costs the host no view, if that is all."""
+    return x if start == 0 and end == x.shape[-1] else x[..., start:end]

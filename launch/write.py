@@ -49,10 +49,7 @@ def check_writable(path: Path) -> None:
 def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
     """Yield a path to write to; it becomes ``path`` at the end, and is removed after an exception.
 
-    Folders above are made. Whoever needs the content on disk first syncs it.
-
-    Raises:
-        RunError: as ``writing``.
+    Folders above are made. Whoever needs the content on disk first syncs it. Raises as ``writing``.
     """
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with writing(path, needed):
@@ -78,17 +75,17 @@ def _finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` in one step, or raise ``RunError``."""
+    """Replace ``path`` in one step, or raise ``RunError``, as the functions below."""
     with replacing(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` by JSON in one step, or raise ``RunError``; null for what is not finite."""
+    """Replace ``path`` by ``strict_json``."""
     write_text(path, strict_json(content) + "\n")
 
 
 def write_figure(path: Path, figure: "Figure", dpi: int) -> None:
-    """Replace ``path`` by a PNG in one step, or raise ``RunError``."""
+    """Replace ``path`` by a PNG."""
     with replacing(path) as scratch:
         figure.savefig(scratch, format="png", dpi=dpi)

@@ -6,10 +6,9 @@ for what the command line gives.
 
 import dataclasses
 import difflib
-import types
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 
@@ -30,37 +29,27 @@ class ConfigError(RunError):
 
 
 def from_command_line(
-    schema: type[Schema], argv: list[str], *, prog: str, description: str, show_errors: bool
+    schema: type[Schema], argv: list[str], *, show_errors: bool, **program: str
 ) -> Schema:
     """Return ``schema`` with the values of ``--config FILE`` and of the options that override them.
 
-    Raises:
-        ConfigError: names the wrong key or value of the file.
-        SystemExit: for ``--help`` and for a wrong command line, explained if ``show_errors``.
+    ``program`` has its name and description. A wrong command line raises SystemExit, and says why
+    if ``show_errors``; a wrong key or value of the file raises ConfigError, which names it.
     """
     path, overrides = split_config_option(argv)
     config = schema() if path is None else read_yaml(schema, path)
     import tyro  # here, so that errors in YAML do not wait for it
 
-    return tyro.cli(
-        schema,
-        default=config,
-        args=overrides,
-        prog=prog,
-        description=description,
-        console_outputs=show_errors,
-    )
+    shown: dict[str, Any] = {**program, "console_outputs": show_errors}
+    return tyro.cli(schema, default=config, args=overrides, **shown)
 
 
 def read_yaml(schema: type[Schema], path: Path) -> Schema:
-    """Return ``schema`` with the values of the file; keys it does not name keep their defaults.
-
-    Raises:
-        ConfigError: names the file, the key and what was expected.
-    """
+    """Return ``schema`` with the values of the file; keys it does not name keep their defaults."""
     text = read_utf8(path, "--config")
     try:
         values = yaml.load(text, _Loader)
+        return _converted({} if values is None else values, schema, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = ", ".join(part for part in (error.context, error.problem) if part)
@@ -70,7 +59,8 @@ def read_yaml(schema: type[Schema], path: Path) -> Schema:
         raise ConfigError(f"{path}:{line}: must be YAML: {error.reason}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} must be YAML of a few levels, got too many") from error
-    return _from_mapping(schema, {} if values is None else values, where=str(path), prefix="")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -99,46 +89,38 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_utf8(path: Path, option: str) -> str:
-    """Return the text of the file that ``option`` names.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line of it is not UTF-8.
-    """
+    """Return the text of the file that ``option`` names, or raise ``ConfigError``."""
     try:
         data = path.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{option} must name a file that can be read, got {path}: {error.strerror}"
-        ) from error
+        got = f"{path}: {error.strerror}"
+        raise ConfigError(f"{option} must name a file that can be read, got {got}") from error
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start]
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
         raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
 
 
 def check_ranges(value: Any, hint: Any = None, key: str = "") -> None:
-    """Check each number in a dataclass, or in the value of ``key``, against its declared range.
-
-    Raises:
-        ConfigError: names the key, the range and the value.
-    """
-    if typing.get_origin(hint) is Annotated:
-        expected = declared(hint)
-        assert expected.range is not None, key
-        if value is None and expected.optional:
-            return
-        if type(value) is not expected.kind or not expected.range.holds(value):
-            raise ConfigError(f"{key} must be {expected.words}, got {value}")
-    elif dataclasses.is_dataclass(value):
+    """Raise ``ConfigError`` if a number in a dataclass, or in ``key``, is out of its range."""
+    if dataclasses.is_dataclass(value):
         for name, inner in typing.get_type_hints(type(value), include_extras=True).items():
             check_ranges(getattr(value, name), inner, f"{key}.{name}" if key else name)
     elif isinstance(value, tuple):
         inners = typing.get_args(hint)
-        if inners[-1] is Ellipsis:
-            inners = inners[:1] * len(value)
-        for i, (item, inner) in enumerate(zip(value, inners, strict=True)):
-            check_ranges(item, inner, f"{key}[{i}]")
+        for i, item in enumerate(value):
+            check_ranges(item, inners[0 if inners[-1] is Ellipsis else i], f"{key}[{i}]")
+    elif typing.get_origin(hint) is Annotated:
+        expected, (_, limits) = declared(hint), typing.get_args(hint)
+        good = type(value) is expected.kind and limits.holds(value)
+        good |= value is None and expected.optional
+        require(good, f"{key} must be {expected.words}, got {value}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError`` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
 
 
 def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
@@ -147,51 +129,37 @@ def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
         if arg.startswith("--config="):
             return Path(arg.removeprefix("--config=")), argv[:i] + argv[i + 1 :]
         if arg == "--config":
-            if i + 1 == len(argv):
-                raise ConfigError("--config must be followed by a YAML file")
+            require(i + 1 < len(argv), "--config must be followed by a YAML file")
             return Path(argv[i + 1]), argv[:i] + argv[i + 2 :]
     return None, argv
 
 
-def _from_mapping(schema: type[Schema], values: Any, *, where: str, prefix: str) -> Schema:
-    if not isinstance(values, dict):
-        section = prefix.rstrip(".") or "the top level"
-        raise ConfigError(f"{where}: {section} must hold keys and values, got {values!r}")
-    hints = typing.get_type_hints(schema)
-    converted: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in hints:
-            close = difflib.get_close_matches(str(name), hints, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{name}; {hint}")
-        converted[name] = _convert(value, hints[name], where=where, key=prefix + name)
-    return schema(**converted)
-
-
-def _convert(value: Any, hint: Any, *, where: str, key: str) -> Any:
-    """Return ``value`` as the annotated type; nothing but int to float is converted."""
-    origin = typing.get_origin(hint)
+def _converted(value: Any, hint: Any, key: str) -> Any:
+    """Return the value of ``key`` as the annotated type; nothing but int to float is converted."""
     if dataclasses.is_dataclass(hint):
-        return _from_mapping(typing.cast(type, hint), value, where=where, prefix=f"{key}.")
-    if origin is tuple:
+        section = key or "the top level"
+        require(isinstance(value, dict), f"{section} must hold keys and values, got {value!r}")
+        prefix, hints = f"{key}." if key else "", typing.get_type_hints(hint)
+        given: dict[str, Any] = {}
+        for name, item in value.items():
+            close = difflib.get_close_matches(str(name), hints, n=1)
+            known = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
+            require(name in hints, f"unknown key {prefix}{name}; {known}")
+            given[name] = _converted(item, hints[name], f"{prefix}{name}")
+        return typing.cast(Any, hint)(**given)
+    kind, optional, choices, _ = declared(hint)
+    if value is None and optional:
+        return None
+    if kind is tuple:
+        require(isinstance(value, list), f"{key} must be a list, got {value!r}")
         inner, _ = typing.get_args(hint)  # tuple[inner, ...]
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}: {key} must be a list, got {value!r}")
-        items = enumerate(value)
-        return tuple(_convert(item, inner, where=where, key=f"{key}[{i}]") for i, item in items)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = [option for option in typing.get_args(hint) if option is not types.NoneType]
-        return None if value is None else _convert(value, inner, where=where, key=key)
-    if origin is Literal:
-        options = typing.get_args(hint)
-        if value not in options:
-            raise ConfigError(f"{where}: {key} must be one of {', '.join(options)}, got {value!r}")
-        return value
-    if hint is Path and isinstance(value, str):
+        return tuple(_converted(item, inner, f"{key}[{i}]") for i, item in enumerate(value))
+    if kind is Path and isinstance(value, str):
         return Path(value)
-    if hint is float and type(value) is int and abs(value) < 2**1023:  # no float beyond
+    if kind is float and type(value) is int and abs(value) < 2**1023:  # no float beyond
         return float(value)
-    if type(value) is not hint:
-        advice = "; YAML reads 1e-3 as text, write 1.0e-3" if hint is float else ""
-        raise ConfigError(f"{where}: {key} must be {hint.__name__}, got {value!r}{advice}")
+    advice = "; YAML reads 1e-3 as text, write 1.0e-3" if kind is float else ""
+    wanted = f"one of {', '.join(choices)}" if choices else kind.__name__
+    good = value in choices if choices else type(value) is kind
+    require(good, f"{key} must be {wanted}, got {value!r}{advice}")
     return value

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,21 @@ def compile_all(
         softcap=None,
         group_v=group_v,
     )
-    launch = TileLaunch(logits, config, programs=132, tma=tuning.has_tma(arch))
+    launch = TileLaunch(
+        config, programs=132, tma=tuning.has_tma(arch), T=256, V=256,
+        group_v=group_v or config.BLOCK_V, has_bias=False, has_softcap=False,
+    )  # fmt: skip
     out = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
     fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
     int32 = torch.empty(16, dtype=torch.int32)
     labels = logits.labels
-    operands = (*launch.operands(), labels)
-    strides, scalars = launch.strides(), (0, -100, 1.0, 1.0)
-    common = {**launch.constexprs(), "grid": (132,)}
-    stats = linear_stats._linear_stats_kernel.warmup
+    operands = (*launch.operands(logits), labels)
+    strides, scalars = logits.strides, (0, -100, 1.0, 1.0)
+    common = {**launch.constexprs, "grid": (132,)}
+    stats = linear_stats._linear_stats_kernel.jit.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
-    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms()
+    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms
     if stores:
         cached = stats(
             *operands, fp32, fp32, out, T, V, H, V, *strides, V, *scalars,
@@ -114,20 +118,20 @@ def compile_all(
             return {"linear_stats cached": cached}
         return {
             "linear_stats cached": cached,
-            "dlogits": dlogits._dlogits_kernel.warmup(
+            "dlogits": dlogits._dlogits_kernel.jit.warmup(
                 *operands, fp32, None, None, None, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=False, AFFINE=False, **common,
             ),
-            "dlogits scaled": dlogits._dlogits_kernel.warmup(
+            "dlogits scaled": dlogits._dlogits_kernel.jit.warmup(
                 *operands, fp32, fp32, None, None, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=True, AFFINE=False, **common,
             ),
-            "dlogits affine": dlogits._dlogits_kernel.warmup(
+            "dlogits affine": dlogits._dlogits_kernel.jit.warmup(
                 *operands, fp32, fp32, fp32, fp32, out, T, V, H, *strides, V, *scalars[1:],
                 SCALED=False, AFFINE=True, **common,
             ),
         }  # fmt: skip
-    pointers = TileLaunch(logits, config, programs=132, tma=False)
+    pointers = replace(launch, tma=False)
     linear = {
         "linear_stats": stats(
             *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
@@ -137,14 +141,14 @@ def compile_all(
     if group_v is not None:
         return linear
     return linear | {
-        "rescue": rescue._rescue_kernel.warmup(
-            *pointers.operands(), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
+        "rescue": rescue._rescue_kernel.jit.warmup(
+            *pointers.operands(logits), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
             *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            **group, **headroom, **pointers.constexprs(), grid=(132,),
+            **group, **headroom, **pointers.constexprs, grid=(132,),
         ),
         # One tile: the compiler takes a count of 1 for a constant.
         **{
-            name: merge_stats._merge_kernel.warmup(
+            name: merge_stats._merge_kernel.jit.warmup(
                 fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=entropy, WITH_SUM_Z=True,
                 FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=block_n, BLOCK_T=32,
                 num_warps=4, **headroom, grid=(T // 32,),
@@ -156,17 +160,17 @@ def compile_all(
             )
         },
         **{
-            name: rescue._list_tokens_kernel.warmup(
+            name: rescue._list_tokens_kernel.jit.warmup(
                 fp32, fp32, fp64, int32, tokens, tokens,
                 WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_T=block_t, grid=(8,),
             )
             for name, tokens, block_t in (("list tokens", T, 1024), ("list one token", 1, 1))
         },
-        "label_logit": label_logit._label_logit_kernel.warmup(
+        "label_logit": label_logit._label_logit_kernel.jit.warmup(
             pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
             HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
         ),
-        "label_logit with bias": label_logit._label_logit_kernel.warmup(
+        "label_logit with bias": label_logit._label_logit_kernel.jit.warmup(
             pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
             HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
         ),

@@ -25,10 +25,9 @@ def compile_filter(arch: str, dtype: torch.dtype) -> dict[str, Any]:
     compiled: dict[str, Any] = {}
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
         kernel = run(self, *args, **{**kwargs, "warmup": True})
         compiled[prefix + self.__name__.removeprefix("_").removesuffix("_kernel")] = kernel
-        return kernel
 
     prefix = ""
     with (

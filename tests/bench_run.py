@@ -35,6 +35,8 @@ def records(tmp_path: Path, impl: str | None = None) -> list[Any]:
     return [record for record in found if impl in (None, record.impl)]
 
 
-def peer(monkeypatch: pytest.MonkeyPatch, loss_of: Any, parallel: bool = False) -> None:
-    """Put an adapter in the place of canonical."""
-    monkeypatch.setitem(PEERS, "canonical", Peer(lambda group: loss_of, parallel=parallel))
+def peer(
+    monkeypatch: pytest.MonkeyPatch, loss_of: Any, name: str = "canonical", parallel: bool = False
+) -> None:
+    """Add an adapter, or put it in the place of another."""
+    monkeypatch.setitem(PEERS, name, Peer(lambda group: loss_of, parallel=parallel))

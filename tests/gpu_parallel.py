@@ -144,7 +144,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_parallel")
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--impl", help="triton or eager; by default by device")
     add("--checks", nargs="+", choices=list(CHECKS), help="by default all")
     add("--timeout-s", type=float, default=120.0, help="of a collective")
     arguments = parser.parse_args()
@@ -166,7 +165,7 @@ def main() -> int:
         device_id=device if on_gpu else None,
     )
     assert dist.group.WORLD is not None
-    ranks = Ranks(dist.group.WORLD, device, arguments.impl)
+    ranks = Ranks(dist.group.WORLD, device)
     # A rank that waits for another in a collective gives up before those who wait for it here.
     exchange = Exchange(dist.PrefixStore("found", store), rank, world_size, 2 * timeout)
     passed = run_checks(names, ranks, exchange)

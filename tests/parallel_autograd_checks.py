@@ -5,6 +5,7 @@ T tokens.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from flce_dist import api
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import Outcome, Problem, share_of
-from tests.parallel_ranks import (
-    Options,
-    Ranks,
-    Truth,
-    differing,
-    each_way,
-    outcome,
-    problem,
-    said,
-    same_bits,
-    step,
-)
+from tests.parallel_problem import Outcome, Problem, misses, rank_step, share_of
+from tests.parallel_ranks import Options, Ranks, differing, each_way, problem, same_bits
 
 HEADS = 3
 
@@ -48,9 +38,8 @@ def heads_in_flight(
         mine = tuple(tokens.tensor_split(ranks.P)[ranks.rank] for tokens in heads)
     hidden = [share.hidden[tokens].requires_grad_() for tokens in mine]
     shared = [share.weight.requires_grad_(), share.bias.requires_grad_()]
-    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
     losses = [
-        share._replace(hidden=x, labels=share.labels[tokens]).loss(ranks.group, one, **given)
+        share._replace(hidden=x, labels=share.labels[tokens]).loss(ranks.group, one, **options)
         for x, tokens in zip(hidden, heads, strict=True)
     ]
     return torch.cat(mine), hidden, shared, losses
@@ -62,28 +51,28 @@ def one_by_one(ranks: Ranks, one: Problem, options: Options, order: list[int]) -
     found = {}
     for i in order:
         gradients = torch.autograd.grad(losses[i], [hidden[i], *shared], one.upstream)
-        found[i] = outcome(losses[i], gradients)
+        found[i] = Outcome(losses[i].detach(), *gradients)
     return [found[i] for i in range(HEADS)]
 
 
 def into_main_grad(ranks: Ranks) -> Iterator[str]:
     """Two microbatches add dweight to main_grad in fp32 and in the operands' dtype."""
     one = problem(ranks.device)
-    for way, sp, options in each_way(ranks, one):
-        plain = step(ranks, one, **options)
+    for way, options in each_way(ranks, one):
+        plain = rank_step(ranks.group, one, **options)
         rms = plain.dweight.double().square().mean().sqrt().item()
         for dtype in dict.fromkeys((torch.float32, one.dtype)):
             main_grad = torch.full_like(plain.dweight, rms, dtype=dtype)
             before = main_grad.double()
             for microbatch in (1, 2):
-                found = step(ranks, one, call=adding_to(main_grad), **options)
+                found = rank_step(ranks.group, one, call=adding_to(main_grad), **options)
                 if found.dweight.any():
-                    yield from said(way, sp, ["the gradient of weight is not zeros"])
-                yield from differing(way, sp, found._replace(dweight=plain.dweight), plain)
+                    yield f"{way}: the gradient of weight is not zeros"
+                yield from differing(way, found._replace(dweight=plain.dweight), plain)
                 expected = before + microbatch * plain.dweight.double()
                 error = relative_rms(main_grad, expected)
                 if not error < 2 * torch.finfo(one.dtype).eps:
-                    yield from said(way, sp, [f"main_grad in {dtype}: error {error:.2g}"])
+                    yield f"{way}: main_grad in {dtype}: error {error:.2g}"
 
 
 def adding_to(main_grad: Tensor) -> Callable[..., Tensor]:
@@ -99,9 +88,8 @@ def adding_to(main_grad: Tensor) -> Callable[..., Tensor]:
 def several_heads(ranks: Ranks) -> Iterator[str]:
     """All heads in flight before the first backward; in any order the same bits."""
     one = problem(ranks.device, options={"reduction": "sum"})
-    truth = Truth.of(one)
     rows = slice(*vocab_range(one.n_rows, ranks.rank, ranks.P))
-    for way, sp, options in each_way(ranks, one):
+    for way, options in each_way(ranks, one):
         tokens, hidden, shared, losses = heads_in_flight(ranks, one, options)
         loss, together = sum(losses[1:], losses[0]), []
         for retain_graph in (True, False):
@@ -110,27 +98,26 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
             )
             together.append(Outcome(loss.detach(), torch.cat(dhidden), dweight, dbias))
         first, second = together
-        yield from said(way, sp, truth.misses(first, tokens, rows))
-        yield from differing(f"{way}, second backward", sp, second, first)
+        for miss in misses(first, one, tokens, rows):
+            yield f"{way}: {miss}"
+        yield from differing(f"{way}, second backward", second, first)
         onwards = one_by_one(ranks, one, options, [0, 1, 2])
         backwards = one_by_one(ranks, one, options, [2, 1, 0])
         for i in range(HEADS):
             where = f"{way}, head {i}, backward in either order"
-            yield from differing(where, sp, backwards[i], onwards[i])
+            yield from differing(where, backwards[i], onwards[i])
         if not torch.equal(torch.cat([head.dhidden for head in onwards]), first.dhidden):
-            yield from said(way, sp, ["dhidden of heads alone not the same bits"])
+            yield f"{way}: dhidden of heads alone not the same bits"
 
 
-def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
-    """The op within activation checkpointing."""
+def layered(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op within a layer, which is called by ``run(layer, hidden, weight, bias)``."""
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
         def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
-        return checkpoint(
-            layer, hidden, weight, bias, use_reentrant=use_reentrant, preserve_rng_state=False
-        )
+        return run(layer, hidden, weight, bias)
 
     return call
 
@@ -138,29 +125,25 @@ def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
 def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
     """The same bits, with forward run once more in backward."""
     one = problem(ranks.device)
-    for way, sp, options in each_way(ranks, one):
-        plain = step(ranks, one, **options)
+    for way, options in each_way(ranks, one):
+        plain = rank_step(ranks.group, one, **options)
         for use_reentrant in (False, True):
-            mine = step(ranks, one, call=checkpointed(use_reentrant), **options)
+            how: Options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+            call = layered(partial(checkpoint, **how))
+            mine = rank_step(ranks.group, one, call=call, **options)
             if use_reentrant and options["schedule"] == "in_forward":
                 # Its first forward makes no gradients, and sums tokens in another order.
                 error = relative_rms(mine.loss, plain.loss)
                 if not error <= 1e-6:
-                    yield from said(way, sp, [f"loss: error {error:.3g} exceeds 1e-06"])
+                    yield f"{way}: loss: error {error:.3g} exceeds 1e-06"
                 mine = mine._replace(loss=plain.loss)
-            yield from differing(f"{way}, use_reentrant={use_reentrant}", sp, mine, plain)
+            yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
 
 
-def compiled_call(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
-) -> Tensor:
-    def layer(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
-
+def compiled(layer: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     torch._dynamo.reset()
     # The same graphs as inductor makes, in a tenth of the time.
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    return compiled(hidden, weight, bias, labels)
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
 
 
 def under_compile(ranks: Ranks) -> Iterator[str]:
@@ -170,10 +153,9 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
         # On a CPU tests/test_compiled.py has them without sequence parallelism.
         for sp in (False, True) if ranks.on_gpu else (True,):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
-            plain = step(ranks, one, **options)
-            yield from differing(
-                schedule, sp, step(ranks, one, call=compiled_call, **options), plain
-            )
+            plain = rank_step(ranks.group, one, **options)
+            mine = rank_step(ranks.group, one, call=layered(compiled), **options)
+            yield from differing(f"{schedule}, sequence_parallel={sp}", mine, plain)
     torch._dynamo.reset()
 
 
@@ -197,7 +179,6 @@ def with_dtensors(ranks: Ranks) -> Iterator[str]:
         labels = DTensor.from_local(labels, mesh, [Replicate()])
         return api.linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
 
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        yield "", step(ranks, one, call=as_dtensors, **options)
-
-    yield from same_bits(ranks, one, steps)
+    yield from same_bits(
+        ranks, one, lambda options: [("", rank_step(ranks.group, one, call=as_dtensors, **options))]
+    )

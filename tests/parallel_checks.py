@@ -6,7 +6,7 @@ meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ra
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flce_dist import api, check_ranks, filtered, linear_cross_entropy_with_metrics
+from flce_dist import check_ranks, filtered, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
-from tests.parallel_problem import Outcome, Problem, share_of
+from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
-    Truth,
     against_fp64,
     different_ways,
     each_way,
@@ -30,7 +29,6 @@ from tests.parallel_ranks import (
     problem,
     said,
     same_bits,
-    step,
     ways,
 )
 
@@ -76,13 +74,9 @@ def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
         "no rows": small.changed(rows=100 * ranks.P),
         "no counted tokens": small.changed(ignored=1.1),
     }
-    ways_of_empty: dict[str, Options] = {
-        **{name: {"schedule": name} for name in ("recompute", "cached", "in_forward")},
-        "filtered": {
-            "schedule": filtered.schedule(2.0**-20)
-        },  # which keeps all that there is of so few columns
-    }
-    return against_fp64(ranks, empty, lambda one: ways_of_empty)
+    keeps_all = filtered.schedule(2.0**-20)  # of so few columns
+    schedules = ("recompute", "cached", "in_forward", keeps_all)
+    return against_fp64(ranks, empty, lambda one: {name: {"schedule": name} for name in schedules})
 
 
 def without_peer_copies(ranks: Ranks) -> Iterator[str]:
@@ -100,7 +94,7 @@ def equal_bits(ranks: Ranks) -> Iterator[str]:
     def again(options: Options) -> Iterator[tuple[str, Outcome]]:
         for repeat in range(3):
             with other_work(ranks, repeat):
-                mine = step(ranks, one, **options)
+                mine = rank_step(ranks.group, one, **options)
             yield f", repeat {repeat}", mine
 
     return same_bits(ranks, one, again)
@@ -112,13 +106,12 @@ def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
 
     def statistics(group: dist.ProcessGroup | None, **options: Any) -> list[Tensor]:
         sp = options.get("sequence_parallel", False)
-        hidden, weight, bias, labels, rows = share_of(group, one, sequence_parallel=sp)
-        out = linear_cross_entropy_with_metrics(
-            hidden.requires_grad_(), weight.requires_grad_(), labels, bias=bias, vocab_range=rows,
-            vocab_size=one.V_all, tp_group=group, tp_invariant=True, impl="triton", **options,
-        )  # fmt: skip
+        share = share_of(group, one, sequence_parallel=sp)
+        share.leaves(frozen=("bias",))
+        options |= {"tp_invariant": True, "impl": "triton"}
+        out = share.loss(group, one, call=linear_cross_entropy_with_metrics, **options)
         out.loss.backward()
-        counted = labels != -100
+        counted = share.labels != -100
         return [out.loss.detach(), *(x.detach()[counted] for x in out[1:4])]
 
     names = ("loss", "lse", "logprob", "entropy")
@@ -126,11 +119,11 @@ def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
     pairs = [list(range(r, min(r + 2, ranks.P))) for r in range(0, ranks.P, 2)]
     of_pairs = [dist.new_group(members) for members in pairs]
     for group in (ranks.group, of_pairs[ranks.rank // 2]):
-        for way, sp, options in each_way(ranks, one, different_ways(one, group.size())):
+        for way, options in each_way(ranks, one, different_ways(one, group.size())):
             pairs_of = zip(names, statistics(group, **options), alone, strict=True)
             others = [name for name, x, expected in pairs_of if not torch.equal(x, expected)]
-            text = f"{', '.join(others)} of {group.size()} ranks not the bits of one"
-            yield from said(way, sp, [text] if others else [])
+            if others:
+                yield f"{way}: {', '.join(others)} of {group.size()} ranks not the bits of one"
 
 
 def meshes(ranks: Ranks) -> Iterator[tuple[str, dist.ProcessGroup, dist.ProcessGroup | None]]:
@@ -158,33 +151,21 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
     for name, tp_group, dp_group in meshes(ranks):
         replica = min(dist.get_process_group_ranks(tp_group))
         one = problem(ranks.device, seed=replica, T=problem(ranks.device).T // 2)
-        truth = Truth.of(one)
-        for schedule in ("recompute", "in_forward"):
-            for sp in (False, True):
-                buffer = torch.full((1 << 22 if ranks.on_gpu else 1 << 10,), 1.0 + ranks.rank)
-                buffer = buffer.to(ranks.device)
-                work = None
-                if dp_group is not None:
-                    work = dist.all_reduce(buffer, group=dp_group, async_op=True)
-                mine = step(ranks, one, group=tp_group, sequence_parallel=sp, schedule=schedule)
-                if work is not None:
-                    work.wait()
-                found = misses_of_share(truth, mine, one, tp_group, sp)
-                members = [ranks.rank]
-                if dp_group is not None:
-                    members = dist.get_process_group_ranks(dp_group)
-                if not (buffer == sum(1.0 + r for r in members)).all():
-                    found.append("the other group's sum is wrong")
-                yield from said(f"{name}: {schedule}", sp, found)
-
-
-def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """What a ValueError of this call says; nothing if there is none."""
-    try:
-        call(*args, **options)
-    except ValueError as error:
-        return str(error)
-    return ""
+        chosen: dict[str, Options] = {x: {"schedule": x} for x in ("recompute", "in_forward")}
+        for way, options in each_way(ranks, one, chosen):
+            buffer = torch.full((1 << 22 if ranks.on_gpu else 1 << 10,), 1.0 + ranks.rank)
+            buffer = buffer.to(ranks.device)
+            work, members = None, [ranks.rank]
+            if dp_group is not None:
+                work = dist.all_reduce(buffer, group=dp_group, async_op=True)
+                members = dist.get_process_group_ranks(dp_group)
+            mine = rank_step(tp_group, one, **options)
+            if work is not None:
+                work.wait()
+            found = misses_of_share(mine, one, tp_group, options["sequence_parallel"])
+            if not (buffer == sum(1.0 + r for r in members)).all():
+                found.append("the other group's sum is wrong")
+            yield from said(f"{name}: {way}", found)
 
 
 def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
@@ -205,14 +186,12 @@ def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
         arguments: Options = {**share._asdict(), "vocab_size": one.V_all}
         if ranks.rank == odd:
             arguments |= changes
-        text = complaint(check_ranks, **arguments, tp_group=ranks.group, impl=ranks.impl)
+        text = complaint(check_ranks, **arguments, tp_group=ranks.group)
         if bool(text) != bool(changes) or (changes and not (name in text and verdict in text)):
             yield f"{name}: check_ranks said {text or None!r}"
 
     labels = other_labels if ranks.rank == odd else share.labels
-    keywords: Options = {"vocab_size": one.V_all, "vocab_range": share.vocab_range}
-    keywords |= {"tp_group": dist.new_group(), "impl": ranks.impl}
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
-        raised = complaint(api.linear_cross_entropy, share.hidden, share.weight, labels, **keywords)
+        raised = complaint(share._replace(labels=labels).loss, dist.new_group(), one)
     if f"rank {odd} got others" not in raised:
         yield f"first call with other labels: {raised!r}"

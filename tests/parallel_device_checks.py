@@ -5,7 +5,7 @@ steps of these checks just run again, which proves the comparisons; ``no_waiting
 T tokens, H hidden size, V vocabulary rows here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -13,22 +13,19 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flce_dist import api
 from flce_dist.kernels import eager_logits
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
-from tests.parallel_problem import Outcome, Problem, Share, share_of
+from tests.parallel_problem import Outcome, Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
     different_ways,
     differing,
     each_way,
-    outcome,
     problem,
     said,
     same_bits,
-    step,
 )
 from tests.test_gpu_execution import host_must_not_wait
 from tests.test_gpu_graphs import Replayed
@@ -37,17 +34,7 @@ MIB = 1 << 20
 REPEATS = 2
 
 
-def call(ranks: Ranks, one: Problem, share: Share, **options: Any) -> Tensor:
-    """The op on this rank's operands."""
-    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
-    return share.loss(ranks.group, one, **given)
-
-
 # --- streams
-
-
-def on(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def late(ranks: Ranks, turn: int) -> None:
@@ -73,32 +60,35 @@ def poison(ranks: Ranks, one: Problem, like: list[Tensor]) -> None:
 def step_on_streams(
     ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
 ) -> Outcome:
-    """Forward and backward on these streams, in memory that held NaN before and holds it after."""
+    """Forward and backward on these streams, in memory that held NaN before and holds it after.
+
+    None is the current stream.
+    """
     share = share_of(ranks.group, one, sequence_parallel=options["sequence_parallel"])
     leaves = share.leaves()
     streams = [s for s in (forward_on, backward_on) if s is not None]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
-    with on(forward_on):
+    with torch.cuda.stream(forward_on):
         poison(ranks, one, leaves)
         late(ranks, turn)
         # Nobody holds them but the op.
         mine = Share(leaves[0].clone(), leaves[1].clone(), leaves[2].clone(), *share[3:])
-        loss = call(ranks, one, mine, **options)
+        loss = mine.loss(ranks.group, one, **options)
         del mine
         poison(ranks, one, leaves)
     poison(ranks, one, leaves)
     if backward_on is not None:
         backward_on.wait_stream(forward_on)
-    with on(backward_on):
+    with torch.cuda.stream(backward_on):
         late(ranks, turn + 1)
         gradients = torch.autograd.grad(loss, leaves, one.upstream)
         poison(ranks, one, leaves)
-    with on(forward_on):
+    with torch.cuda.stream(forward_on):
         poison(ranks, one, leaves)
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
-    copies = outcome(loss.clone(), [x.clone() for x in gradients])
+    copies = Outcome(loss.detach().clone(), *(x.clone() for x in gradients))
     del loss, gradients
     poison(ranks, one, leaves)
     if ranks.on_gpu:
@@ -120,17 +110,24 @@ def other_streams(ranks: Ranks) -> Iterator[str]:
     return same_bits(ranks, one, steps)
 
 
-def another_device(ranks: Ranks) -> Iterator[str]:
-    """The same bits where another GPU than the tensors' is the current one."""
+def same_bits_within(
+    ranks: Ranks, context: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[str]:
+    """A step in a context has the bits of a plain one, which was before it."""
     one = problem(ranks.device)
-    other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
 
     def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        with torch.cuda.device(other):
-            mine = step(ranks, one, **options)
+        with context():
+            mine = rank_step(ranks.group, one, **options)
         yield "", mine
 
     return same_bits(ranks, one, steps)
+
+
+def another_device(ranks: Ranks) -> Iterator[str]:
+    """The same bits where another GPU than the tensors' is the current one."""
+    other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    return same_bits_within(ranks, lambda: torch.cuda.device(other))
 
 
 # --- CUDA graphs
@@ -142,8 +139,8 @@ def captured(ranks: Ranks) -> Iterator[str]:
     chosen = different_ways(batches[0], ranks.P)
     if not ranks.on_gpu:  # tests/test_gpu_graphs.py runs all steps again there
         chosen = {way: chosen[way] for way in ("cached", "in_forward, chunks")}
-    for way, sp, options in each_way(ranks, batches[0], chosen):
-        yield from said(way, sp, list(replays(ranks, batches, **options)))
+    for way, options in each_way(ranks, batches[0], chosen):
+        yield from said(way, replays(ranks, batches, **options))
 
 
 def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[str]:
@@ -152,15 +149,12 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
 
     def forward_and_backward(share: Share) -> list[Tensor]:
         leaves = share.leaves()
-        loss = call(ranks, one, share, **options)
+        loss = share.loss(ranks.group, one, **options)
         return [loss.detach(), *torch.autograd.grad(loss, leaves, one.upstream)]
 
     def batch(i: int) -> Share:
         sequence_parallel = options["sequence_parallel"]
         return share_of(ranks.group, batches[i], sequence_parallel=sequence_parallel)
-
-    def results(tensors: list[Tensor]) -> Outcome:
-        return outcome(tensors[0], tensors[1:])
 
     def load(i: int) -> None:
         with torch.no_grad():
@@ -168,7 +162,7 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
                 buffer.copy_(new)
 
     static = batch(0)
-    expected = [results(forward_and_backward(batch(i))) for i in range(3)]
+    expected = [Outcome(*forward_and_backward(batch(i))) for i in range(3)]
     # NCCL's watchdog asks after events from a thread of its own while this one captures.
     replayed = Replayed(
         lambda: forward_and_backward(static), ranks.device.type, capture_error_mode="thread_local"
@@ -178,12 +172,12 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
         if torch.equal(replayed.results[0], expected[i].loss):
             yield f"batch {i}: its loss was there before the replay"
         replayed.replay()
-        yield from differing(f"batch {i}", False, results(replayed.results), expected[i])
+        yield from differing(f"batch {i}", Outcome(*replayed.results), expected[i])
     for times in (2, 3) if options["sequence_parallel"] else ():
-        step(ranks, one.changed(T=times * one.T), **options)  # what ranks share grows
+        rank_step(ranks.group, one.changed(T=times * one.T), **options)  # what ranks share grows
     load(1)
     replayed.replay()
-    yield from differing("after larger calls", False, results(replayed.results), expected[1])
+    yield from differing("after larger calls", Outcome(*replayed.results), expected[1])
     if ranks.on_gpu:
         torch.cuda.synchronize()  # a graph must not go while it runs
 
@@ -198,35 +192,28 @@ class Planted(Exception):
 def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
     """Every rank raises in the middle of a call, frees its memory, and calls again."""
     one = problem(ranks.device)
-    kernels = kernels_of(ranks.impl or ("triton" if ranks.on_gpu else "eager"))
+    kernels = kernels_of("triton" if ranks.on_gpu else "eager")
     for way, options in different_ways(one, ranks.P).items():
-        expected = step(ranks, one, sequence_parallel=True, **options)
+        expected = rank_step(ranks.group, one, sequence_parallel=True, **options)
         for place in ("linear_stats", "row_gradient", "scale_rows"):
             with mock.patch.object(kernels, place, side_effect=Planted):
                 try:
-                    step(ranks, one, sequence_parallel=True, **options)
+                    rank_step(ranks.group, one, sequence_parallel=True, **options)
                 except Planted:
                     pass
                 else:
                     yield f"{way}, {place}: not called"
             poison(ranks, one, share_of(ranks.group, one, sequence_parallel=True).leaves())
-            mine = step(ranks, one, sequence_parallel=True, **options)
-            yield from differing(f"{way}, after {place} raised", True, mine, expected)
+            mine = rank_step(ranks.group, one, sequence_parallel=True, **options)
+            yield from differing(f"{way}, after {place} raised", mine, expected)
 
 
 # --- the host, and memory
 
 
 def no_waiting_host(ranks: Ranks) -> Iterator[str]:
-    """Nothing in forward and backward makes the host wait for the GPU."""
-    one = problem(ranks.device)
-
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:  # after one that compiles
-        with host_must_not_wait():
-            mine = step(ranks, one, **options)
-        yield "", mine
-
-    return same_bits(ranks, one, steps)
+    """Nothing in forward and backward makes the host wait for the GPU, once kernels are there."""
+    return same_bits_within(ranks, host_must_not_wait)
 
 
 def memory(ranks: Ranks) -> Iterator[str]:
@@ -244,7 +231,7 @@ def memory(ranks: Ranks) -> Iterator[str]:
     for _ in range(2):  # at first, workspaces that stay
         release_shared_memory()
         with small_temporaries, peak_memory(ranks.device) as peak:
-            loss = call(ranks, one, share, sequence_parallel=True, **options)
+            loss = share.loss(ranks.group, one, sequence_parallel=True, **options)
             gradients = torch.autograd.grad(loss, leaves, one.upstream)
             del loss, gradients
     beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)

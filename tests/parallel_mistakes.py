@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import api, rank_check
-from flce_dist.op import compiled
+from flce_dist import api
 from flce_dist.parallel import collectives, peer_copies
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -46,31 +45,6 @@ def dhidden_not_summed(patch: pytest.MonkeyPatch) -> None:
     for kind in (collectives.CollectiveScatter, peer_copies.PeerScatter):
         patch.setattr(kind, "start", lambda self, first, last: None)
         patch.setattr(kind, "wait", own_part)
-
-
-def sums_over_all_ranks(patch: pytest.MonkeyPatch) -> None:
-    real = collectives.all_reduce_sum
-    patch.setattr(collectives, "all_reduce_sum", lambda x, _: real(x, dist.group.WORLD))
-
-
-def compiled_dweight_halved(patch: pytest.MonkeyPatch) -> None:
-    run_backward = compiled.run_backward
-
-    def halved(*args: Any, **options: Any) -> Any:
-        dhidden, dweight, dbias = run_backward(*args, **options)
-        assert dweight is not None
-        return dhidden, dweight / 2, dbias
-
-    patch.setattr(compiled, "run_backward", halved)
-
-
-def no_difference_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rank_check, "_differences", lambda facts: [])
-
-
-def all_logits_held(patch: pytest.MonkeyPatch) -> None:
-    changes = {"schedule": "cached", "max_logits_bytes": None}
-    replace_op(patch, lambda op, *a, **kw: op(*a, **{**kw, **changes}))
 
 
 def rank_1_raises(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import api
 from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import error_budget, relative_rms, run_ranks
@@ -29,7 +30,15 @@ class Outcome(NamedTuple):
     dhidden: Tensor
     dweight: Tensor
     dbias: Tensor
-    calls: tuple[str, ...] = ()  # collectives, over threads
+    calls: Any = ()  # names of collectives, over threads
+
+    def part(self, tokens: Any, rows: slice) -> "Outcome":
+        """Only the gradients of these tokens and vocabulary rows."""
+        return Outcome(self.loss, self.dhidden[tokens], self.dweight[rows], self.dbias[rows])
+
+
+Truth = tuple[Outcome, Outcome]
+"""Outcomes on whole inputs, in fp64 and of eager PyTorch in the dtype under test."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,10 @@ class Problem:
         found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
         return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
+    @cached_property
+    def truth(self) -> Truth:
+        return self.textbook(torch.float64), self.textbook(self.dtype)
+
 
 class Share(NamedTuple):
     """A rank's own copies of its operands, and all labels."""
@@ -106,10 +119,11 @@ class Share(NamedTuple):
         group: dist.ProcessGroup | None,
         problem: Problem,
         *,
-        call: Callable[..., Tensor] = linear_cross_entropy,
+        call: Callable[..., Any] | None = None,
         **options: Any,
-    ) -> Tensor:
-        return call(
+    ) -> Any:
+        """Of the op, or of what ``call`` makes of it."""
+        return (call or api.linear_cross_entropy)(
             self.hidden, self.weight, self.labels, bias=self.bias, vocab_size=problem.V_all,
             vocab_range=self.vocab_range, tp_group=group, **{**problem.options, **options},
         )  # fmt: skip
@@ -151,40 +165,57 @@ def rank_step(
     return Outcome(loss.detach(), dhidden, dweight, dbias, calls=calls)
 
 
+def joined_by_name(ranks: Sequence[Mapping[str, Any]], sequence_parallel: bool) -> dict[str, Any]:
+    """Join what ranks have parts of; check that they agree on all else, tensors bitwise."""
+    split = ("dweight", "dbias", "dhidden") if sequence_parallel else ("dweight", "dbias")
+    found = dict(ranks[0])
+    for name, first in found.items():
+        every = [rank[name] for rank in ranks]
+        if name in split:
+            found[name] = torch.cat(every)
+        else:
+            equal = torch.equal if isinstance(first, Tensor) else operator.eq
+            assert all(equal(x, first) for x in every), f"{name} differs between ranks"
+    return found
+
+
 def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
-    """Join the ranks' outcomes; check that loss, collectives and dhidden agree bitwise."""
-    first = ranks[0]
-    for rank in ranks[1:]:
-        assert torch.equal(rank.loss, first.loss), "loss differs between ranks"
-        assert rank.calls == first.calls, "ranks run different collectives"
-        if not sequence_parallel:
-            assert torch.equal(rank.dhidden, first.dhidden), "dhidden differs between ranks"
-    return Outcome(
-        first.loss,
-        torch.cat([rank.dhidden for rank in ranks]) if sequence_parallel else first.dhidden,
-        torch.cat([rank.dweight for rank in ranks]),
-        torch.cat([rank.dbias for rank in ranks]),
-        first.calls,
-    )
+    """Join the ranks' outcomes; check that loss, collectives and dhidden agree."""
+    return Outcome(**joined_by_name([rank._asdict() for rank in ranks], sequence_parallel))
 
 
-def misses(outcome: Outcome, problem: Problem) -> list[str]:
-    """Return the results that exceed their budgets."""
-    return beyond_budget(outcome, problem.textbook(torch.float64), problem.textbook(problem.dtype))
+def misses(
+    outcome: Outcome,
+    problem: Problem,
+    tokens: Any = slice(None),
+    rows: slice = slice(None),
+    truth: Truth | None = None,
+) -> list[str]:
+    """Return the results whose error against fp64 exceeds their budget.
 
-
-def beyond_budget(outcome: Outcome, oracle: Outcome, eager: Outcome) -> list[str]:
-    """Return the results whose error against fp64 exceeds the budget that ``eager`` gives."""
+    ``outcome`` has the gradients of these tokens and vocabulary rows. ``truth``: in place of the
+    problem's own.
+    """
+    oracle, eager = (whole.part(tokens, rows) for whole in truth or problem.truth)
     found = []
     error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
     if not error <= 1e-5:
         found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
     for name in GRADIENTS:
-        mine, *truth = (getattr(x, name) for x in (outcome, oracle, eager))
-        budget = error_budget(mine, *truth, dtype=mine.dtype)
+        mine, *expected = (getattr(x, name) for x in (outcome, oracle, eager))
+        budget = error_budget(mine, *expected, dtype=mine.dtype)
         if not budget.met:
             found.append(f"{name}: {budget}")
     return found
+
+
+def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a ValueError of this call says; nothing if there is none."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 SCHEDULES = ["recompute", "cached", "in_forward", "auto"]

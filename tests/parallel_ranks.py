@@ -3,7 +3,7 @@
 T tokens, H hidden size, V_all vocabulary, P ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import api
 from flce_dist.op.plan import Plan, plan
-from flce_dist.options import Impl
 from flce_dist.parallel.vocab import vocab_range
-from tests.parallel_problem import GRADIENTS, Outcome, Problem, beyond_budget, rank_step
+from tests.parallel_problem import GRADIENTS, Outcome, Problem, Truth, misses, rank_step
 
 Options = dict[str, Any]
 
@@ -27,7 +25,6 @@ class Ranks:
 
     group: dist.ProcessGroup
     device: torch.device
-    impl: Impl | None = None
 
     @property
     def rank(self) -> int:
@@ -90,69 +87,37 @@ def different_ways(one: Problem, P: int) -> dict[str, Options]:
 
 def each_way(
     ranks: Ranks, one: Problem, of: Mapping[str, Options] | None = None
-) -> Iterator[tuple[str, bool, Options]]:
-    """Yield ``(way, sequence_parallel, all options of the call)``, by default of different ways."""
+) -> Iterator[tuple[str, Options]]:
+    """Yield names and options of calls, by default of different ways, without and with SP."""
     for way, options in (different_ways(one, ranks.P) if of is None else of).items():
-        for sp in (False, True):
-            yield way, sp, {"sequence_parallel": sp, **options}
+        yield way, {"sequence_parallel": False, **options}
+        yield f"{way}, SP", {"sequence_parallel": True, **options}
 
 
-def step(
-    ranks: Ranks, one: Problem, *, group: dist.ProcessGroup | None = None, **options: Any
-) -> Outcome:
-    """Forward and backward of this rank's share."""
-    given = {"call": api.linear_cross_entropy, "impl": ranks.impl, **options}
-    return rank_step(group or ranks.group, one, **given)
-
-
-def outcome(loss: Tensor, gradients: Sequence[Tensor]) -> Outcome:
-    dhidden, dweight, dbias = gradients
-    return Outcome(loss.detach(), dhidden, dweight, dbias)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Outcomes on the whole inputs, in fp64 and of eager PyTorch; every rank makes its own."""
-
-    oracle: Outcome
-    eager: Outcome
-
-    @classmethod
-    def of(cls, one: Problem) -> "Truth":
-        return cls(one.textbook(torch.float64), one.textbook(one.dtype))
-
-    def misses(self, mine: Outcome, tokens: Any, rows: slice) -> list[str]:
-        """Compare a rank's share: the gradients of these tokens and vocabulary rows."""
-        oracle, eager = (
-            Outcome(whole.loss, whole.dhidden[tokens], whole.dweight[rows], whole.dbias[rows])
-            for whole in (self.oracle, self.eager)
-        )
-        return beyond_budget(mine, oracle, eager)
+def said(where: str, messages: Iterable[str]) -> Iterator[str]:
+    for message in messages:
+        yield f"{where}: {message}"
 
 
 def misses_of_share(
-    truth: Truth, mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
+    mine: Outcome,
+    one: Problem,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    truth: Truth | None = None,
 ) -> list[str]:
+    """``misses`` of what this rank of ``group`` holds."""
     rank, P = group.rank(), group.size()
     tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
-    return truth.misses(mine, tokens, slice(*vocab_range(one.n_rows, rank, P)))
+    return misses(mine, one, tokens, slice(*vocab_range(one.n_rows, rank, P)), truth)
 
 
-def differences(one: Outcome, other: Outcome) -> list[str]:
-    """Names of results that are not equal to the bit; NaN is not equal."""
+def differing(where: str, one: Outcome, other: Outcome) -> Iterator[str]:
+    """Name the results that are not equal to the bit; NaN is not equal."""
     names = ("loss", *GRADIENTS)
-    return [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
-
-
-def said(where: str, sequence_parallel: bool, messages: list[str]) -> Iterator[str]:
-    for message in messages:
-        yield f"{where}{', SP' if sequence_parallel else ''}: {message}"
-
-
-def differing(where: str, sequence_parallel: bool, one: Outcome, other: Outcome) -> Iterator[str]:
-    names = differences(one, other)
-    messages = [f"{', '.join(names)} not the same bits"] if names else []
-    yield from said(where, sequence_parallel, messages)
+    found = [name for name in names if not torch.equal(getattr(one, name), getattr(other, name))]
+    if found:
+        yield f"{where}: {', '.join(found)} not the same bits"
 
 
 def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -168,28 +133,25 @@ def against_fp64(
 ) -> Iterator[str]:
     """Loss and gradients of every problem in every way, and the same loss everywhere."""
     for name, one in problems.items():
-        truth = Truth.of(one)
-        for way, sp, options in each_way(ranks, one, of(one)):
-            mine = step(ranks, one, **options)
-            found = misses_of_share(truth, mine, one, ranks.group, sp)
+        for way, options in each_way(ranks, one, of(one)):
+            sp = options["sequence_parallel"]
+            mine = rank_step(ranks.group, one, **options)
+            found = misses_of_share(mine, one, ranks.group, sp)
             if not same_on_all_ranks(mine.loss, ranks.group):
                 found.append("loss differs between ranks")
             if not sp and one.T and not same_on_all_ranks(mine.dhidden, ranks.group):
                 found.append("dhidden differs between ranks")
-            yield from said(f"{name}: {way}", sp, found)
+            yield from said(f"{name}: {way}", found)
 
 
 def same_bits(
-    ranks: Ranks,
-    one: Problem,
-    steps: Callable[[Options], Iterator[tuple[str, Outcome]]],
-    of: Mapping[str, Options] | None = None,
+    ranks: Ranks, one: Problem, steps: Callable[[Options], Iterable[tuple[str, Outcome]]]
 ) -> Iterator[str]:
     """Whatever ``steps`` yields, by name, has the bits of a plain step with the same options."""
-    for way, sp, options in each_way(ranks, one, of):
-        expected = step(ranks, one, **options)
+    for way, options in each_way(ranks, one):
+        expected = rank_step(ranks.group, one, **options)
         for name, mine in steps(options):
-            yield from differing(f"{way}{name}", sp, mine, expected)
+            yield from differing(f"{way}{name}", mine, expected)
             if not same_on_all_ranks(mine.loss, ranks.group):
                 yield f"{way}{name}: loss differs between ranks"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import plan
+from flce_dist.op import prepare
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
@@ -282,7 +282,5 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 def forget_plans() -> None:
-    """Clear cached plans, which do not depend on the constants that a test patches."""
-    for function in vars(plan).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
+    """Forget planned calls, which do not depend on the constants that a test patches."""
+    prepare.calls.clear()

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
-from flce_dist.launch.bench.problem import TrainedHead, make_truth
+from flce_dist.launch.bench.problem import load_head, make_truth
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import RankPool, relative_rms
 from tests.bench_run import records, run
@@ -84,7 +84,7 @@ def test_ranks_split_rows_and_tokens(tmp_path: Path) -> None:
 def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path: Path) -> None:
     given = content()
     torch.save(given, tmp_path / "head.pt")
-    problem = TrainedHead.load(tmp_path / "head.pt", 2).problem(torch.device("cpu"), None)
+    problem = load_head(tmp_path / "head.pt", 2)
     truth = make_truth(problem, gradients=True)
     hidden, weight = (given[name].double().requires_grad_() for name in ("hidden", "weight"))
     loss = torch.nn.functional.cross_entropy(hidden @ weight.T, given["labels"])
@@ -123,6 +123,6 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no file of torch.save")
     for name in ("empty.pt", "text.pt", "nowhere.pt", "head.pt"):
         with pytest.raises(ConfigError, match=f"dictionary of hidden, weight, .*, got .*{name}"):
-            TrainedHead.load(tmp_path / name, 1)
+            load_head(tmp_path / name, 1)
     with pytest.raises(ConfigError, match="head has a shape of its own"):
         run(tmp_path, RUNS, "--head", "head.pt")

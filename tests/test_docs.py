@@ -1,10 +1,101 @@
-"""Links between pages resolve, and every result file has a page that cites it."""
+"""README and docs: Python runs as it is printed, on a CPU; links and citations resolve."""
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flce_dist
+from flce_dist.testing import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+README = (ROOT / "README.md").read_text()
+BLOCKS: dict[str, str] = dict(
+    re.findall(r"^##+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```$", README, re.M | re.S)
+)
+"""The Python under each heading."""
+
+
+def example(heading: str, **given: Any) -> dict[str, Any]:
+    """Run the Python under a heading where there is no GPU; return its variables."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        exec(compile(BLOCKS[heading], f"README.md, {heading}", "exec"), given)
+    return given
+
+
+def test_every_block_is_tested() -> None:
+    assert README.count("```python") == len(BLOCKS)
+    assert set(BLOCKS) == {
+        "On one GPU",
+        "Under tensor and sequence parallelism",
+        "The function",
+        "In a model of megatron-core",
+    }
+
+
+def test_one_gpu() -> None:
+    names = example("On one GPU")
+    assert names["loss"].dtype == torch.float32 and names["loss"].shape == ()
+    for name in ("hidden", "weight"):
+        assert names[name].grad.shape == names[name].shape and names[name].grad.abs().sum() > 0
+
+
+def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, bool]:
+    with mock.patch.object(dist, "init_process_group"):  # there is one already
+        names = example("Under tensor and sequence parallelism")
+    hidden, T = names["hidden"], names["T"]
+    assert hidden.grad.shape == hidden.shape == (T // tp_group.size(), names["H"])
+    return names["loss"].item(), bool(hidden.grad.abs().sum() > 0)
+
+
+def test_tensor_parallel(pools: dict[int, RankPool]) -> None:
+    first, second = pools[2].run(tensor_parallel)
+    assert first == second and first[1]
+
+
+def test_the_signature() -> None:
+    names: dict[str, Any] = {}
+    exec("def " + BLOCKS["The function"].rstrip() + ": ...", names)
+    printed = inspect.signature(names["linear_cross_entropy"]).parameters
+    for function in (flce_dist.linear_cross_entropy, flce_dist.linear_cross_entropy_with_metrics):
+        expected = inspect.signature(function).parameters
+        assert {name: (x.kind, x.default) for name, x in printed.items()} == {
+            name: (x.kind, x.default) for name, x in expected.items()
+        }
+
+
+def megatron(tp_group: dist.ProcessGroup) -> float:
+    from tests.megatron_models import batch, megatron, token_losses
+
+    model = megatron(tp_group.size(), sp=False, tied=False)
+    names = example("In a model of megatron-core", GPTModel=lambda *_: model)
+    assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
+    return token_losses(model, *batch()).mean().item()
+
+
+def test_a_model_of_megatron(pools: dict[int, RankPool]) -> None:
+    pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before the rank is forked
+    (loss,) = pools[1].run(megatron)
+    assert 0 < loss < 10
+
+
+def test_simulated_ranks() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    (printed, *_) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(printed, names)
+    names["test_every_rank_returns_the_same_loss"]()
+    with pytest.raises(AssertionError), mock.patch.dict(names, run_ranks=lambda *_: [0, 1]):
+        names["test_every_rank_returns_the_same_loss"]()
+
+
+# --- links
 
 
 def links(page: Path) -> list[tuple[Path, str]]:

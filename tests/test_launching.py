@@ -3,8 +3,6 @@
 T tokens, V vocabulary rows.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -41,7 +39,7 @@ def shape(T: int, V: int, dtype: torch.dtype = torch.bfloat16) -> ShardLogits:
 def test_segments_are_within_the_limit_and_of_whole_waves(
     T: int, V: int, sums: int, programs: int, group_v: int | None
 ) -> None:
-    logits = replace(shape(T, V), group_v=group_v)
+    logits = shape(T, V)._replace(group_v=group_v)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "device_arch", lambda device: ("sm_90", programs))
         columns, num_v, rows = segment_columns(logits, sums)

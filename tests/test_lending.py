@@ -101,6 +101,9 @@ def test_gradients_are_right(small_windows, T, columns, dtype, impl):
 @both
 def test_rows_that_overflow_are_rescued_in_borrowed_windows(small_windows, impl):
     inputs = make_inputs(70, 150, 32, bias=False)
+    # Logits of few bits are exact, whatever the shape of the GEMM that computes them once more.
+    for x in (inputs.hidden.data, inputs.weight.data):
+        x.copy_((64 * x).round() / 64)
     inputs.hidden.data[::5] *= 400
     check(inputs, Upstream(), impl=impl, schedule="in_forward", max_logits_bytes=70 * 96 * 4)
     assert small_windows[0].lending

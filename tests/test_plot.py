@@ -14,8 +14,7 @@ from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import ProfiledRun, write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.profiles import timeline
-from flce_dist.launch.plot.records import dial, memory
+from flce_dist.launch.plot.figures import dial, memory, timeline
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts

@@ -1,9 +1,10 @@
-"""``launch.verify`` end to end on CPU: passes, finds planted faults, reports, refuses."""
+"""``launch.verify`` on CPU: passes, finds planted faults, reports, refuses; its cases and data."""
 
 import contextlib
 import functools
 import io
 import json
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,20 @@ import torch.distributed as dist
 import flce_dist
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
-from flce_dist.launch.verify.cases import Shape, cases, variants
+from flce_dist.launch.verify.cases import (
+    FILTER_EPS,
+    Shape,
+    cases,
+    default_shapes,
+    filtered_variants,
+    part_cached_budget,
+    variants,
+)
+from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.op.plan import plan
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
@@ -159,3 +171,90 @@ def test_summary_names_each_miss():
     assert lines[0].startswith("MISS fp32 (1, 2, 3) plain (mean), cached: loss error 2 exceeds")
     assert lines[1].endswith("boom")
     assert lines[2].startswith("FAIL: 1 of 3 cases")
+
+
+# --- cases and data
+
+SCHEDULES: Any = ("recompute", "cached", "in_forward", "auto")
+
+
+def test_every_schedule_reduction_and_option_has_a_case():
+    found = [case for variant in variants() for case in cases(variant, SCHEDULES, 2, None)]
+    plain = {(c.schedule, c.variant.reduction, c.sequence_parallel) for c in found}
+    assert len(plain) == 4 * 3 * 2 - 2  # in_forward has no reduction="none"
+    options = {name for case in found for name, _ in case.variant.options}
+    assert options == {"label_smoothing", "z_loss_weight", "softcap", "logit_scale"}
+    assert {c.schedule for c in found if c.variant.uneven} == set(SCHEDULES)
+    alone = [case for variant in variants() for case in cases(variant, SCHEDULES, 1, None)]
+    assert not any(case.sequence_parallel for case in alone)
+
+
+def test_filtered_gradients_have_cases_of_recompute():
+    found = [case for x in filtered_variants() for case in cases(x, SCHEDULES, 2, None)]
+    kinds = [(FILTER_EPS, None)] * 3 + [(FILTER_EPS, 1), (0.0, None)]
+    for sp in (False, True):
+        of_sp = [(c.filter_eps, c.max_logits_bytes) for c in found if c.sequence_parallel == sp]
+        assert Counter(of_sp) == Counter(kinds)
+    assert not list(cases(filtered_variants()[0], ("cached", "in_forward"), 1, None))
+
+
+def test_a_case_is_called_as_it_says(mutate):
+    seen: list[dict[str, Any]] = []
+
+    def spy(call, *args, **kwargs):
+        seen.append(kwargs)
+        return call(*args, **kwargs)
+
+    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
+        mutate(verify_checks, name, spy)
+    for variant in variants():
+        data = make_data(variant, Shape(8, 16, 32), 1, torch.float32, torch.device("cpu"), seed=0)
+        truth = make_truth(data, variant, metric_gradients=False, filter_eps=None, P=1)
+        for case in cases(variant, SCHEDULES, 1, 4096):
+            run_case(case, data, truth, None, "eager")
+            asked = seen.pop()
+            options = {"reduction": variant.reduction, **dict(variant.options)}
+            options |= {"schedule": case.schedule, "max_logits_bytes": case.max_logits_bytes}
+            assert options.items() <= asked.items()
+            assert ("bias" in asked) == variant.bias
+            assert (asked["token_weight"] is not None) == variant.token_weight
+            assert (asked["vocab_range"] is not None) == variant.uneven
+            assert asked["vocab_size"] == data.vocab_size
+    assert not seen
+
+
+@pytest.mark.parametrize("dtype", verify.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_is_called_part_cached_is(device_type, P, dtype):
+    """On any number of ranks, at the wide shape; elsewhere it is, or there is no such case."""
+    shapes = default_shapes(device_type, P)
+    budgets = {shape: part_cached_budget(shape, P, dtype) for shape in shapes}
+    assert budgets[shapes[-1]] is not None
+    for shape, budget in budgets.items():
+        if budget is None:
+            continue
+        T, V = -(-shape.T // P) * P, -(-shape.V_all // P)
+        chosen = plan(
+            T=T, V=V, itemsize=dtype.itemsize, schedule="cached", max_logits_bytes=budget,
+            converts=dtype == torch.float16,
+        )  # fmt: skip
+        assert 0 < chosen.cached_v < V
+    (plain, *_) = variants()
+    assert not any(case.max_logits_bytes for case in cases(plain, ("cached",), P, None))
+
+
+def test_data_hold_the_tokens_that_break_losses():
+    data = make_data(
+        variants()[0], Shape(33, 64, 200), P=4, dtype=torch.float32, device=torch.device("cpu"),
+        seed=0,
+    )  # fmt: skip
+    assert data.hidden.shape == (36, 64)
+    assert data.weight.shape == (200, 64)
+    ignored = data.labels == -100
+    assert 0 < ignored.sum() < 18
+    assert data.hidden[ignored].isnan().all() and not data.hidden[~ignored].isnan().any()
+    logits = data.hidden[~ignored] @ data.weight.T
+    loss = torch.nn.functional.cross_entropy(logits, data.labels[~ignored], reduction="none")
+    assert loss.max() > 100
+    assert loss.min() < 0.1

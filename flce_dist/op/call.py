@@ -7,6 +7,7 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -149,7 +150,7 @@ class Call:
     kernels: Kernels  # of that
     tp_group: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def loss_terms(self) -> LossTerms:
         options = self.options
         return LossTerms(
@@ -175,12 +176,12 @@ class Call:
         """Whether dhidden is summed over ranks here."""
         return self.tp_group is not None and self.options.reduce_dhidden
 
-    @property
+    @cached_property
     def stats_dtype(self) -> torch.dtype:
         """Dtype of statistics and of accumulation: fp32, or fp64 for fp64 operands."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    @property
+    @cached_property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of cached exponentials: up to exp(50), which bf16 holds and fp16 does not."""
         return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
@@ -190,7 +191,7 @@ class Call:
         """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
         return self.dtype == torch.float16
 
-    @property
+    @cached_property
     def rescales_cache(self) -> bool:
         """Whether cached columns are written once more before the GEMMs.
 

@@ -21,6 +21,21 @@ ANY_TEXT = Declared(str, False, (), None)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def checked_options(**given: Any) -> LossOptions:
+    """Return the options of these keywords, checked once for the same keywords."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _checked_once(**given)
+        except TypeError:  # a value is not hashable
+            pass
+    return check_options(LossOptions(**given))
+
+
+@functools.lru_cache(typed=True)
+def _checked_once(**given: Any) -> LossOptions:
+    return check_options(LossOptions(**given))
+
+
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
     given, extra = vars(options), extra_schedule(options.schedule)

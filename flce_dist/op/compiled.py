@@ -71,9 +71,10 @@ def _metrics(options: LossOptions) -> int:
 
 def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Operands]:
     hidden, weight, labels, bias, token_weight = operands
-    *options, group_name, needs = spec
+    *given, group_name, needs = spec
+    given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
     group = collectives.group_of(group_name)
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*options), group)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*given), group)
     # A plan of symbolic sizes determines the shapes that an operator returns, and cannot tell
     # whether dweight's memory is large enough for in_forward.
     return prepare(arguments, needs, auto_in_forward=False)

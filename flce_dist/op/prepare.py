@@ -76,20 +76,65 @@ def as_stored(x: Any) -> Any:
     return x.resolve_neg() if x is not None and x.is_neg() else x
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MOST_CALLS = 256
+
+calls: dict[Any, Call] = {}
+"""Calls of which all facts were checked and planned before, by these facts."""
+
+
 def prepare(
     arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True
 ) -> tuple[Call, Operands]:
-    """Check the arguments' metadata, flatten tokens to one dimension, and plan.
+    """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
     schedule="auto" may become in_forward. Label values are not checked here: that reads data.
     """
+    facts = _facts(arguments, needs, auto_in_forward)
+    call = calls.get(facts)
+    if call is None:
+        call = _checked_call(arguments, needs, auto_in_forward)
+        if len(calls) == _MOST_CALLS:
+            calls.clear()
+        if facts is not None:
+            calls[facts] = call
+    hidden, weight, labels, bias, token_weight, _, _ = arguments
+    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
+        token_weight = as_stored(token_weight).reshape(-1).to(call.stats_dtype).contiguous()
+        token_weight = call.order.permuted(token_weight)
+    return call, Operands(
+        as_stored(hidden).reshape(-1, hidden.shape[-1]),
+        as_stored(weight),
+        as_stored(bias),
+        call.order.permuted(labels.reshape(-1).long().contiguous()),
+        token_weight,
+    )
+
+
+def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Any:
+    """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
+    group = arguments.tp_group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return None
+    facts: list[Any] = [arguments.options, *needs, auto_in_forward, group]
+    for x in arguments[:5]:
+        if x is None:
+            facts.append(None)
+            continue
+        if x.__class__ not in _PLAIN or x.is_nested:
+            return None
+        facts += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+    return tuple(facts)
+
+
+def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Call:
+    """Check the arguments, and decide everything about the call that their facts decide."""
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     checks.check_tensors(hidden, weight, labels, bias, token_weight)
-    hidden, weight, bias, token_weight = map(as_stored, (hidden, weight, bias, token_weight))
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
-    V, H = weight.shape
+    V = len(weight)
     checks.check_tokens(hidden, labels, options, P)
     checks.check_rows(V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
@@ -101,7 +146,7 @@ def prepare(
     if options.tp_invariant:
         alike = [(r * V, (r + 1) * V) for r in range(P)]
         checks.check_invariant(impl, [(start, end)] if options.vocab_range else alike)
-    call = Call(
+    return Call(
         options=options,
         dtype=hidden.dtype,
         T=labels.numel(),
@@ -115,16 +160,6 @@ def prepare(
         kernels=kernels_of(impl),
         tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
     )
-    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
-        token_weight = token_weight.reshape(-1).to(call.stats_dtype).contiguous()
-        token_weight = order.permuted(token_weight)
-    return call, Operands(
-        hidden.reshape(-1, H),
-        weight,
-        bias,
-        order.permuted(labels.reshape(-1).long().contiguous()),
-        token_weight,
-    )
 
 
 def _plan(
@@ -137,13 +172,13 @@ def _plan(
         V = -(-(options.vocab_size or 0) // P)
     elif options.vocab_size is not None:
         V = min(V, options.vocab_size)
-    # Symbolic sizes of torch.compile cannot be hashed. A plan of them only gives the fakes their
-    # shapes; the operators plan again with real sizes. So it lends no memory.
+    # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
+    # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     P = P if known and options.sequence_parallel else 1
     extra = extra_schedule(options.schedule)
-    schedule = options.schedule if extra is None else "recompute"
-    chosen: Schedule = (plan if known else plan.__wrapped__)(
+    schedule: Any = options.schedule if extra is None else "recompute"
+    chosen: Schedule = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.shard_logits import ShardLogits, part_of
 from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
 from flce_dist.op.call import Call, Metrics, Operands
 from flce_dist.parallel import collectives, transport
@@ -55,21 +55,21 @@ class Pass:
         sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
         for piece, (start, end) in call.order.between(first, last):
             gather.wait(piece)
-            here = slice(start - first, end - first)
-            part = logits.tokens(here.start, here.stop)
-            kernels.label_logit(part, vocab_size=call.vocab_size, out=label_logit[here])
-            pending = collectives.start_all_reduce(label_logit[here], group)
+            start, end = start - first, end - first
+            part, logit = logits.tokens(start, end), part_of(label_logit, start, end)
+            kernels.label_logit(part, vocab_size=call.vocab_size, out=logit)
+            pending = collectives.start_all_reduce(logit, group)
             # After the all-reduce: a group's collectives run in order, and the statistics wait.
             gather.start(piece + 1)
             kernels.linear_stats(
                 part,
                 pending.wait(),
-                cache=cache.tokens(here.start, here.stop),
+                cache=cache.tokens(start, end),
                 with_sum_z=with_sum_z,
                 with_entropy=with_entropy,
-                others_max=others_max[here],
-                sums=sums[:, here],
-                tiles=None if tiles is None else tiles[:, :, here],
+                others_max=part_of(others_max, start, end),
+                sums=part_of(sums, start, end),
+                tiles=None if tiles is None else part_of(tiles, start, end),
             )
 
         others_max = collectives.all_reduce_max(others_max, group)
@@ -79,7 +79,7 @@ class Pass:
         sums = collectives.all_reduce_sum(sums, group)
         stats, loss, label_value = kernels.token_loss(
             logits.labels,
-            None if weights is None else weights[first:last],
+            None if weights is None else part_of(weights, first, last),
             label_logit,
             others_max,
             sums,

@@ -5,19 +5,19 @@ T = tokens, V = vocabulary rows here, H = hidden size. D of a round lies packed 
 matrix it is [capacity * TILE_T, TILE_V], which one descriptor addresses.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered.tile_lists import TileLists
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
-from flce_dist.kernels.primitives import FOLLOW_T, exp, label_columns, logits_tile, store_tile
+from flce_dist.kernels.primitives import exp, label_columns, logits_tile, store_tile
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _kept_dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each
@@ -80,16 +80,16 @@ def kept_dlogits(
     launch = tile_launch(logits, matrix)
     parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](
-        *launch.operands(), logits.labels,
+        *launch.operands(logits), logits.labels,
         rows.reference, rows.label_value, *(rows.affine or (None,)),
         lists.block, lists.column, lists.round_tile,
         launch.output(matrix),
         logits.T, logits.V, logits.H, len(matrix), round,
-        *launch.strides(),
+        *logits.strides,
         logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
         SCALED=bool(rows.affine),
         EVEN_V=logits.V % TILE_V == 0,
         TILE_T=TILE_T, TILE_V=TILE_V,
-        **launch.listed_constexprs(),
+        **launch.listed_constexprs,
     )  # fmt: skip
     return out

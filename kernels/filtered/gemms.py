@@ -18,8 +18,9 @@ from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered.tile_lists import TileLists
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.filtered.tuning import GEMMS
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import fits_descriptor, matrix
-from flce_dist.kernels.primitives import FOLLOW_T, cast, dot, load_tile, store_tile
+from flce_dist.kernels.primitives import cast, dot, load_tile, store_tile
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row):
         tl.store(ptrs, cast(total, dst_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _add_kept_dhidden_kernel(
     d, weight,  # in:  [slots * TILE_T, TILE_V], [V, H]; descriptors if TMA
     block_order_ptr, row_bounds_ptr,  # in:  [rounds, blocks], [rounds + 1, blocks] int32
@@ -84,7 +85,7 @@ def _add_kept_dhidden_kernel(
         tl.store(ptrs, acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _kept_dweight_kernel(
     d, hidden,  # in:  [slots * TILE_T, TILE_V], [T, H]; descriptors if TMA
     column_order_ptr, first_tile_ptr, block_ptr,  # in:  [J], [J + 1], [N] int32
@@ -148,7 +149,7 @@ def _kept_dweight_kernel(
             store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _add_kept_dbias_kernel(
     d_ptr, scale_ptr,  # in:  [slots * TILE_T, TILE_V], [T] fp32
     first_tile_ptr, block_ptr,  # in:  [J + 1], [N] int32

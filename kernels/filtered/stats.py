@@ -6,18 +6,15 @@ tokens by TILE_V rows, J = tiles of rows. The statistics kernel's tiles are BLOC
 which divides TILE_V.
 """
 
-from dataclasses import replace
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    FOLLOW_T,
     cast,
     exp,
     first_reference,
@@ -26,11 +23,12 @@ from flce_dist.kernels.primitives import (
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.tuning import next_power_of_2
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr, label_logit_ptr, lse_ptr,  # in:  [T] int64 (global ids), [T], [T] fp32
@@ -69,7 +67,7 @@ def _kept_tiles_kernel(
     tl.store(mass_ptr + offs, mass, mask=(offs_j < J)[:, None] & mask_t[None, :])
 
 
-@triton.jit
+@Kernel
 def _profile_kernel(
     hidden, weight, bias_ptr,  # in:  [N, H] (the sample), [V, H], [V]
     sample_ptr, lse_ptr, kept_ptr,  # in:  [N] int64, [T] fp32, [blocks, J] uint8
@@ -100,7 +98,7 @@ def _profile_kernel(
     tl.store(total_ptr + offs_v, total, mask=offs_v < V)
 
 
-@triton.jit
+@Kernel
 def _normalise_kernel(
     bias_ptr,  # in:  [V]
     q_ptr,  # in and out: [V] fp32
@@ -119,7 +117,7 @@ def _normalise_kernel(
     tl.store(q_ptr + offs_v, q, mask=offs_v < V)
 
 
-@triton.jit
+@Kernel
 def _tile_means_kernel(
     q_ptr, weight_ptr,  # in:  [V] fp32, [V, H]
     out_ptr,  # out: [J, H]
@@ -190,17 +188,18 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
     such token has any, rows that no bias of -inf bans share the mass equally. Reads weight once.
     """
-    launch = tile_launch(replace(logits, hidden=logits.hidden[sample.clamp_min(0)]))
+    logits = logits._replace(hidden=logits.hidden[sample.clamp_min(0)])
+    launch = tile_launch(logits)
     q = lse.new_empty(logits.V)
     _profile_kernel[(launch.num_v,)](
-        *launch.operands(),
+        *launch.operands(logits),
         sample, lse, kept.view(torch.uint8),
         q,
         len(sample), logits.V, logits.H, kept.shape[1],
-        *launch.strides(),
+        *logits.strides,
         logits.logit_scale,
         TILE_T=TILE_T, TILE_V=TILE_V,
-        **launch.listed_constexprs(),
+        **launch.listed_constexprs,
     )  # fmt: skip
     _normalise_kernel[(kept.shape[1],)](
         logits.bias,
@@ -216,7 +215,7 @@ def tile_means(q: Tensor, weight: Tensor) -> Tensor:
     V, H = weight.shape
     J = -(-V // TILE_V)
     means = weight.new_empty(J, H)
-    BLOCK_H = min(128, triton.next_power_of_2(H))
+    BLOCK_H = min(128, next_power_of_2(H))
     _tile_means_kernel[(-(-H // BLOCK_H), J)](
         q, weight,
         means,

@@ -10,11 +10,11 @@ where few tiles are kept. All sizes are fixed and nothing is read on the host.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import FOLLOW_T
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.tuning import next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TileLists:
     block_order: Tensor  # [rounds, blocks] those with most tiles in the round first
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _column_lists_kernel(
     kept_ptr, counts_ptr,  # in:  [blocks, J] uint8, [J] int32
     block_ptr, column_ptr, first_tile_ptr,  # out: [N], [N], [J + 1] int32
@@ -80,7 +80,7 @@ def _column_lists_kernel(
             tl.store(round_tile_ptr + r, tl.sum(tl.where(before, counts, 0), axis=0))
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _row_lists_kernel(
     kept_ptr, slot_ptr, round_column_ptr,  # in:  [blocks, J] uint8, the same int32, [rounds + 1]
     row_column_ptr, row_slot_ptr, row_bounds_ptr,  # out: [blocks, J] twice, [rounds + 1, blocks]
@@ -101,7 +101,7 @@ def _row_lists_kernel(
         tl.store(row_bounds_ptr + r * blocks + b, b * J + before)
 
 
-@triton.jit(do_not_specialize=FOLLOW_T)
+@Kernel
 def _block_order_kernel(
     row_bounds_ptr,  # in:  [rounds + 1, blocks] int32
     block_order_ptr,  # out: [rounds, blocks] int32
@@ -149,14 +149,14 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
     )  # fmt: skip
     slot = torch.empty_like(lists.row_slot)
     kept = kept.view(torch.uint8)
-    BLOCK_J = triton.next_power_of_2(J)
+    BLOCK_J = next_power_of_2(J)
     _column_lists_kernel[(J,)](
         kept, kept.sum(0, dtype=torch.int32),
         lists.block, lists.column, lists.first_tile,
         lists.round_tile, lists.round_column, lists.column_order,
         slot,
         blocks, J, rounds, step,
-        BLOCK_B=triton.next_power_of_2(blocks), BLOCK_J=BLOCK_J,
+        BLOCK_B=next_power_of_2(blocks), BLOCK_J=BLOCK_J,
     )  # fmt: skip
     _row_lists_kernel[(blocks,)](
         kept, slot, lists.round_column,
@@ -164,7 +164,7 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
         blocks, J, rounds,
         BLOCK_J=BLOCK_J,
     )  # fmt: skip
-    BLOCK = min(64, triton.next_power_of_2(blocks))
+    BLOCK = min(64, next_power_of_2(blocks))
     _block_order_kernel[(rounds, -(-blocks // BLOCK))](
         lists.row_bounds,
         lists.block_order,

@@ -17,9 +17,9 @@ from flce_dist.launch.yaml_config import (
     NOT_NEGATIVE,
     SEED,
     SIZE,
-    ConfigError,
     check_ranges,
     from_command_line,
+    require,
 )
 from flce_dist.options import COUNT, POSITIVE, Schedule
 
@@ -83,6 +83,10 @@ class ShapeSpec:
     """Runs at this shape in place of the common ones."""
 
     @property
+    def size(self) -> dict[str, Any]:
+        return {"T": self.T, "H": self.H, "V": self.V, "dtype": self.dtype}
+
+    @property
     def name(self) -> str:
         flagged = f" flagged={self.flagged}" if self.flagged else ""
         return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}"
@@ -135,12 +139,7 @@ class BenchConfig:
 
 
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
-    """Return the configuration of ``--config FILE [--overrides]``, checked.
-
-    Raises:
-        ConfigError: names the wrong key, value or combination.
-        SystemExit: for ``--help`` and for a wrong command line.
-    """
+    """Return the configuration of ``--config FILE [--overrides]``, checked."""
     config = from_command_line(
         BenchConfig,
         argv,
@@ -155,20 +154,19 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
 def check_config(config: BenchConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for what cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    _require(
-        not (config.cuda_graph and config.device == "cpu"), "cuda_graph needs a GPU, got device=cpu"
-    )
-    given = [bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)]
-    _require(len(set(given)) == 1, "cross must name sizes of T, H and V, or none of them")
-    problems = all_shapes(config)
+    on_cpu = config.device == "cpu"
+    require(not (config.cuda_graph and on_cpu), "cuda_graph needs a GPU, got device=cpu")
+    given = {bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)}
+    require(len(given) == 1, "cross must name sizes of T, H and V, or none of them")
+    shapes = all_shapes(config)
     if config.head is not None:
-        _require(not problems, "head has a shape of its own; shapes and cross must name none")
+        require(not shapes, "head has a shape of its own; shapes and cross must name none")
         return
-    _require(bool(problems), "shapes and cross must name at least one shape, got none")
-    names = [shape.name for shape in problems]
+    require(bool(shapes), "shapes and cross must name at least one shape, got none")
+    names = [shape.name for shape in shapes]
     twice = sorted({name for name in names if names.count(name) > 1})
-    _require(not twice, f"shapes and cross must name each shape once, got twice: {twice}")
-    for shape in problems:
+    require(not twice, f"shapes and cross must name each shape once, got twice: {twice}")
+    for shape in shapes:
         check_shape(shape, runs_of(config, shape), world_size)
 
 
@@ -182,18 +180,13 @@ def all_shapes(config: BenchConfig) -> list[ShapeSpec]:
 def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
     """Return the runs at ``shape``, the floors that they need among them, those first."""
     given = shape.runs or config.runs
-    floors = {name: RunSpec(impl=name, mode=FLOORS[name].mode) for name in FLOORS}
-    needed = {run.impl for run in given if run.impl in FLOORS}
-    needed |= {floor_of(run) for run in given if run.impl not in FLOORS}
-    chosen = [floor for name, floor in floors.items() if name in needed]
-    return [*chosen, *(run for run in given if run.impl not in FLOORS)]
+    needed = {run.impl if run.impl in FLOORS else floor_of(run) for run in given}
+    floors = [RunSpec(name, mode=floor.mode) for name, floor in FLOORS.items() if name in needed]
+    return [*floors, *(run for run in given if run.impl not in FLOORS)]
 
 
 def floor_of(run: RunSpec) -> str:
-    """Return the GEMMs that a run cannot do without: 1 forward, 3 with gradients.
-
-    A schedule that computes the logits twice is held against 4.
-    """
+    """Return the GEMMs that a run needs: 1, or with gradients 3, or 4 if it recomputes logits."""
     if run.mode == "forward":
         return "gemm1"
     return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"
@@ -210,21 +203,15 @@ def as_json(config: BenchConfig) -> dict[str, Any]:
 def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     """Raise ``ConfigError`` for runs that are impossible at a shape on P ranks."""
     known = [*OURS, *FLOORS, *PEERS]
-    _require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
-    _require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")
-    _require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
+    require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
+    require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")
+    require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
     names = [run.name for run in runs]
     for run in runs:
-        _require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
-        _require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
-        _require(
-            run.filter_eps is None or (run.is_ours and run.schedule == "auto"),
-            f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}",
-        )
+        require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
+        require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
+        is_auto = run.is_ours and run.schedule == "auto"
+        filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
+        require(run.filter_eps is None or is_auto, filter_eps)
         if run.sequence_parallel:
-            _require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+            require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

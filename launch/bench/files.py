@@ -1,8 +1,7 @@
 """Result files of the benchmark: written whole or not at all, and read again to go on.
 
 ``out.json`` holds ``{"about": {...}, "records": [...]}``, ``out.csv`` the same records. ``about``
-says what the numbers hold for: hardware, versions, commit, command and configuration. A number that
-is not finite, as a broken run returns, is null in JSON.
+says what the numbers hold for: hardware, versions, commit, command and configuration.
 """
 
 import csv
@@ -12,14 +11,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.write import strict_json, write_json, write_text
-from flce_dist.launch.yaml_config import ConfigError
-
-Item = TypeVar("Item")
+from flce_dist.launch.yaml_config import ConfigError, require
 
 
 class ProfiledRun(NamedTuple):
@@ -28,10 +25,6 @@ class ProfiledRun(NamedTuple):
     shape: str
     run: str
     profile: Profile
-
-
-MAY_DIFFER = frozenset(["command"])
-"""Keys of ``about`` that do not change what a number means."""
 
 
 def with_suffix(out: Path, suffix: str) -> Path:
@@ -59,88 +52,67 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
 def write_profiles(
     out: Path, about: dict[str, Any], shape: dict[str, Any], profiles: dict[str, Profile]
 ) -> None:
-    """Put the profiles of one shape's runs, by name, into ``out.profile.json``, in one step.
+    """Put the profiles of one shape's runs, by name, into ``out.profile.json``.
 
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """
     path = with_suffix(out, ".profile.json")
     about = json.loads(strict_json({key: about[key] for key in about if key != "command"}))
-    found: list[dict[str, Any]] = []
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if before["about"] == about:
-            found = [entry for entry in before["profiles"] if entry["shape"] != shape]
-    found += [
-        {"shape": shape, "run": name, **dataclasses.asdict(profile)}
-        for name, profile in profiles.items()
-    ]
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept: list[dict[str, Any]] = before["profiles"] if before.get("about") == about else []
+    found = [entry for entry in kept if entry["shape"] != shape]
+    for name, profile in profiles.items():
+        found.append({"shape": shape, "run": name, **dataclasses.asdict(profile)})
     write_json(path, {"about": about, "profiles": found})
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """Return ``about`` and the records of a JSON result file.
-
-    Raises:
-        ConfigError: the file is not there, or holds something else.
-    """
+    """Return ``about`` and the records of a JSON result file; raise ``ConfigError`` for another."""
     return _read(path, "result file", "records", lambda row: Record(**row))
 
 
 def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
-    """Return ``about`` and the runs of an ``out.profile.json``.
-
-    Raises:
-        ConfigError: the file is not there, or holds something else.
-    """
-    return _read(path, "profile", "profiles", _read_profile)
+    """Return ``about`` and the runs of an ``out.profile.json``; raise as ``read_results``."""
+    return _read(path, "profile", "profiles", _profiled_run)
 
 
-def _read(
-    path: Path, kind: str, key: str, item_of: Callable[[dict[str, Any]], Item]
-) -> tuple[dict[str, Any], list[Item]]:
+def _read(path: Path, kind: str, key: str, item_of: Callable[..., Any]) -> Any:
     """Return ``about`` and the items under ``key`` of a file of this kind."""
+    expected = f"{path} must be a {kind} of the benchmark"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found["about"], [item_of(entry) for entry in found[key]]
     except OSError as error:
-        raise ConfigError(f"{path} must be a {kind} of the benchmark: {error}") from error
+        raise ConfigError(f"{expected}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} must be a {kind} of the benchmark, with about and {key}: {error!r}"
-        ) from error
+        raise ConfigError(f"{expected}, with about and {key}: {error!r}") from error
 
 
-def _read_profile(entry: dict[str, Any]) -> ProfiledRun:
-    fields = {key: value for key, value in entry.items() if key not in ("shape", "run")}
-    fields["kernels"] = tuple(KernelTime(**kernel) for kernel in fields["kernels"])
-    fields["timeline"] = tuple(tuple(item) for item in fields.get("timeline", ()))
-    size = entry["shape"]
+def _profiled_run(entry: dict[str, Any]) -> ProfiledRun:
+    size, run = entry.pop("shape"), entry.pop("run")
+    entry["kernels"] = tuple(KernelTime(**kernel) for kernel in entry["kernels"])
+    entry["timeline"] = tuple(map(tuple, entry.get("timeline", ())))
     shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
-    return ProfiledRun(shape, entry["run"], Profile(**fields))
+    return ProfiledRun(shape, run, Profile(**entry))
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
-    """Return what an earlier, ended run of the same benchmark left; [] if there was none.
-
-    Raises:
-        ConfigError: names what differs between that run and this one.
-    """
+    """Return what an ended run of the same benchmark left, if any; what differs is an error."""
     path = with_suffix(out, ".json")
     if not path.exists():
         return []
     before, records = read_results(path)
-    now = json.loads(strict_json(about))  # as it would be read back: tuples are lists
-    old, new = _flat(before), _flat(now)
+    old, new = _flat(before), _flat(json.loads(strict_json(about)))  # where tuples are lists
     differences = [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
-        for key in sorted(old.keys() | new.keys())
-        if key not in MAY_DIFFER and old.get(key) != new.get(key)
+        for key in sorted((old.keys() | new.keys()) - {"command"})
+        if old.get(key) != new.get(key)
     ]
-    if differences:
-        raise ConfigError(
-            f"{path} holds results of another benchmark: {'; '.join(differences)}. Give another "
-            "--out, or --fresh to measure everything again"
-        )
+    require(
+        not differences,
+        f"{path} holds results of another benchmark: {'; '.join(differences)}. Give another "
+        "--out, or --fresh to measure everything again",
+    )
     return records
 
 

@@ -7,10 +7,11 @@ anything is timed), so that a peer that is missing or out of memory costs its ow
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,69 +23,58 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
+from flce_dist.launch.process_group import gathered
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.options import Impl
 
 MOST_CALLS = 1000
 
 
+@dataclass(eq=False)
 class Measured:
-    """What is known of one run: its errors, its memory, its samples; or why it failed.
+    """What is known of one run: its errors, its memory, its samples; or why it failed."""
 
-    Attributes:
-        samples_ms: time of one call, the slowest rank's, a number for each round.
-        peak_bytes: the most that one call needed above its inputs, on the rank that needed most.
-        gradient_bytes: of it what the call returns.
-        filtered: kept_share and rank_one_mass of a run with filter_eps.
-        failure: message of the first rank that failed, or None.
-    """
-
-    def __init__(self, run: RunSpec, problem: Problem, config: BenchConfig):
-        self.run, self.problem, self.config = run, problem, config
-        self.errors = Errors()
-        self.peak_bytes: int | None = None
-        self.gradient_bytes = 0
-        self.calls = 1
-        self.call_ms = 0.0
-        self.samples_ms: list[float] = []
-        self.loss_eps = 0.0
-        self.filtered: dict[str, float] = {}
-        self.failure: str | None = None
-        self._loss_of: LossFunction | None = None
-        self._replay: Callable[[], Any] | None = None
+    run: RunSpec
+    problem: Problem
+    config: BenchConfig
+    errors: Errors = field(default_factory=Errors)  # the worst of all ranks
+    loss_eps: float = 0.0  # of its dtype
+    peak_bytes: int | None = None  # what one call needed above its inputs, where that was most
+    gradient_bytes: int = 0  # of it what the call returns
+    filtered: dict[str, Any] = field(default_factory=dict)  # kept_share and rank_one_mass
+    call_ms: float = 0.0  # of the first call timed
+    calls: int = 1  # of a sample
+    samples_ms: list[float] = field(default_factory=list)  # time of one call on the slowest rank
+    failure: str | None = None  # message of the first rank that failed
+    _loss_of: LossFunction | None = None
+    _replay: Callable[[], Any] | None = None
 
     def prepare(self, truth: Truth | None) -> None:
         """Load, warm up, compare with ``truth``, measure memory, choose the calls of a sample."""
         if self.run.impl not in FLOORS:
             self._guarded(self._load)
-        self._guarded(partial(self._first_calls, truth, self.config.warmup))
-        if self.failure is not None:
-            return
-        self.call_ms = _largest(self._guarded(partial(self._time, calls=1)) or 0.0, self.problem)
+        self._guarded(partial(self._first_calls, truth))
+        self.call_ms = self._slowest_ms(1) or 0.0
         self.calls = self._calls_within(self.config.sample_ms)
+        if self.failure is not None or self.peak_bytes is None:  # of a floor
+            return
+        mine = self.errors, self.peak_bytes, self.gradient_bytes
+        errors, *memory = zip(*gathered(mine, self.problem.tp_group), strict=True)
+        self.errors = Errors(*map(_worst, zip(*map(astuple, errors), strict=True)))
+        # The rank with the largest peak, and its own gradients.
+        self.peak_bytes, self.gradient_bytes = max(zip(*memory, strict=True))
 
     def sample(self) -> None:
         """Take one sample."""
         if self.problem.tp_group is not None:
             dist.barrier(self.problem.tp_group)
-        call_ms = self._guarded(partial(self._time, self.calls))
+        call_ms = self._slowest_ms(self.calls)
         if call_ms is not None:
-            self.samples_ms.append(_largest(call_ms, self.problem))
+            self.samples_ms.append(call_ms)
 
     def profile(self, trace: Path | None) -> Profile | None:
-        """Profile the calls of a sample, after untimed ones; None if the run failed.
-
-        ``trace`` is a file for all events of rank 0.
-        """
-        file = trace if self.problem.rank == 0 else None
-
-        def settled() -> Profile:
-            call = self._replay or self._timed_call()
-            for _ in range(self._calls_within(self.config.settle_ms)):
-                call()
-            return take_profile(call, self.calls, self.problem.hidden.device, file)
-
-        return self._guarded(settled)
+        """Profile the calls of a sample; None if the run failed. ``trace`` is a file for rank 0."""
+        file, device = trace if self.problem.rank == 0 else None, self.problem.hidden.device
+        return self._guarded(lambda: take_profile(self._settled(), self.calls, device, file))
 
     def release(self) -> None:
         """Forget the loss function, with what it may have compiled or cached."""
@@ -94,34 +84,32 @@ class Measured:
         return min(MOST_CALLS, max(1, math.ceil(ms / max(self.call_ms, 1e-3))))
 
     def _load(self) -> None:
-        if not self.run.is_ours:
-            self._loss_of = load_peer(self.run.impl, self.problem.tp_group)
+        run, tp_group = self.run, self.problem.tp_group
+        if not run.is_ours:
+            self._loss_of = load_peer(run.impl, tp_group)
             return
         options: dict[str, Any] = {
-            "tp_group": self.problem.tp_group,
+            "tp_group": tp_group,
             # Alone there is no group to split over: one rank's tokens are all of them.
-            "sequence_parallel": self.run.sequence_parallel and self.problem.tp_group is not None,
-            "schedule": self.run.schedule,
-            "max_logits_bytes": self.run.max_logits_bytes,
-            "impl": cast(Impl, self.run.impl),
+            "sequence_parallel": run.sequence_parallel and tp_group is not None,
+            "schedule": run.schedule,
+            "max_logits_bytes": run.max_logits_bytes,
+            "impl": run.impl,
         }
-        if self.run.filter_eps is not None:
-            options["schedule"] = filtered.schedule(self.run.filter_eps)
+        if run.filter_eps is not None:
+            options["schedule"] = filtered.schedule(run.filter_eps)
             found: Any = linear_cross_entropy_with_metrics(
                 *self._leaves(), self.problem.labels, **options
             )
-            shares = {"kept_share": found.kept_share, "rank_one_mass": found.rank_one_mass}
-            self.filtered = {name: share.item() for name, share in shares.items()}
+            shares = "kept_share", "rank_one_mass"
+            self.filtered = {name: getattr(found, name).item() for name in shares}
         self._loss_of = partial(linear_cross_entropy, **options)
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""
-        hidden = self.problem.hidden[self.problem.tokens_of(self.run)].detach()
-        weight = self.problem.weight.detach()
-        if self.run.mode == "forward_backward":
-            hidden.requires_grad_()
-            weight.requires_grad_()
-        return hidden, weight
+        own, learns = self.problem.tokens_of(self.run), self.run.mode == "forward_backward"
+        hidden, weight = self.problem.hidden[own].detach(), self.problem.weight.detach()
+        return hidden.requires_grad_(learns), weight.requires_grad_(learns)
 
     def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute the loss once and, by mode, both gradients anew."""
@@ -134,22 +122,24 @@ class Measured:
         loss.backward()
         return loss.detach()
 
-    def _first_calls(self, truth: Truth | None, warmup: int) -> None:
+    def _call_on(self, hidden: Tensor, weight: Tensor) -> Callable[[], Any]:
         if self.run.impl in FLOORS:
-            floor = FLOORS[self.run.impl].make(self.problem.hidden, self.problem.weight)
-            for _ in range(warmup):
-                floor()
-            return
+            return FLOORS[self.run.impl].make(hidden, weight)
+        return partial(self._call, hidden, weight)
+
+    def _first_calls(self, truth: Truth | None) -> None:
         hidden, weight = self._leaves()
-        for _ in range(warmup):
-            loss = self._call(hidden, weight)
+        call = self._call_on(hidden, weight)
+        for _ in range(self.config.warmup):
+            loss = call()
+        if self.run.impl in FLOORS:
+            return
         self.loss_eps = torch.finfo(loss.dtype).eps
         gradients = [x.grad for x in (hidden, weight) if x.grad is not None]
         if self.run.mode == "forward_backward" and len(gradients) < 2:
             raise RuntimeError("backward must fill the gradients of hidden and weight")
         if truth is not None:
-            pair = (gradients[0], gradients[1]) if gradients else None
-            self.errors = errors_of(self.run, loss, pair, self.problem, truth)
+            self.errors = errors_of(self.run, loss, gradients, self.problem, truth)
         self.gradient_bytes = sum(x.numel() * x.element_size() for x in gradients)
         hidden.grad = weight.grad = None
         del loss, gradients
@@ -158,18 +148,17 @@ class Measured:
             peer.drop_buffers()
         release_shared_memory()  # of other runs
         with peak_memory(hidden.device) as peak:
-            self._call(hidden, weight)
+            call()
         self.peak_bytes = peak.bytes + peak.shared_bytes
 
-    def _time(self, calls: int) -> float:
-        """Return the milliseconds of one of ``calls`` calls back to back.
+    def _slowest_ms(self, calls: int) -> float | None:
+        """Time ``calls`` calls; return the slowest rank's time of one, None if the run failed."""
+        call_ms = self._guarded(partial(self._time, calls))
+        return None if call_ms is None else max(gathered(call_ms, self.problem.tp_group))
 
-        Untimed calls run right before them, so that the GPU's clock is the one that this run leads
-        to, and the host is ahead of the GPU when the first event is recorded.
-        """
-        call = self._replay or self._timed_call()
-        for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
-            call()
+    def _time(self, calls: int) -> float:
+        """Return the milliseconds of one of ``calls`` calls back to back."""
+        call = self._settled()
         if self.problem.hidden.device.type != "cuda":
             started = time.perf_counter()
             for _ in range(calls):
@@ -183,29 +172,31 @@ class Measured:
         end.synchronize()
         return start.elapsed_time(end) / calls
 
-    def _timed_call(self) -> Callable[[], Any]:
-        if self.run.impl in FLOORS:
-            call: Callable[[], Any] = FLOORS[self.run.impl].make(
-                self.problem.hidden, self.problem.weight
-            )
-        else:
-            call = partial(self._call, *self._leaves())
-        if not self.config.cuda_graph:
-            return call
-        self._replay = _captured(call)
-        return self._replay
+    def _settled(self) -> Callable[[], Any]:
+        """Return what is to be timed, after untimed calls of it.
+
+        So the GPU's clock is the one that this run leads to, and the host is ahead of the GPU.
+        """
+        call = self._replay or self._call_on(*self._leaves())
+        if self.config.cuda_graph and self._replay is None:
+            call = self._replay = _captured(call)
+        for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
+            call()
+        return call
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
         """Return what ``step`` returns, or None if it fails on a rank or the run already had."""
         if self.failure is not None:
             return None
-        result, message = None, None
+        result = message = None
         try:
             result = step()
         except Exception as error:  # a peer may raise anything, and must not end the others
-            first, *_ = f"{type(error).__name__}: {error}".splitlines()
-            message = first
-        self.failure = _first_failure(message, self.problem)
+            message, *_ = f"{type(error).__name__}: {error}".splitlines()
+        if self.problem.tp_group is not None:
+            everyones = enumerate(gathered(message, self.problem.tp_group))
+            message = next((f"rank {rank}: {text}" for rank, text in everyones if text), None)
+        self.failure = message
         if self.failure is None:
             return result
         # The traceback, gone by now, held the tensors of the call.
@@ -243,40 +234,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def over_ranks(found: Measured) -> None:
-    """Make errors and memory the worst of all ranks."""
-    if found.problem.tp_group is None or found.failure is not None or found.peak_bytes is None:
-        return  # all ranks do: they agree on failures, and floors have no memory to measure
-    everyones: list[Any] = [None] * found.problem.P
-    mine = (found.errors, found.peak_bytes, found.gradient_bytes)
-    dist.all_gather_object(everyones, mine, group=found.problem.tp_group)
-    errors, peaks, gradients = zip(*everyones, strict=True)
-    found.errors = Errors(
-        *(_worst([getattr(e, name) for e in errors]) for name in ("loss", "dhidden", "dweight"))
-    )
-    # The rank with the largest peak, and its own gradients.
-    found.peak_bytes, found.gradient_bytes = max(
-        zip((peak or 0 for peak in peaks), gradients, strict=True)
-    )
-
-
-def _worst(errors: list[float | None]) -> float | None:
+def _worst(errors: Iterable[float | None]) -> float | None:
     known = [error for error in errors if error is not None]
     return max(known, key=lambda error: (math.isnan(error), error)) if known else None
-
-
-def _largest(ms: float, problem: Problem) -> float:
-    if problem.tp_group is None:
-        return ms
-    slowest = torch.tensor(ms, dtype=torch.float64, device=problem.hidden.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=problem.tp_group)
-    return slowest.item()
-
-
-def _first_failure(message: str | None, problem: Problem) -> str | None:
-    if problem.tp_group is None:
-        return message
-    everyones: list[Any] = [None] * problem.P
-    dist.all_gather_object(everyones, message, group=problem.tp_group)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text is not None]
-    return failed[0] if failed else None

@@ -1,18 +1,14 @@
 """Other implementations of the same loss, each behind one small adapter.
 
-An adapter is ``load(tp_group) -> loss_of(hidden, weight, labels)``: it imports what it needs when
-called, so that a peer which is not installed costs its own row in the table and no more. The loss
-is the mean over tokens, a scalar of any float dtype. Operands are leaves for a run with gradients
-and ask for none in a forward run.
+An adapter is ``load(tp_group) -> loss_of(hidden, weight, labels)``, which returns the mean loss. It
+imports what it needs when called, so that a peer which is not installed costs its own row alone.
 
-To add one: write its ``_load_...`` and give it a line in ``PEERS``. A peer that splits the
-vocabulary over ranks says ``parallel=True`` and gets the group, the whole labels [T] and this
-rank's rows of the weight; hidden is whole, or [T / P, H], this rank's tokens, under sequence
-parallelism. What it keeps from call to call it frees in ``drop_buffers``: memory counts that too.
+A peer that splits the vocabulary over ranks says ``parallel=True`` and gets the group, the whole
+labels [T] and this rank's rows of the weight; hidden is whole, or [T / P, H], this rank's tokens,
+under sequence parallelism. What it keeps from call to call it frees in ``drop_buffers``.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +37,6 @@ class Peer:
     package: str | None = None
     parallel: bool = False
     drop_buffers: Callable[[], None] | None = None
-
-
-def _megatron(fused: bool) -> Peer:
-    load = functools.partial(megatron_peer.load, fused)
-    return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
 
 
 def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -97,84 +88,68 @@ class _Dropped(torch.autograd.Function):
         return dhidden * dloss, dweight * dloss, None, None
 
 
-def _load_dropped(drops_dweight: bool, tp_group: object) -> LossFunction:
-    return lambda *operands: _Dropped.apply(*operands, drops_dweight)
+def _dropped(drops_dweight: bool) -> Peer:
+    return Peer(lambda _: lambda *operands: _Dropped.apply(*operands, drops_dweight))
 
 
-def _load_compiled(
-    loss_of: LossFunction, tp_group: dist.ProcessGroup | None
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return torch.compile(loss_of, dynamic=False)
+def _compiled(loss_of: LossFunction) -> Peer:
+    return Peer(lambda _: torch.compile(loss_of, dynamic=False))
 
 
-def _load_torch_linear_cross_entropy(tp_group: dist.ProcessGroup | None) -> LossFunction:
+def _load_torch_linear_cross_entropy(tp_group: object) -> LossFunction:
     if not hasattr(F, "linear_cross_entropy"):
         raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
     # Without options it is the reference implementation, with all logits.
-    options = torch.nn.LinearCrossEntropyOptions()
-    return functools.partial(F.linear_cross_entropy, options=options)
+    return functools.partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
 
 
-def _load_liger(accum_dtype: torch.dtype | None, tp_group: object) -> LossFunction:
-    from liger_kernel.transformers import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        LigerFusedLinearCrossEntropyLoss,
-    )
+def _liger(accum_dtype: torch.dtype | None) -> Peer:
+    def load(tp_group: object) -> LossFunction:
+        import liger_kernel.transformers as liger  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    module = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
-    return lambda hidden, weight, labels: module(weight, hidden, labels)
+        module = liger.LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
+        return lambda hidden, weight, labels: module(weight, hidden, labels)
+
+    return Peer(load, "liger-kernel")
 
 
-def _load_cce(options: dict[str, object], tp_group: object) -> LossFunction:
-    from cut_cross_entropy import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        linear_cross_entropy,
-    )
+def _cce(**options: object) -> Peer:
+    def load(tp_group: object) -> LossFunction:
+        import cut_cross_entropy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    return functools.partial(linear_cross_entropy, **options)
+        return functools.partial(cut_cross_entropy.linear_cross_entropy, **options)
+
+    return Peer(load, "cut-cross-entropy")
+
+
+def _megatron(fused: bool) -> Peer:
+    load = functools.partial(megatron_peer.load, fused)
+    return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
 
 
 PEERS: dict[str, Peer] = {
     "canonical": Peer(lambda _: canonical),
     "torch_eager": Peer(lambda _: torch_eager),
-    "torch_compile": Peer(functools.partial(_load_compiled, torch_eager)),
-    "torch_compile_fp32": Peer(functools.partial(_load_compiled, canonical)),
+    "torch_compile": _compiled(torch_eager),
+    "torch_compile_fp32": _compiled(canonical),
     "torch_linear_cross_entropy": Peer(_load_torch_linear_cross_entropy),
-    "liger": Peer(functools.partial(_load_liger, None), "liger-kernel"),
-    "liger_fp32": Peer(functools.partial(_load_liger, torch.float32), "liger-kernel"),
-    "cce": Peer(functools.partial(_load_cce, {}), "cut-cross-entropy"),
+    "liger": _liger(None),
+    "liger_fp32": _liger(torch.float32),
+    "cce": _cce(),
     # Its default drops small gradients; this one keeps all.
-    "cce_unfiltered": Peer(functools.partial(_load_cce, {"filter_eps": None}), "cut-cross-entropy"),
+    "cce_unfiltered": _cce(filter_eps=None),
     # Of its newer releases; an older one says that it does not know the name.
-    "cce_exact": Peer(functools.partial(_load_cce, {"impl": "cce_exact"}), "cut-cross-entropy"),
-    "cce_kahan_full_c": Peer(
-        functools.partial(_load_cce, {"impl": "cce_kahan_full_c"}), "cut-cross-entropy"
-    ),
-    "dropped": Peer(functools.partial(_load_dropped, True)),
-    "dropped_dhidden": Peer(functools.partial(_load_dropped, False)),
+    "cce_exact": _cce(impl="cce_exact"),
+    "cce_kahan_full_c": _cce(impl="cce_kahan_full_c"),
+    "dropped": _dropped(drops_dweight=True),
+    "dropped_dhidden": _dropped(drops_dweight=False),
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }
 
 
-def forget_compiled() -> None:
-    """Drop compiled code: that of one shape must not count towards torch.compile's limit."""
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
-        torch.compiler.reset()
-
-
-def close_peers(tp_group: dist.ProcessGroup | None) -> None:
-    """Give back what peers hold of the process: groups of their own."""
-    megatron_peer.stop()
-    if tp_group is None and dist.is_initialized():  # a peer made it for itself
-        dist.destroy_process_group()
-
-
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:
-    """Return the peer's loss function.
-
-    Raises:
-        NotInstalled: its package, or the function in it, is not there.
-        NotImplementedError: there are several ranks, and it runs on one.
-    """
+    """Return the peer's loss function; raise if it is not installed, or runs on one rank only."""
     peer = PEERS[name]
     if tp_group is not None and tp_group.size() > 1 and not peer.parallel:
         raise NotImplementedError(f"{name} does not split the vocabulary over ranks")

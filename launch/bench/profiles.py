@@ -1,9 +1,9 @@
 """Where a run's time goes: its kernels, communication that nothing hides, and standing idle.
 
 On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time,
-and no more: only a device has a time line of its own. Communication is what NCCL's kernels and
-copies between devices take. It is exposed while nothing else runs on this device. Waiting for the
-other ranks is part of it within NCCL's kernels; copies do not begin before, so there it is idling.
+without a time line. Communication is what NCCL's kernels and copies between devices take, exposed
+while nothing else runs on this device. Waiting for the other ranks is part of it within NCCL's
+kernels; copies do not begin before, so there it is idling.
 """
 
 import re
@@ -18,7 +18,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 Kind = Literal["products", "other", "communication"]
-Span = tuple[float, float]
 
 COMMUNICATION = re.compile(r"nccl|Memcpy PtoP")
 PRODUCTS = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|linear_stats|dlogits", re.IGNORECASE)
@@ -78,8 +77,7 @@ def take_profile(
 ) -> Profile:
     """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events.
 
-    One more goes before them that does not count on a GPU: in it a rank whose profiler was fast to
-    start waits for the others.
+    One more goes before them, in which the profilers of all ranks start: on a GPU it is left out.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -101,10 +99,8 @@ def take_profile(
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    counted = by_call(found, 1 + calls)[1:]
-    if not counted:
-        return profile_of(found, 1 + calls)
-    return profile_of([x for one in counted for x in one], calls)
+    counted = [x for one in by_call(found, 1 + calls)[1:] for x in one]
+    return profile_of(counted, calls) if counted else profile_of(found, 1 + calls)
 
 
 def profile_of(found: list[Activity], calls: int) -> Profile:
@@ -114,17 +110,19 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
         return Profile(kernels)
 
     step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
-    found = without_copies_aside(found)
+    # Copies within the device, on streams where nothing is computed, move a rank's own part of a
+    # gather: neither communication nor work that would hide it.
+    others = [x for x in found if x.kind != "communication"]
+    computing = {x.stream for x in others if not x.name.startswith(COPY_OR_FILL)}
+    found = [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
     def covered_us(*kinds: Kind) -> float:
-        return covered((x.start_us, x.end_us) for x in found if x.kind in kinds) / calls
+        return covered(x for x in found if x.kind in kinds) / calls
 
-    products_us = covered_us("products")
-    computing_us = covered_us("products", "other")
+    products_us, computing_us = covered_us("products"), covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
     idle_us = max(0.0, step_us - busy_us)
-    each_call = by_call(found, calls)
-    middle = each_call[calls // 2] if each_call else []
+    middle = (by_call(found, calls) or [[]] * calls)[calls // 2]
     return Profile(
         kernels,
         idle_share=idle_us / step_us,
@@ -140,31 +138,17 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     )
 
 
-def without_copies_aside(found: list[Activity]) -> list[Activity]:
-    """Leave out copies within the device on streams where nothing is computed.
-
-    They move a rank's own part of a gather: neither communication nor work that would hide it.
-    """
-    computing = {
-        x.stream for x in found if x.kind != "communication" and not x.name.startswith(COPY_OR_FILL)
-    }
-    return [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """Return how long at least one of ``spans`` lasts."""
+def covered(found: Iterable[Activity]) -> float:
+    """Return how long at least one activity lasts."""
     total, until = 0.0, -float("inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
+    for x in sorted(found, key=lambda x: x.start_us):
+        total += max(0.0, x.end_us - max(x.start_us, until))
+        until = max(until, x.end_us)
     return total
 
 
 def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
-    """Return what each of ``calls`` calls ran, by start; [] if they did not launch the same number.
-
-    A call begins after the last of the call before has begun.
-    """
+    """Return what each call ran, by start; [] if they did not launch the same number."""
     each, rest = divmod(len(found), calls)
     if rest or not found:
         return []
@@ -173,9 +157,7 @@ def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
 
 
 def describe(profile: Profile) -> str:
-    """Say in a line what a call's time was spent on; empty if that is not known."""
-    if profile.step_us is None:
-        return ""
+    """Say in a line what a call's time was spent on; of a profile of a GPU."""
     ms = {name.removesuffix("_us"): x / 1e3 for name, x in vars(profile).items() if "_us" in name}
     return (
         f"{ms['step']:.3f} ms: products {ms['products']:.3f}, other kernels {ms['other']:.3f}, "

@@ -17,6 +17,7 @@ from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import NotInstalled
+from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
 LOSS_BUDGET = 1e-4
@@ -79,47 +80,36 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
-    floors = {
-        x.run.impl: _quantiles(x.samples_ms)[1] for x in found if x.failure is None and x.samples_ms
-    }
-    eager = next((x for x in found if x.run.impl == "torch_eager" and x.failure is None), None)
-    return [_make_record(shape, x, floors, eager) for x in found]
+    measured = [x for x in found if x.failure is None and x.samples_ms]
+    p50_ms = {x.run.impl: _quantiles(x.samples_ms)[1] for x in measured}
+    eager = next((x for x in measured if x.run.impl == "torch_eager"), None)
+    return [_make_record(shape, x, p50_ms, eager) for x in found]
 
 
 def _make_record(
-    shape: ShapeSpec, found: Measured, floors: dict[str, float], eager: Measured | None
+    shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
-    fields = dataclasses.asdict(run)
+    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
+    given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     if not run.is_ours or run.mode == "forward":
-        fields["schedule"] = None
-    record = Record(
-        op="floor" if is_floor else "linear_cross_entropy",
-        dtype=shape.dtype,
-        T=shape.T,
-        V=shape.V,
-        H=shape.H,
-        P=found.problem.P,
-        **fields,
-    )
+        given["schedule"] = None
     if found.failure is not None:
-        return dataclasses.replace(record, status="error", message=found.failure)
+        return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = _quantiles(found.samples_ms)
-    floor_ms = None if is_floor else _floor_ms(run, floors)
-    peak = found.peak_bytes
-    complaint = _complaint(found, eager)
-    return dataclasses.replace(
-        record,
+    floor_ms = None if is_floor else p50_ms.get(floor_of(run))
+    if floor_ms is not None and run.mode == "forward":
+        floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
+    peak, complaint = found.peak_bytes, _complaint(found, eager)
+    return Record(
+        **given,
         p20_ms=p20,
         p50_ms=p50,
         p80_ms=p80,
         peak_mib=None if peak is None else peak / MIB,
         workspace_mib=None if peak is None else (peak - found.gradient_bytes) / MIB,
-        loss_error=found.errors.loss,
-        dhidden_error=found.errors.dhidden,
-        dweight_error=found.errors.dweight,
-        kept_share=found.filtered.get("kept_share"),
-        rank_one_mass=found.filtered.get("rank_one_mass"),
+        **{f"{name}_error": error for name, error in vars(found.errors).items()},
+        **found.filtered,
         floor_ms=floor_ms,
         ratio=None if floor_ms is None else p50 / floor_ms,
         status="ok" if complaint is None else "wrong",
@@ -127,22 +117,13 @@ def _make_record(
     )
 
 
-def _floor_ms(run: RunSpec, floors: dict[str, float]) -> float | None:
-    gemms_ms = floors.get(floor_of(run))
-    if gemms_ms is not None and run.mode == "forward":
-        return max(gemms_ms, floors.get("read_weight", 0.0))
-    return gemms_ms
-
-
 def _complaint(found: Measured, eager: Measured | None) -> str | None:
     """Say what is wrong with a run's results; None if nothing is, or nothing was compared."""
     budgets = {"loss": max(LOSS_BUDGET, found.loss_eps)}
     for name in ("dhidden", "dweight"):
         yardstick = None if eager is None else getattr(eager.errors, name)
-        approximates = found.run.filter_eps is not None
-        if approximates or yardstick is None or not math.isfinite(yardstick):
-            budgets[name] = GRADIENT_BUDGET
-        else:
+        budgets[name] = GRADIENT_BUDGET
+        if found.run.filter_eps is None and yardstick is not None and math.isfinite(yardstick):
             budgets[name] = max(TIMES_EAGER * yardstick, LEAST_GRADIENT_BUDGET)
     for name, budget in budgets.items():
         error = getattr(found.errors, name)
@@ -157,16 +138,29 @@ def _quantiles(samples: list[float]) -> tuple[float, float, float]:
     return p20, p50, p80
 
 
+COLUMNS = (
+    ("ms", "p50_ms", ".3f"),
+    ("p20", "p20_ms", ".3f"),
+    ("p80", "p80_ms", ".3f"),
+    ("/ floor", "ratio", ".3f"),
+    ("workspace MiB", "workspace_mib", ",.1f"),
+    ("loss", "loss_error", ".1e"),
+    ("dhidden", "dhidden_error", ".1e"),
+    ("dweight", "dweight_error", ".1e"),
+    ("kept", "kept_share", ".4f"),
+    ("rank one", "rank_one_mass", ".4f"),
+)
+"""Headings of a table between the run and its complaint, and the fields below them."""
+
+
 def table(records: list[Record]) -> Table:
     """Return the table of one shape."""
     first = records[0]
     ranks = f" on {first.P} ranks" if first.P > 1 else ""
     made = Table(title=f"T={first.T} H={first.H} V={first.V} {first.dtype}{ranks}")
     made.add_column("run", no_wrap=True)
-    for heading in ("ms", "p20", "p80", "/ floor", "workspace MiB", "loss", "dhidden", "dweight"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    filtered = any(record.kept_share is not None for record in records)
-    for heading in ("kept", "rank one") if filtered else ():
+    columns = COLUMNS if any(record.kept_share is not None for record in records) else COLUMNS[:-2]
+    for heading, *_ in columns:
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", overflow="fold")
     last_op = first.op
@@ -174,20 +168,8 @@ def table(records: list[Record]) -> Table:
         if record.op != last_op:
             made.add_section()
             last_op = record.op
-        complaint = f"{record.status}: {escape((record.message or '')[:120])}"
-        made.add_row(
-            escape(record.run.name),
-            _cell(record.p50_ms, ".3f"),
-            _cell(record.p20_ms, ".3f"),
-            _cell(record.p80_ms, ".3f"),
-            _cell(record.ratio, ".3f"),
-            _cell(record.workspace_mib, ",.1f"),
-            *(_cell(getattr(record, f"{x}_error"), ".1e") for x in ("loss", "dhidden", "dweight")),
-            *(_cell(x, ".4f") for x in (record.kept_share, record.rank_one_mass) if filtered),
-            "" if record.status == "ok" else f"[red]{complaint}[/]",
-        )  # fmt: skip
+        values = [(getattr(record, field), form) for _, field, form in columns]
+        cells = ["" if value is None else format(value, form) for value, form in values]
+        complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"
+        made.add_row(escape(record.run.name), *cells, "" if record.status == "ok" else complaint)
     return made
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

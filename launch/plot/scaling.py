@@ -1,10 +1,11 @@
 """Time and memory over the number of ranks: the same grid run on several.
 
-T, H and V (the whole vocabulary) are fixed while P, the number of ranks, grows, so each rank holds
-V / P rows. Each run has a row, and each P a marker in it. Efficiency is the time of all ranks
-together on the fewest ranks, over that on P: at 100 % the markers of a row are aligned.
+T, H and V (the whole vocabulary) are fixed while P, the number of ranks, grows. Each run has a row,
+and each P a marker in it. Efficiency is the time of all ranks together on the fewest ranks, over
+that on P: at 100 % the markers of a row are aligned.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,8 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.bench.config import OURS
 from flce_dist.launch.bench.report import Record
-from flce_dist.launch.plot.drawing import (
-    BLUE,
-    ON_LINES,
-    OUR_COLOR,
-    PRODUCTS,
-    WORKSPACE,
-    mark_gemms,
-)
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.plot import figures
+from flce_dist.launch.yaml_config import require
 
 FLOOR = "gemm3"
 MARKERS = ("o", "s", "D", "^", "v")
@@ -31,40 +25,30 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#000000")
 
 ResultFile = tuple[Path, dict[str, Any], list[Record]]
 OverRanks = dict[int, Record]  # by P
-Problem = tuple[int, int, int, str]  # T, H, V, dtype
 
 
 def one_grid(files: list[ResultFile]) -> list[ResultFile]:
     """Return the files that have a run in common with one on another number of ranks.
 
-    Raises:
-        ConfigError: they are of different commits.
+    Raises ``ConfigError`` if they are of different commits.
     """
-    runs = [
-        {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
-        for _, _, records in files
-    ]
-    ranks = [about.get("ranks", 1) for _, about, _ in files]
-    found = [
-        file
-        for file, mine, P in zip(files, runs, ranks, strict=True)
-        if any(mine & theirs and P != Q for theirs, Q in zip(runs, ranks, strict=True))
-    ]
-    commits = [about.get("commit") for _, about, _ in found]
-    if len(set(commits)) > 1:
-        names = [
-            f"{path.name} of {commit}" for (path, *_), commit in zip(found, commits, strict=True)
-        ]
-        raise ConfigError(
-            "results of one grid on several numbers of ranks must be of one commit to be compared, "
-            f"got {', '.join(names)}; draw those of each commit by a command of their own"
-        )
+    ranks_of: dict[Any, set[int]] = defaultdict(set)  # of each run
+    for _, about, records in files:
+        for run in _runs(records):
+            ranks_of[run].add(about.get("ranks", 1))
+    found = [file for file in files if any(len(ranks_of[run]) > 1 for run in _runs(file[2]))]
+    names = [f"{path.name} of {about.get('commit')}" for path, about, _ in found]
+    require(
+        len({about.get("commit") for _, about, _ in found}) <= 1,
+        "results of one grid on several numbers of ranks must be of one commit to be compared, "
+        f"got {', '.join(names)}; draw those of each commit by a command of their own",
+    )
     return found
 
 
 def scaling(records: list[Record]) -> Figure | None:
     """Draw time and memory on each P for each run with gradients; None if there is one P only."""
-    problems: dict[Problem, dict[str, OverRanks]] = {}
+    problems: dict[tuple[int, int, int, str], dict[str, OverRanks]] = {}  # by T, H, V, dtype
     for r in filter(_is_drawn, records):
         problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
     for problem, runs in problems.items():
@@ -80,18 +64,21 @@ def scaling(records: list[Record]) -> Figure | None:
     )
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
-        _draw(times, memory, dict(sorted(runs.items(), key=_floor_first)), counts)
+        # The floor, ours, the others; among each as the files have them.
+        rows = sorted(runs.items(), key=lambda item: (item[0] != FLOOR, not _is_ours(item[1])))
+        _draw(times, memory, dict(rows), counts)
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
-    times.set_xlabel(f"time x ranks, over {PRODUCTS}; percent: efficiency", fontsize=8)
+    products = "3 matrix products; dotted: 4 products, logits computed twice"
+    times.set_xlabel(f"time x ranks, over {products}; percent: efficiency", fontsize=8)
     memory.set_xscale("log", base=2)
     memory.xaxis.set_major_formatter("{x:,g}")
-    memory.set_xlabel(f"{WORKSPACE}, per rank", fontsize=8)
-    figure.legend(
-        *times.get_legend_handles_labels(), loc="outside upper right", ncols=5, fontsize=8
-    )
-    figure.suptitle(f"The same problem on more ranks ({BLUE})", fontsize=10, x=0.01, ha="left")
+    memory.set_xlabel(f"{figures.WORKSPACE}, per rank", fontsize=8)
+    markers = times.get_legend_handles_labels()
+    figure.legend(*markers, loc="outside upper right", ncols=5, fontsize=8)
+    title = f"The same problem on more ranks ({figures.BLUE})"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
 
 
@@ -117,15 +104,11 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
     for y, over in enumerate(runs.values()):
         shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
         most = max(_rank_ms(r) for r in over.values()) / products_ms
-        times.annotate(
-            shares, (most, y), (8, 0), textcoords="offset points", va="center", fontsize=7,
-            bbox=ON_LINES,
-        )  # fmt: skip
-    mark_gemms(times.axvline)
-    times.set_yticks(range(len(runs)), runs)
-    times.set_ylim(len(runs) - 0.5, -0.5)
+        figures.write_at(times, shares, (most, y), (8, 0), va="center", fontsize=7)
+    figures.mark_gemms(times.axvline)
+    figures.name_rows(times, list(runs))
     for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
-        name.set_color(OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
+        name.set_color(figures.OUR_COLOR if _is_ours(over) else "black")
     for axes in (times, memory):
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
@@ -143,7 +126,10 @@ def _is_drawn(r: Record) -> bool:
     return r.mode == "forward_backward" and r.p50_ms is not None and named
 
 
-def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:
-    """Order: the floor, ours, the others; among each as the files have them."""
-    name, over = item
-    return name != FLOOR, all(r.impl not in OURS for r in over.values())
+def _runs(records: list[Record]) -> set[Any]:
+    """Return what is comparable with a run in another file; floors alone are not."""
+    return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
+
+
+def _is_ours(over: OverRanks) -> bool:
+    return any(r.impl in OURS for r in over.values())

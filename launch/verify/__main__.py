@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,24 +27,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flce_dist.launch.about import about
-from flce_dist.launch.process_group import start
-from flce_dist.launch.verify.cases import (
-    Case,
-    Shape,
-    cases,
-    default_shapes,
-    filtered_shape,
-    filtered_variants,
-    part_cached_budget,
-    variants,
-)
-from flce_dist.launch.verify.checks import Truth, make_truth, run_case
-from flce_dist.launch.verify.data import Data, make_data
+from flce_dist.launch.process_group import Group, device_type_of, rank_and_size, reduced, start
+from flce_dist.launch.verify import cases
+from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
-from flce_dist.launch.yaml_config import SEED, SIZE, ConfigError, check_ranges
+from flce_dist.launch.yaml_config import SEED, SIZE, check_ranges
 from flce_dist.options import Impl, Schedule
-from flce_dist.testing import ErrorBudget
 
 Size = Annotated[int, SIZE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,13 +69,12 @@ def main(args: Sequence[str] | None = None) -> int:
         console_outputs=show_errors,
     )
     check_ranges(settings)
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda needs a GPU, found none")
+    device_type = device_type_of(settings.device)
     if settings.output is not None and show_errors:
         check_writable(settings.output)
     started = time.monotonic()
-    device, tp_group = start(settings.device)
-    rank, P = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+    device, tp_group = start(device_type)
+    rank, P = rank_and_size(tp_group)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
 
     records: list[Record] = []
@@ -93,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
         found = worst_of_ranks(found, tp_group)
         console.print(table(found))
         records += found
-    seconds = round(time.monotonic() - started, 1)
-    facts = {"ranks": P, **about(device), "seconds": seconds}
+    facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
@@ -104,12 +92,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _tables(
-    settings: Settings, device: torch.device, tp_group: dist.ProcessGroup | None, console: Console
+    settings: Settings, device: torch.device, tp_group: Group, console: Console
 ) -> Iterator[list[Record]]:
     """Run every case, each rank its share of it; yield this rank's records table by table."""
-    P = 1 if tp_group is None else tp_group.size()
-    asked = [Shape(*sizes) for sizes in settings.shapes] or default_shapes(device.type, P)
-    grid = [(shape, variants()) for shape in asked] + [(filtered_shape(P), filtered_variants())]
+    P = rank_and_size(tp_group)[1]
+    asked = [cases.Shape(*sizes) for sizes in settings.shapes]
+    grid = [(shape, cases.variants()) for shape in asked or cases.default_shapes(device.type, P)]
+    grid.append((cases.filtered_shape(P), cases.filtered_variants()))
     fitting = []
     for shape, losses in grid:
         if _fits(shape, device, tp_group):
@@ -119,9 +108,9 @@ def _tables(
     todo = []
     for dtype in settings.dtypes:
         for shape, losses in fitting:
-            budget = part_cached_budget(shape, P, DTYPES[dtype])
-            groups = [list(cases(variant, settings.schedules, P, budget)) for variant in losses]
-            todo.append((dtype, shape, [group for group in groups if group]))
+            budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
+            found = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
+            todo.append((dtype, shape, [group for group in map(list, found) if group]))
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:
@@ -132,38 +121,26 @@ def _tables(
                 truth = functools.cache(functools.partial(make_truth, data, variant, P=P))
                 for case in group:
                     progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
-                    checks = _checks(case, data, truth, tp_group, settings.impl)
-                    records.append(Record(dtype, shape, case, *checks))
+                    try:
+                        expected = truth(case.metric_gradients, case.filter_eps)
+                        checks = run_case(case, data, expected, tp_group, settings.impl)
+                        records.append(Record(dtype, shape, case, checks))
+                    except Exception as error:  # must not hide the other cases
+                        failure = f"{type(error).__name__}: {error}"
+                        records.append(Record(dtype, shape, case, {}, failure))
                     progress.advance(bar)
             if records:
                 yield records
 
 
-def _checks(
-    case: Case,
-    data: Data,
-    truth: Callable[..., Truth],
-    tp_group: dist.ProcessGroup | None,
-    impl: Impl | None,
-) -> tuple[dict[str, ErrorBudget], str | None]:
-    """Return the checks of a case, or why it has none: one that raises must not hide the others."""
-    try:
-        expected = truth(case.metric_gradients, case.filter_eps)
-        return run_case(case, data, expected, tp_group, impl), None
-    except Exception as error:
-        return {}, f"{type(error).__name__}: {error}"
-
-
-def _fits(shape: Shape, device: torch.device, tp_group: dist.ProcessGroup | None) -> bool:
+def _fits(shape: cases.Shape, device: torch.device, tp_group: Group) -> bool:
     """Whether the truth, about ten tensors of [T, V_all] in fp64, fits into every rank's memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks_here
-    least = torch.tensor(free, device=device)
-    if tp_group is not None:
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=tp_group)
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    least = reduced(torch.tensor(free, device=device), tp_group, dist.ReduceOp.MIN)
     return 10 * 8 * shape.T * shape.V_all < int(least)
 
 

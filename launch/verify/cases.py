@@ -3,6 +3,7 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,6 +40,10 @@ class Variant:
     uneven: bool = False  # shards of different lengths, given by vocab_range
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.reduction})"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -52,11 +57,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        name, part = str(self.schedule), ", part cached"
-        if self.filter_eps is not None:
-            name, part = f"eps={self.filter_eps:g}", ", rounds"
-        name += "" if self.max_logits_bytes is None else part
-        return f"{name}{', SP' if self.sequence_parallel else ''}"
+        is_filtered = self.filter_eps is not None
+        words = [f"eps={self.filter_eps:g}" if is_filtered else str(self.schedule)]
+        if self.max_logits_bytes is not None:
+            words.append("rounds" if is_filtered else "part cached")
+        return ", ".join([*words, "SP"] if self.sequence_parallel else words)
 
     @property
     def metric_gradients(self) -> bool:
@@ -83,16 +88,10 @@ def variants() -> list[Variant]:
         Variant("padded vocabulary", padding=5),
         Variant("uneven shards", uneven=True),
         Variant(
-            "many together",
-            "none",
-            options=(smoothing, z_loss, scale),
-            bias=True,
-            token_weight=True,
-            metrics=True,
-            padding=5,
-            uneven=True,
+            "many together", "none", options=(smoothing, z_loss, scale), bias=True,
+            token_weight=True, metrics=True, padding=5, uneven=True,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def filtered_variants() -> list[Variant]:
@@ -128,24 +127,13 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 
 
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
-    """Return a ``max_logits_bytes`` with which ``cached`` caches only some columns.
-
-    It is the middle one of those that do, and None if none does.
-    """
-    T, V = round_up(shape.T, P), round_up(shape.V_all, P) // P
-    column_bytes = T * dtype.itemsize
-    budgets = []
-    for columns in range(256, 2 * V, 256):
-        chosen = plan(
-            T=T,
-            V=V,
-            itemsize=dtype.itemsize,
-            schedule="cached",
-            max_logits_bytes=columns * column_bytes,
-            converts=dtype == torch.float16,
-        )
-        if 0 < chosen.cached_v < V:
-            budgets.append(chosen.logits_bytes)
+    """Return the middle one of the budgets with which ``cached`` caches only some columns."""
+    T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
+    converts = dtype == torch.float16
+    sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "converts": converts}
+    asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
+    plans = [plan(**sizes, schedule="cached", max_logits_bytes=budget) for budget in asked]
+    budgets = [found.logits_bytes for found in plans if 0 < found.cached_v < V]
     return budgets[len(budgets) // 2] if budgets else None
 
 
@@ -154,32 +142,26 @@ def cases(
 ) -> Iterator[Case]:
     """Yield every supported way to compute ``variant`` on P ranks.
 
-    ``part_cached`` comes from ``part_cached_budget``.
+    ``part_cached`` comes from ``part_cached_budget``. Filtered gradients are computed in one round
+    and, of the first variant, in several, and with every tile kept.
     """
-    if variant.filtered:
-        if "recompute" in schedules:
-            yield from _filtered_cases(variant, P)
-        return
     needs_logits = {"softcap", "label_smoothing"} <= dict(variant.options).keys()
-    for schedule in schedules:
+    for schedule, split in itertools.product(schedules, (False, True) if P > 1 else (False,)):
+        case = Case(variant, schedule, split)
+        if variant.filtered:
+            if schedule == "recompute":
+                yield replace(case, filter_eps=FILTER_EPS)
+            if schedule == "recompute" and variant.name == "filter_eps":
+                yield replace(case, filter_eps=FILTER_EPS, max_logits_bytes=1)
+                yield replace(case, filter_eps=0.0)
+            continue
         if needs_logits and schedule in ("cached", "in_forward"):
             continue
         if variant.reduction == "none" and schedule == "in_forward":
             continue
-        for sequence_parallel in (False, True) if P > 1 else (False,):
-            yield Case(variant, schedule, sequence_parallel)
-            if schedule == "cached" and variant.name == "plain" and part_cached is not None:
-                yield Case(variant, schedule, sequence_parallel, part_cached)
-
-
-def _filtered_cases(variant: Variant, P: int) -> Iterator[Case]:
-    """Yield one round and, of the first variant, several, and every tile kept."""
-    for sequence_parallel in (False, True) if P > 1 else (False,):
-        case = Case(variant, "recompute", sequence_parallel, filter_eps=FILTER_EPS)
         yield case
-        if variant.name == "filter_eps":
-            yield replace(case, max_logits_bytes=1)
-            yield replace(case, filter_eps=0.0)
+        if schedule == "cached" and variant.name == "plain" and part_cached is not None:
+            yield replace(case, max_logits_bytes=part_cached)
 
 
 def round_up(n: int, multiple: int) -> int:

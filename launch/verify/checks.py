@@ -5,7 +5,6 @@ which every rank computes for itself; the budget comes from the same in the dtyp
 collective of ours, and no mistake in one, can spoil both sides of a comparison.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from flce_dist import (
     linear_cross_entropy_with_metrics,
     vocab_range,
 )
+from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
 from flce_dist.launch.verify.cases import Case, Variant
 from flce_dist.launch.verify.data import Data
 from flce_dist.options import Impl
@@ -51,40 +51,36 @@ def make_truth(
     """
     dtypes = (torch.float64, data.hidden.dtype)
     oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
+    truth = Truth(oracle, eager, data.hidden.dtype)
     if not filter_eps:
-        return Truth(oracle, eager, data.hidden.dtype)
-    defined = filtered.filtered_gradients(
-        data.hidden,
-        data.weight,
-        data.labels,
-        eps=filter_eps,
-        dloss=data.dloss,
-        bias=data.bias,
-        shard_starts=[vocab_range(len(data.weight), rank, P)[0] for rank in range(P)],
-        **_options(variant, data),
-    )
+        return truth
+    starts = [vocab_range(len(data.weight), rank, P)[0] for rank in range(P)]
+    options = {"dloss": data.dloss, "bias": data.bias, **_options(variant, data)}
+    operands = data.hidden, data.weight, data.labels
+    defined = filtered.filtered_gradients(*operands, eps=filter_eps, shard_starts=starts, **options)
     for name in oracle.keys() & {"dhidden", "dweight", "dbias"}:
         gradient = getattr(defined, name)
         eager[name] = gradient + (eager[name] - oracle[name])
         oracle[name] = gradient
     oracle["kept_share"] = defined.kept.double().mean()
     oracle["rank_one_mass"] = defined.rank_one_mass
-    return Truth(oracle, eager, data.hidden.dtype)
+    return truth
 
 
 def run_case(
-    case: Case, data: Data, truth: Truth, tp_group: dist.ProcessGroup | None, impl: Impl | None
+    case: Case, data: Data, truth: Truth, tp_group: Group, impl: Impl | None
 ) -> dict[str, ErrorBudget]:
     """Compute ``case`` on this rank and compare; every rank must call this."""
-    P, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     T, rows = len(data.labels), len(data.weight)
-    tokens = slice(rank * T // P, (rank + 1) * T // P) if case.sequence_parallel else slice(T)
-    own = slice(*vocab_range(rows, rank, P))
+    tokens = own_tokens(T, tp_group) if case.sequence_parallel else slice(T)
+    own = slice(*vocab_range(rows, *rank_and_size(tp_group)))
     results = _results(case, data, tokens, own, tp_group, impl)
     parts = {"dhidden": tokens, "dweight": own, "dbias": own}
     checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
-    if tp_group is not None:
-        checks["same loss"] = _same_on_all_ranks(results["loss"], tp_group)
+    if tp_group is not None:  # compare bits: how far apart are the ranks' losses?
+        ops = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+        low, high = (reduced(results["loss"].clone(), tp_group, op) for op in ops)
+        checks["same loss"] = ErrorBudget(float((high - low).abs().sum()), 0.0)
     if case.filter_eps == 0.0:
         exact = _results(replace(case, filter_eps=None), data, tokens, own, tp_group, impl)
         errors = [relative_rms(x, exact[name]) for name, x in results.items()]
@@ -93,30 +89,21 @@ def run_case(
 
 
 def _results(
-    case: Case,
-    data: Data,
-    tokens: slice,
-    own: slice,
-    tp_group: dist.ProcessGroup | None,
-    impl: Impl | None,
+    case: Case, data: Data, tokens: slice, own: slice, tp_group: Group, impl: Impl | None
 ) -> Results:
     """Call the op forward and backward on this rank's tokens and its own rows."""
-    hidden, weight = data.hidden[tokens].clone(), data.weight[own].clone()
-    bias = None if data.bias is None else data.bias[own].clone()
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
     eps = case.filter_eps
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    leaves = _leaves(data, tokens, own, data.hidden.dtype)
     out = call(
-        hidden,
-        weight,
-        data.labels,
-        bias=bias,
+        labels=data.labels,
         vocab_range=(own.start, own.stop) if case.variant.uneven else None,
         tp_group=tp_group,
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         impl=impl,
+        **leaves,
         **_options(case.variant, data),
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
@@ -128,35 +115,33 @@ def _options(variant: Variant, data: Data) -> dict[str, Any]:
     return {"reduction": variant.reduction, **given, **dict(variant.options)}
 
 
+def _leaves(data: Data, tokens: slice, own: slice, dtype: torch.dtype) -> dict[str, Any]:
+    """Return copies of hidden, weight and, if there is one, bias."""
+    parts = {"hidden": data.hidden[tokens], "weight": data.weight[own]}
+    if data.bias is not None:
+        parts["bias"] = data.bias[own]
+    return {name: x.to(dtype, copy=True).requires_grad_() for name, x in parts.items()}
+
+
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
-    hidden, weight = data.hidden.to(dtype, copy=True), data.weight.to(dtype, copy=True)
-    bias = None if data.bias is None else data.bias.to(dtype, copy=True)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    outputs = reference_linear_cross_entropy(
-        hidden,
-        weight,
-        data.labels,
-        bias=bias,
-        **_options(variant, data),
-    )
+    leaves = _leaves(data, slice(None), slice(None), dtype)
+    options = _options(variant, data)
+    outputs = reference_linear_cross_entropy(labels=data.labels, **leaves, **options)
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
     return _differentiate((*outputs, one, zero), leaves, data, metric_gradients)
 
 
 def _differentiate(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], data: Data, metric_gradients: bool
+    outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], data: Data, metric_gradients: bool
 ) -> Results:
     """Send the upstream gradients back and return everything, detached and by name."""
-    roots, upstream = [outputs[0]], [data.dloss]
-    if metric_gradients:
-        roots += outputs[1:4]
-        upstream += data.dmetrics.unbind()
-    torch.autograd.backward(
-        roots, [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
-    )
+    upstream = [data.dloss, *(data.dmetrics if metric_gradients else ())]
+    roots = outputs[: len(upstream)]
+    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
+    torch.autograd.backward(roots, grads)
     results = dict(zip(LossWithMetrics._fields, outputs, strict=False))
-    for name, leaf in zip(("dhidden", "dweight", "dbias"), leaves, strict=False):
-        results[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    for name, leaf in leaves.items():
+        results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -166,16 +151,6 @@ def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> Error
         return error_budget(actual, oracle[part], eager[part], dtype=truth.dtype)
     if name == "correct":
         return ErrorBudget(float((actual != oracle).sum()), 0.0)
-    if name == "rank_one_mass":
-        # A sum of masses that are rounded to the dtype under test, each relative to itself.
-        rounding = torch.finfo(truth.dtype).eps
-        return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET + rounding)
-    return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET)
-
-
-def _same_on_all_ranks(loss: Tensor, tp_group: dist.ProcessGroup) -> ErrorBudget:
-    """Compare bits: the error is how far apart the ranks' losses are."""
-    low, high = loss.clone(), loss.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=tp_group)
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=tp_group)
-    return ErrorBudget(float((high - low).abs().sum()), 0.0)
+    # A sum of masses that are rounded to the dtype under test, each relative to itself.
+    rounding = torch.finfo(truth.dtype).eps if name == "rank_one_mass" else 0.0
+    return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET + rounding)

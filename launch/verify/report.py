@@ -1,15 +1,16 @@
 """What ``verify`` found: merged over ranks, as tables, as a verdict and as JSON."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
+from flce_dist.launch.process_group import Group, gathered
 from flce_dist.launch.verify.cases import METRICS, Case, Shape
 from flce_dist.testing import ErrorBudget
 
@@ -38,33 +39,17 @@ class Record:
     def met(self) -> bool:
         return self.failure is None and all(check.met for check in self.checks.values())
 
-    @property
-    def name(self) -> str:
-        variant = self.case.variant
-        return f"{self.dtype} {tuple(self.shape)} {variant.name} ({variant.reduction})"
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "shape": self.shape._asdict(),
-            "case": dataclasses.asdict(self.case),
-            "checks": {name: dataclasses.asdict(x) for name, x in self.checks.items()},
-            "failure": self.failure,
-            "met": self.met,
-        }
+        return {**dataclasses.asdict(self), "shape": self.shape._asdict(), "met": self.met}
 
 
-def worst_of_ranks(records: list[Record], tp_group: dist.ProcessGroup | None) -> list[Record]:
+def worst_of_ranks(records: list[Record], tp_group: Group) -> list[Record]:
     """Merge the records of all ranks, so that all come to one verdict; one small all-gather."""
     if tp_group is None:
         return records
-    everyones: list[Any] = [None] * tp_group.size()
-    dist.all_gather_object(everyones, records, group=tp_group)
     merged = []
-    for ranks in zip(*everyones, strict=True):
-        failures = [
-            f"rank {r}: {record.failure}" for r, record in enumerate(ranks) if record.failure
-        ]
+    for ranks in zip(*gathered(records, tp_group), strict=True):
+        failures = [f"rank {rank}: {x.failure}" for rank, x in enumerate(ranks) if x.failure]
         names = dict.fromkeys(name for record in ranks for name in record.checks)
         checks = {name: _worst(r.checks[name] for r in ranks if name in r.checks) for name in names}
         failure = failures[0] if failures else None
@@ -78,18 +63,15 @@ def table(records: Sequence[Record]) -> Table:
     made = Table(title=f"{records[0].dtype}, T={T} H={H} V={V_all}: error / budget")
     for heading in ("loss of", "schedule", *COLUMNS):
         made.add_column(heading, no_wrap=True)
-    previous = None
-    for record in records:
-        variant = record.case.variant
-        first = variant != previous
-        if first:
-            made.add_section()
-            previous = variant
-        name = f"{variant.name} ({variant.reduction})" if first else ""
-        cells = [_cell(record, names) for names in COLUMNS.values()]
-        if record.failure is not None:
-            cells[0] = f"[red]{escape(record.failure.splitlines()[0][:80])}[/]"
-        made.add_row(name, record.case.name, *cells)
+    for variant, group in itertools.groupby(records, lambda record: record.case.variant):
+        made.add_section()
+        name = variant.title
+        for record in group:
+            cells = [_cell(record, names) for names in COLUMNS.values()]
+            if record.failure is not None:
+                cells[0] = f"[red]{escape(record.failure.splitlines()[0][:80])}[/]"
+            made.add_row(name, record.case.name, *cells)
+            name = ""  # once
     return made
 
 
@@ -97,23 +79,18 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
     for record in records:
-        where = f"{record.name}, {record.case.name}"
+        case = record.case
+        where = f"{record.dtype} {tuple(record.shape)} {case.variant.title}, {case.name}"
         if record.failure is not None:
             lines.append(f"MISS {where}: {record.failure}")
-        lines += [
-            f"MISS {where}: {name} {check}"
-            for name, check in record.checks.items()
-            if not check.met
-        ]
-    missed = sum(not record.met for record in records)
-    verdict = "PASS" if records and not missed else "FAIL"
-    versions = ", ".join(
-        f"{name} {facts[name]}"
-        for name in ("flce_dist", "commit", "torch", "triton", "cuda", "nccl", "python")
-        if facts[name] is not None
-    )
+        misses = [f"{name} {check}" for name, check in record.checks.items() if not check.met]
+        lines += [f"MISS {where}: {miss}" for miss in misses]
+    met = sum(record.met for record in records)
+    verdict = "PASS" if 0 < met == len(records) else "FAIL"
+    names = "flce_dist", "commit", "torch", "triton", "cuda", "nccl", "python"
+    versions = ", ".join(f"{name} {facts[name]}" for name in names if facts[name] is not None)
     lines.append(
-        f"{verdict}: {len(records) - missed} of {len(records)} cases within budget on "
+        f"{verdict}: {met} of {len(records)} cases within budget on "
         f"{facts['ranks']} x {facts['hardware']}; {versions}; {facts['seconds']} s"
     )
     return lines
@@ -124,10 +101,10 @@ def _cell(record: Record, names: Iterable[str]) -> str:
     if not found:
         return ""
     worst = _worst(found)
-    text = f"{worst.error:.1e} / {worst.budget:.1e}" if worst.budget else "exact"
-    if not worst.met:
-        return f"[red]{text if worst.budget else f'{worst.error:.1e} / 0'}[/]"
-    return text
+    if worst.met and not worst.budget:
+        return "exact"
+    text = f"{worst.error:.1e} / {f'{worst.budget:.1e}' if worst.budget else 0}"
+    return text if worst.met else f"[red]{text}[/]"
 
 
 def _worst(checks: Iterable[ErrorBudget]) -> ErrorBudget:

@@ -13,23 +13,16 @@ from flce_dist.launch.program import run_program  # isort: skip  # before other 
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import tyro
 
 from flce_dist.filtered import frequency_order
-from flce_dist.launch.vocab_order.files import (
-    by_rank,
-    check_outputs,
-    read_counts,
-    read_order,
-    read_state,
-    write_all,
-)
-from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
-from flce_dist.launch.yaml_config import ConfigError, read_utf8
+from flce_dist.filtered.vocab_order import MAP
+from flce_dist.launch.vocab_order import files
+from flce_dist.launch.yaml_config import ConfigError, read_utf8, require
 
 
 @dataclass(frozen=True)
@@ -83,20 +76,16 @@ def main(args: list[str] | None = None) -> int:
         args=args,
         description=__doc__,
     )
-    if isinstance(command, Count):
-        written = count(command)
-    else:
-        written = order(command) if isinstance(command, Order) else convert(command)
-    for path in written:
+    run: Any = {Count: count, Order: order, Convert: convert}[type(command)]
+    for path in run(command):
         print(path)
     return 0
 
 
 def count(command: Count) -> list[Path]:
     """Write the counts; return their path, as ``order`` and ``convert`` do."""
-    if not command.texts:
-        raise ConfigError("texts must name at least one file, got none")
-    check_outputs([command.out], command.texts)
+    require(bool(command.texts), "texts must name at least one file, got none")
+    files.check_outputs([command.out], command.texts)
     texts = [read_utf8(path, "texts") for path in command.texts]
     # Seconds, for which no error waits.
     from flce_dist.launch.train.data import encode, load_tokenizer
@@ -106,48 +95,44 @@ def count(command: Count) -> list[Path]:
     for text in texts:
         counts += np.bincount(encode(tokenizer, text), minlength=len(counts))
     if command.out.suffix != ".npy":
-        return write_all({command.out: torch.from_numpy(counts)})
+        return files.write_all({command.out: torch.from_numpy(counts)})
     np.save(buffer := io.BytesIO(), counts)
-    return write_all({command.out: buffer.getvalue()})
+    return files.write_all({command.out: buffer.getvalue()})
 
 
 def order(command: Order) -> list[Path]:
-    check_outputs([command.out], [command.counts])
-    counts = read_counts(command.counts)
+    files.check_outputs([command.out], [command.counts])
+    counts = files.read_counts(command.counts)
     try:
         found = frequency_order(counts, padded_vocab_size=command.padded_vocab_size)
     except ValueError as error:
         raise ConfigError(f"{command.counts}: {error}") from error
-    return write_all({command.out: found.token_of_row})
+    return files.write_all({command.out: found.token_of_row})
 
 
 def convert(command: Convert) -> list[Path]:
-    names = command.names
-    if not command.files:
-        raise ConfigError("files must name at least one file, got none")
-    files = by_rank(command.files)
-    outputs = [command.out / path.name for path in files]
-    check_outputs(outputs, [*files, *([command.order] if command.order else [])])
-    if not names:
-        raise ConfigError("--names must name at least one tensor, got none")
-    if command.to == "ordered" and command.order is None:
-        raise ConfigError("--to ordered needs --order, the file that the command order writes")
-    if command.to == "plain" and command.order is not None:
-        raise ConfigError(
-            f"--to plain takes the order from the checkpoint, got --order {command.order}"
-        )
-    chosen = None if command.order is None else read_order(command.order)
-    states = [read_state(path) for path in files]
-    names = with_biases(names, states[0])
-    name_of_map = command.map or map_name(names[0])
+    require(bool(command.files), "files must name at least one file, got none")
+    paths = files.by_rank(command.files)
+    outputs = [command.out / path.name for path in paths]
+    files.check_outputs(outputs, [*paths, *([command.order] if command.order else [])])
+    require(bool(command.names), "--names must name at least one tensor, got none")
+    needs = "--to ordered needs --order, the file that the command order writes"
+    require(command.to == "plain" or command.order is not None, needs)
+    takes = f"--to plain takes the order from the checkpoint, got --order {command.order}"
+    require(command.to == "ordered" or command.order is None, takes)
+    order = None if command.order is None else files.read_order(command.order)
+    states = [files.read_state(path) for path in paths]
+    names = files.with_biases(command.names, states[0])
+    prefix, dot, _ = names[0].rpartition(".")
+    name_of_map = command.map or f"{prefix}{dot}{MAP}"
     try:
-        if chosen is None:
-            converted = plain(states, names, name_of_map)
+        if order is None:
+            converted = files.plain(states, names, name_of_map)
         else:
-            converted = ordered(states, names, name_of_map, chosen)
+            converted = files.ordered(states, names, name_of_map, order)
     except ValueError as error:
-        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
-    return write_all(dict(zip(outputs, converted, strict=True)))
+        raise ConfigError(f"{', '.join(map(str, paths))}: {error}") from error
+    return files.write_all(dict(zip(outputs, converted, strict=True)))
 
 
 if __name__ == "__main__":

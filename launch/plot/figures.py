@@ -1,0 +1,204 @@
+"""Pictures of one file: the memory of every run, memory against time, and a profile's calls.
+
+All are of runs with gradients, a panel for each shape, in the order of the file.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flce_dist.launch.bench.config import OURS
+from flce_dist.launch.bench.files import ProfiledRun
+from flce_dist.launch.bench.floors import FLOORS
+from flce_dist.launch.bench.profiles import Kind
+from flce_dist.launch.bench.report import MIB, Record
+
+OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
+BLUE = "blue: linear_cross_entropy"
+WORKSPACE = "MiB at the peak, beyond inputs and gradients"
+LEAST_MIB = 1.0
+"""Where the axis starts: a logarithm has no place for 0."""
+ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Behind a text that reference lines may cross."""
+KINDS: dict[Kind, tuple[str, str]] = {
+    "products": ("matrix products", "#2c7fb8"),
+    "other": ("other kernels", "#7fcdbb"),
+    "communication": ("communication", "#d95f0e"),
+}
+"""Label and colour of each kind of kernel."""
+
+
+def panels(heights: dict[str, float], width: float) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel of so many inches for each title."""
+    inches = list(heights.values())
+    figure = Figure(figsize=(width, 0.8 + sum(inches)), layout="constrained")
+    stacked = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=inches)[:, 0])
+    for title, axes in zip(heights, stacked, strict=True):
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, stacked
+
+
+def name_rows(axes: Axes, names: Sequence[str], **style: Any) -> None:
+    """Name the rows of a panel, downwards."""
+    axes.set_yticks(range(len(names)), names, **style)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def write_at(axes: Axes, text: str, xy: tuple[float, float], points: Any, **style: Any) -> None:
+    """Write over lines, ``points`` away from a place in data."""
+    axes.annotate(text, xy, points, textcoords="offset points", bbox=ON_LINES, **style)
+
+
+def mark_gemms(line: Callable[..., Any]) -> None:
+    """Draw a reference line for three and for four GEMMs over three, by axvline or axhline."""
+    line(1.0, color="black", linewidth=1)
+    line(4 / 3, color="black", linewidth=0.8, linestyle=":")
+
+
+def with_gradients(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group what was installed by shape, floors too; a shape with floors alone drops out."""
+    shapes: dict[str, list[Record]] = {}
+    for r in records:
+        if r.mode == "forward_backward" and not r.not_installed:
+            ranks = f", {r.P} ranks" if r.P > 1 else ""
+            shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
+    return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
+
+
+def memory(records: list[Record]) -> Figure | None:
+    """Draw the memory beyond inputs and gradients, as bars.
+
+    Wrong results are hatched, a failed run shows its message instead of a bar, and what was not
+    installed is listed below.
+    """
+    grouped = with_gradients(records)
+    shapes = {s: [r for r in found if r.op != "floor"] for s, found in grouped.items()}
+    if not shapes:
+        return None
+    figure, stacked = panels({s: 0.8 + 0.25 * len(found) for s, found in shapes.items()}, 8.0)
+    most = max([10.0, *(r.workspace_mib or 0.0 for found in shapes.values() for r in found)])
+    for axes, found in zip(stacked, shapes.values(), strict=True):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.set_xlim(LEAST_MIB, 8 * most)
+        axes.tick_params(axis="x", labelsize=8)
+        for y, r in enumerate(found):
+            _bar(axes, y, r)
+        name_rows(axes, [r.run.name for r in found], fontsize=8)
+    missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
+    below = f"\nnot installed: {missing}" if missing else ""
+    stacked[-1].set_xlabel(f"{WORKSPACE}{below}", fontsize=8)
+    figure.suptitle(f"Forward and backward of output layer and loss: memory ({BLUE})", fontsize=10)
+    return figure
+
+
+def _bar(axes: Axes, y: int, r: Record) -> None:
+    """Draw the memory of one record and its label, or its message."""
+    style: dict[str, Any] = {"va": "center", "fontsize": 7}
+    if r.workspace_mib is None:
+        text, at = f" {(r.message or r.status).split('. ')[0]:.70}", axes.get_yaxis_transform()
+        axes.text(0.0, y, text, color=EDGE, transform=at, bbox=ON_LINES, **style)
+        return
+    end, wrong = max(r.workspace_mib, LEAST_MIB), r.status == "wrong"
+    color, hatch, edge = (OUR_COLOR if r.impl in OURS else PEER_COLOR), None, None
+    text = f"{r.workspace_mib:,.0f}"
+    if wrong:
+        hatch, edge = "////", EDGE
+        text += f", wrong {(r.message or '').split(' ')[0]}"  # of "dweight is off by ..."
+    axes.barh(y, end, height=0.7, color=color, hatch=hatch, edgecolor=edge)
+    write_at(axes, text, (end, y), (5, 0), color=edge or "black", **style)
+
+
+def dial(records: list[Record]) -> Figure | None:
+    """Draw time against the budget of schedule auto, with recompute and cached at the ends."""
+    drawn: dict[str, tuple[dict[float, float], dict[str, float]]] = {}
+    for shape, found in with_gradients(records).items():
+        gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+        curve, ends = {}, {}
+        for r in found:
+            if gemms_ms is None or r.p50_ms is None or r.impl not in OURS:
+                continue
+            if r.schedule == "auto" and r.max_logits_bytes is not None:
+                curve[r.max_logits_bytes / MIB] = r.p50_ms / gemms_ms
+            elif r.schedule in ("recompute", "cached") and r.max_logits_bytes is None:
+                ends[r.schedule] = r.p50_ms / gemms_ms
+        if len(curve) > 1:
+            drawn[shape] = curve, ends
+    if not drawn:
+        return None
+    figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
+    for axes, (curve, ends) in zip(stacked, drawn.values(), strict=True):
+        _dial(axes, curve, ends)
+    figure.suptitle("Memory against time: the budget of schedule auto", fontsize=10)
+    return figure
+
+
+def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None:
+    """Draw one shape's ``curve``, time over three GEMMs by budget in MiB."""
+    budgets = sorted(curve)
+    least, most = budgets[0], budgets[-1]
+    axes.plot(budgets, [curve[x] for x in budgets], "o-", color=OUR_COLOR)
+    # A text's left or right end is over its point, where no line goes.
+    left: dict[str, Any] = {"points": (-4, 7), "ha": "left", "color": OUR_COLOR, "fontsize": 9}
+    write_at(axes, "auto", (least, curve[least]), **left)
+    # The ends have no budget; their places are one step outside those of auto.
+    places = {
+        "recompute": (least / 2, least, {**left, "points": (4, 7), "ha": "right"}),
+        "cached": (most * 2, most, left),
+    }
+    for schedule, value in ends.items():
+        place, nearest, side = places[schedule]
+        axes.plot((place, nearest), (value, curve[nearest]), "--", color=OUR_COLOR, linewidth=0.8)
+        axes.plot(place, value, "s", color=OUR_COLOR)
+        write_at(axes, schedule, (place, value), **side)
+    mark_gemms(axes.axhline)
+    right = axes.get_yaxis_transform()
+    below: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8}
+    for products, text in (3, "3 matrix products"), (4, "4 matrix products: logits computed twice"):
+        axes.annotate(text, (0.99, products / 3), (0, -3), right, "offset points", **below)
+    values = [*curve.values(), *ends.values()]
+    axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(least / 4, most * 4)
+    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("max_logits_bytes of auto, MiB", fontsize=8)
+    axes.set_ylabel("time of forward and backward over 3 matrix products", fontsize=8)
+
+
+def timeline(found: list[ProfiledRun]) -> Figure | None:
+    """Draw one call of each run: computing above, communication below; None without time lines."""
+    shapes: dict[str, list[ProfiledRun]] = {}
+    for x in found:
+        if x.profile.timeline and x.run not in FLOORS:
+            shapes.setdefault(x.shape, []).append(x)
+    if not shapes:
+        return None
+    figure, stacked = panels({s: 0.8 + 0.6 * len(runs) for s, runs in shapes.items()}, 9.0)
+    for axes, runs in zip(stacked, shapes.values(), strict=True):
+        for y, x in enumerate(runs):
+            for kind, start_us, end_us in x.profile.timeline:
+                below, color = kind == "communication", KINDS[kind][1]
+                axes.barh(  # a short one is little more than its edge
+                    y + (0.2 if below else -0.2), (end_us - start_us) / 1e3, left=start_us / 1e3,
+                    height=0.36, color=color, edgecolor=color if below else "dimgray",
+                    linewidth=0.8 if below else 0.2,
+                )  # fmt: skip
+        for label, color in KINDS.values():
+            axes.barh(0, 0, color=color, label=label)
+        last = max(end_us for x in runs for _, _, end_us in x.profile.timeline) / 1e3
+        axes.set_xlim(0, 1.02 * last)
+        axes.set_xlabel("ms", fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        name_rows(axes, [x.run for x in runs], fontsize=8)
+        for y in range(1, len(runs)):
+            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
+    handles, labels = stacked[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=7)
+    title = "One call on rank 0: computing, and communication below it"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return figure

@@ -1,0 +1,135 @@
+"""A call is decided once for the same facts: no call gets the decision of another.
+
+Each case calls as usual, then with one thing changed, and compares with the changed call alone.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import linear_cross_entropy
+from flce_dist.op import checks, prepare
+from flce_dist.testing import run_ranks
+
+T, H, V = 12, 16, 20
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    usual = {
+        "hidden": torch.randn(T, H, requires_grad=True),
+        "weight": torch.randn(V, H, requires_grad=True),
+        "labels": torch.randint(0, V, (T,)),
+        "bias": torch.randn(V, requires_grad=True),
+        "token_weight": torch.rand(T),
+    }
+    return {**usual, **changed}
+
+
+def outcome(given: dict[str, Any], context: Any = contextlib.nullcontext) -> list[Any]:
+    """The loss and gradients of a call, or the error's text."""
+    operands = [given[name] for name in ("hidden", "weight", "bias")]
+    try:
+        with context():
+            loss = linear_cross_entropy(**given)
+        wanted = [x for x in operands if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not loss.requires_grad:
+            return [loss]
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), wanted)]
+    except (ValueError, NotImplementedError) as error:
+        return [str(error)]
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def check_decides_anew(changed: dict[str, Any], context: Any = contextlib.nullcontext) -> None:
+    prepare.calls.clear()
+    checks._checked_once.cache_clear()
+    usual = outcome(arguments())
+    after = outcome(changed, context)
+    decided = list(prepare.calls.values())
+    again = outcome(arguments())
+    prepare.calls.clear()
+    checks._checked_once.cache_clear()
+    alone = outcome(changed, context)
+    assert not prepare.calls or decided[-1] == list(prepare.calls.values())[-1]
+    assert len(after) == len(alone) and all(map(same, after, alone))
+    assert all(map(same, usual, again))
+    assert isinstance(after[0], str) or len(after) != len(usual) or not all(map(same, after, usual))
+
+
+FP64 = {
+    name: x.detach().double().requires_grad_() if x.is_floating_point() else x
+    for name, x in arguments().items()
+    if name != "token_weight"
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dtype": FP64,
+    "dtype of one": {"weight": FP64["weight"]},
+    "shape": {"labels": torch.ones(T // 2, dtype=torch.int64), "hidden": torch.ones(T // 2, H),
+              "token_weight": torch.ones(T // 2)},
+    "rows": {"weight": torch.ones(V + 1, H), "bias": torch.ones(V + 1)},
+    "shape of one": {"labels": torch.ones(T + 1, dtype=torch.int64)},
+    "dtype of labels": {"labels": torch.ones(T)},
+    "no bias": {"bias": None},
+    "no weights": {"token_weight": None},
+    "weights with a gradient": {"token_weight": torch.ones(T, requires_grad=True)},
+    "no gradient of hidden": {"hidden": torch.ones(T, H)},
+    "no gradient of weight": {"weight": torch.ones(V, H)},
+    "no tensor": {"hidden": [[1.0] * H] * T},
+    "layout": {"hidden": torch.ones(T, H).to_sparse().requires_grad_()},
+    "device": {"hidden": torch.ones(T, H, device="meta", requires_grad=True)},
+    "negated view": {"hidden": torch.randn(T, H, dtype=torch.complex64).conj().imag},
+    "strides": {"weight": torch.randn(H, V).T.requires_grad_()},
+    "a bool for a number": {"label_smoothing": False},
+    "another type of group": {"tp_group": 0},
+    **{f"{name}={value}": {name: value} for name, value in {
+        "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.5, "z_loss_weight": 0.5,
+        "softcap": 1.0, "logit_scale": 2.0, "vocab_size": V - 1, "vocab_range": (0, V),
+        "sequence_parallel": True, "sequence_dim": 2, "accumulate_dweight": True,
+        "schedule": "other", "max_logits_bytes": 0, "impl": "other", "tp_invariant": True,
+    }.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_argument(name: str) -> None:
+    changed = arguments(**CHANGES[name])
+    if name == "ignore_index=3":
+        changed["labels"] = torch.full((T,), 3)
+    check_decides_anew(changed)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_changed_grad_mode(context: Any) -> None:
+    check_decides_anew(arguments(), context)
+
+
+def test_autocast() -> None:
+    check_decides_anew(arguments(), lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+def test_changed_group() -> None:
+    """Four ranks hold quarters of a vocabulary, then pairs of them hold halves of another."""
+    whole = arguments(bias=None, token_weight=None, labels=torch.arange(T) % 5)
+    whole["weight"] = whole["weight"].detach()
+
+    def program(tp_group: dist.ProcessGroup) -> list[list[Any]]:
+        first = 5 * tp_group.rank()
+        part = {**whole, "weight": whole["weight"][first : first + 5]}
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        groups = (tp_group, pairs[tp_group.rank() // 2], None, tp_group)
+        return [outcome({**part, "tp_group": group}) for group in groups]
+
+    logits = whole["hidden"] @ whole["weight"].T
+    for rank, got in enumerate(run_ranks(program, 4)):
+        for (loss, _), size in zip(got, (4, 2, 1, 4), strict=True):
+            first = 5 * (rank // size * size)
+            columns = logits[:, first : first + 5 * size]
+            expected = torch.nn.functional.cross_entropy(columns, whole["labels"])
+            torch.testing.assert_close(loss, expected.detach())
