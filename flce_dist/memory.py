@@ -29,10 +29,8 @@ class PeakMemory:
 
     Attributes:
         bytes: the largest number of bytes allocated at one time, minus those at the start.
-        shared_bytes: memory that this process holds at the end for other GPUs of its host to read,
-            which PyTorch's allocator does not count. It stays allocated, at the size of the largest
-            call so far. Add it to ``bytes`` if the block called the loss under sequence
-            parallelism.
+        shared_bytes: what ``shared_bytes()`` returns at the end. Add it to ``bytes`` if the block
+            called the loss under sequence parallelism.
     """
 
     bytes: int = 0

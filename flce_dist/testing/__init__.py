@@ -27,8 +27,7 @@ from flce_dist.testing.error_budget import (
     relative_rms,
 )
 from flce_dist.testing.forked_ranks import RankFailed, RankPool
-from flce_dist.testing.run_ranks import run_ranks
-from flce_dist.testing.threaded_ranks import ThreadedGroup
+from flce_dist.testing.threaded_ranks import ThreadedGroup, run_ranks
 
 __all__ = [
     "ErrorBudget",
