@@ -101,6 +101,7 @@ def test_rows_of_labels() -> None:
         assert rows.dtype == dtype
         assert rows.tolist() == [[1, 3, 0], [2, -100, 4]]
     assert rows_of(labels.float(), order.row_of_token).dtype == torch.float32
+    assert rows_of(torch.tensor(3), order.row_of_token) == 2
 
 
 @pytest.mark.parametrize(
@@ -119,14 +120,17 @@ def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
         as_vocab_order(order, 3)
 
 
-def test_wrong_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts must be \[V_all\], got \(2, 3\)"):
-        frequency_order(torch.zeros(2, 3))
-    listed: Any = [1, 2, 3]
-    with pytest.raises(ValueError, match=r"counts must be a tensor \[V_all\], got list"):
-        frequency_order(listed)
-    for least in (-3, -0.5, -float("inf")):
-        with pytest.raises(ValueError, match=f"counts must be at least 0, got {least}"):
-            frequency_order(torch.tensor([4, least, 0]))
-    with pytest.raises(ValueError, match="padded_vocab_size must be at least V_all = 5, got 4"):
-        frequency_order(torch.zeros(5), padded_vocab_size=4)
+@pytest.mark.parametrize(
+    ("counts", "padded", "message"),
+    [
+        (torch.zeros(2, 3), None, r"counts must be \[V_all\], got \(2, 3\)"),
+        ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
+        (torch.tensor([4, -3, 0]), None, "counts must be at least 0, got -3"),
+        (torch.tensor([4, -0.5, 0]), None, "counts must be at least 0, got -0.5"),
+        (torch.tensor([4, -torch.inf, 0]), None, "counts must be at least 0, got -inf"),
+        (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
+    ],
+)
+def test_wrong_counts_are_refused(counts: Any, padded: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        frequency_order(counts, padded_vocab_size=padded)
