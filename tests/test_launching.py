@@ -13,18 +13,11 @@ from flce_dist.kernels.launching import segment_columns
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
-def shape(T: int, V: int, dtype: torch.dtype = torch.bfloat16) -> ShardLogits:
+def shape(T: int, V: int) -> ShardLogits:
     """Logits of which only the shape is real."""
-    return ShardLogits(
-        hidden=torch.empty(1, 1, dtype=dtype).expand(T, 4096),
-        weight=torch.empty(1, 1, dtype=dtype).expand(V, 4096),
-        bias=None,
-        labels=torch.empty(1, dtype=torch.int64).expand(T),
-        vocab_start_index=0,
-        ignore_index=-100,
-        logit_scale=1.0,
-        softcap=None,
-    )
+    hidden, weight = (torch.empty(1, 1, dtype=torch.bfloat16).expand(n, 4096) for n in (T, V))
+    labels = torch.empty(1, dtype=torch.int64).expand(T)
+    return ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None)
 
 
 @given(

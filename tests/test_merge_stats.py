@@ -4,19 +4,20 @@ A limit on partial statistics far below the real one cuts small problems into se
 T tokens, V vocabulary rows, H hidden size; a tile of the interpreter is 32 tokens x 64 columns.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist.kernels import launching, linear_stats, merge_stats
+from flce_dist.kernels import gpu, launching, linear_stats
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.launching import TileLaunch
 from flce_dist.options import Schedule
 from tests.problems import (
     H,
     Inputs,
     Outcome,
+    Patch,
     T,
     Upstream,
     V,
@@ -43,20 +44,15 @@ def cut(monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T) -> N
 
 
 @pytest.fixture
-def merged_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def merged_tiles(mutate: Patch) -> list[int]:
     """Tiles of columns in each segment that was merged, in order."""
     seen: list[int] = []
-    original = merge_stats._merge_kernel
 
-    class Noting:
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            def launch(*args: Any, **kwargs: Any) -> None:
-                seen.append(args[4])
-                original[grid](*args, **kwargs)
+    def noting(merge: Any, part: Any, label_logit: Any, launch: TileLaunch, **rest: Any) -> None:
+        seen.append(launch.num_v)
+        merge(part, label_logit, launch, **rest)
 
-            return launch
-
-    monkeypatch.setattr(merge_stats, "_merge_kernel", Noting())
+    mutate(linear_stats, "merge_stats", noting)
     return seen
 
 
@@ -90,37 +86,32 @@ def test_segments_change_nothing(
 
 @interpreted
 @pytest.mark.parametrize(
-    ("columns", "tiles", "uncut", "segments"),
-    [(512, 4, [8, 2], [4, 4, 2]), (512, 6, [8, 2], [6, 2, 2])],
+    ("tiles", "segments"),
+    [(4, [4, 4, 2]), (6, [6, 2, 2])],
     ids=["whole segments", "within a segment"],
 )
 def test_a_cache_that_ends_before_the_vocabulary(
-    monkeypatch: pytest.MonkeyPatch,
-    merged_tiles: list[int],
-    columns: int,
-    tiles: int,
-    uncut: list[int],
+    monkeypatch: pytest.MonkeyPatch, mutate: Patch, merged_tiles: list[int], tiles: int,
     segments: list[int],
-) -> None:
+) -> None:  # fmt: skip
     """The window of backward takes 64 columns' budget, the cache what is left of it."""
     given = inputs()
     monkeypatch.setattr("flce_dist.op.plan._MIN_WINDOW", 64)
     monkeypatch.setattr("flce_dist.op.plan._MAX_WINDOW", 64)
-    options: dict[str, Any] = {"schedule": "auto", "max_logits_bytes": 4 * T * (columns + 64)}
+    options: dict[str, Any] = {"schedule": "auto", "max_logits_bytes": 4 * T * (512 + 64)}
     caches: list[int] = []
-    original = linear_stats.linear_stats
 
-    def spy(*args: Any, cache: ColumnCache, **kwargs: Any) -> Any:
+    def noting(linear_stats: Any, *args: Any, cache: ColumnCache, **kwargs: Any) -> Any:
         caches.append(cache.width)
-        return original(*args, cache=cache, **kwargs)
+        return linear_stats(*args, cache=cache, **kwargs)
 
-    monkeypatch.setattr("flce_dist.kernels.gpu.linear_stats", spy)
+    mutate(gpu, "linear_stats", noting)
     whole = op(given, **SOME, **options)
     cut(monkeypatch, tiles=tiles, sums=3)
     with poisoned_memory():
         cut_up = op(given, **SOME, **options)
-    assert caches == [columns] * 2
-    assert merged_tiles == [*uncut, *segments]
+    assert caches == [512] * 2
+    assert merged_tiles == [8, 2, *segments]
     assert_same(cut_up, whole)
     compare(cut_up, given, Upstream(0.7), **SOME)
 

@@ -87,22 +87,26 @@ def test_extreme_logits(name, dtype, schedule, impl):
     compare(results, inputs, Upstream(0.7))
 
 
-@both
-@pytest.mark.parametrize("name", EXTREME)
-def test_gradients_of_metrics_at_extreme_logits(name, impl):
-    z, labels = EXTREME[name]
-    inputs = with_logits(z, labels)
-    upstream = Upstream(None, metric_upstream(len(z), "lse", "logprob"))
-    check(inputs, upstream, impl=impl, reduction="none")
+TERMS: dict[str, dict[str, Any]] = {
+    "metrics": {"reduction": "none"},
+    "z-loss": {"z_loss_weight": 1e-2},
+    "smoothing": {"label_smoothing": 0.1},
+}
 
 
 @both
-@pytest.mark.parametrize("options", [{"z_loss_weight": 1e-2}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize("name", ["all below -88", "label 60 below", "one token of each"])
-def test_options_at_extreme_logits(name, options, impl):
+@pytest.mark.parametrize(
+    ("name", "terms"),
+    [*((name, "metrics") for name in EXTREME),
+     *product(("all below -88", "label 60 below", "one token of each"), ("z-loss", "smoothing"))],
+)  # fmt: skip
+def test_other_terms_at_extreme_logits(name, terms, impl):
     z, labels = EXTREME[name]
+    upstream = Upstream()
+    if terms == "metrics":
+        upstream = Upstream(None, metric_upstream(len(z), "lse", "logprob"))
     for schedule in ("recompute", "cached"):
-        check(with_logits(z, labels), Upstream(), impl=impl, schedule=schedule, **options)
+        check(with_logits(z, labels), upstream, impl=impl, schedule=schedule, **TERMS[terms])
 
 
 def banned(T: int, dtype: torch.dtype, value: float = -torch.inf) -> Inputs:
@@ -127,24 +131,14 @@ def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
 
 
 @both
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"label_smoothing": 0.1}, {"z_loss_weight": 1e-2}, {"softcap": 5.0},
-        {"token_weight": True}, {"metrics": True},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_options_with_banned_labels(impl, options):
-    inputs, options = banned(37, torch.float32), dict(options)
-    upstream = Upstream(per_token_upstream(37))
-    if options.pop("token_weight", False):
-        inputs = replace(inputs, token_weight=torch.linspace(0.5, 2.0, 37))
-    if options.pop("metrics", False):
-        upstream = Upstream(upstream.loss, metric_upstream(37, *METRICS))
-    schedules = ["recompute"] if upstream.metrics else ["recompute", "cached"]
-    for schedule in schedules:
-        check(inputs, upstream, impl=impl, schedule=schedule, reduction="none", **options)
+@pytest.mark.parametrize("terms", [*TERMS, "softcap"])
+def test_other_terms_with_banned_labels(impl, terms):
+    inputs = replace(banned(37, torch.float32), token_weight=torch.linspace(0.5, 2.0, 37))
+    metrics = metric_upstream(37, *METRICS) if terms == "metrics" else {}
+    options = {**TERMS.get(terms, {"softcap": 5.0}), "reduction": "none"}
+    for schedule in ("recompute", "cached"):
+        upstream = Upstream(per_token_upstream(37), metrics)
+        check(inputs, upstream, impl=impl, schedule=schedule, **options)
 
 
 @both

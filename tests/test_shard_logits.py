@@ -40,11 +40,6 @@ from tests.problems import (
 # --- layouts
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """Row stride one element longer: not a multiple of 16 bytes."""
-    return F.pad(x, (0, 1))[..., :-1]
-
-
 def negated(x: Tensor) -> Tensor:
     """A view of the memory of -x, as of the imaginary part of a conjugate: kernels read memory."""
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
@@ -53,7 +48,7 @@ def negated(x: Tensor) -> Tensor:
 
 
 MATRICES: dict[str, Callable[[Tensor], Tensor]] = {
-    "row stride + 1": pad_rows,
+    "row stride + 1": lambda x: F.pad(x, (0, 1))[..., :-1],  # no multiple of 16 bytes
     "column major": lambda x: x.t().contiguous().t(),
     "every other column": lambda x: every_other(x, 1),
     "every other row": lambda x: every_other(x, 0),
@@ -70,6 +65,17 @@ CASES = [
 ]
 
 
+def laid_out(
+    op: Callable[..., Tensor], layout: Callable[[Tensor], Tensor], *names: str
+) -> Callable[..., tuple[Tensor]]:
+    """A call of ``op`` that lays these tensors out otherwise, for ``tests.problems.run``."""
+
+    def call(**given: Any) -> tuple[Tensor]:
+        return (op(**given | {name: layout(given[name]) for name in names}),)
+
+    return call
+
+
 @both
 @pytest.mark.parametrize(("name", "layout", "schedule"), pairwise(CASES))
 def test_layouts(name, layout, schedule, impl):
@@ -77,11 +83,7 @@ def test_layouts(name, layout, schedule, impl):
     fp32 = schedule == "recompute" or layout == "negated"
     dtype = torch.float32 if fp32 else torch.bfloat16
     inputs = make_inputs(33, 70, 32, dtype, bias=True, token_weight=True)
-
-    def call(**given):
-        given[name] = MATRICES[layout](given[name])
-        return (linear_cross_entropy(**given),)
-
+    call = laid_out(linear_cross_entropy, MATRICES[layout], name)
     results = run(call, inputs.to(device_of(impl)), Upstream(), impl=impl, schedule=schedule)
     compare({name: x.cpu() for name, x in results.items()}, inputs, Upstream())
 
@@ -101,29 +103,25 @@ def test_negated_upstream_gradients(schedule, impl):
 
 def test_negated_views_under_compile():
     torch._dynamo.reset()
-    inputs, upstream = make_inputs(20, 70, 16), Upstream(per_token_upstream(20))
+    inputs, g = make_inputs(20, 70, 16), per_token_upstream(20)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-
-    def call(hidden, weight, labels, **options):
-        return (compiled(negated(hidden), negated(weight), labels, impl="triton", **options),)
-
-    given = Upstream(negated(per_token_upstream(20)))
-    results = run(call, inputs, given, schedule="recompute", reduction="none")
-    compare(results, inputs, upstream, reduction="none")
+    call = laid_out(compiled, negated, "hidden", "weight")
+    results = run(
+        call, inputs, Upstream(negated(g)), impl="triton", schedule="recompute", reduction="none"
+    )
+    compare(results, inputs, Upstream(g), reduction="none")
 
 
 @both
 def test_hidden_expanded_from_one_row(impl):
     """Stride 0: no descriptor can address it."""
     inputs = make_inputs(35, 70, 32)
-    one = inputs.hidden[:1]
-    inputs = replace(inputs, hidden=one.expand(35, -1).contiguous()).to(device_of(impl))
-    leaf = one.to(inputs.hidden.device).requires_grad_()
-    loss = linear_cross_entropy(leaf.expand(35, -1), inputs.weight, inputs.labels, impl=impl)
-    loss.backward()
-    truth = run_reference(inputs.to(torch.float64), Upstream())
-    assert leaf.grad is not None
-    assert relative_rms(leaf.grad, truth["dhidden"].sum(0, keepdim=True)) < 1e-5
+    inputs = replace(inputs, hidden=inputs.hidden[:1])
+    call = laid_out(linear_cross_entropy, lambda one: one.expand(35, -1), "hidden")
+    actual = run(call, inputs.to(device_of(impl)), Upstream(), impl=impl)["dhidden"]
+    whole = replace(inputs, hidden=inputs.hidden.expand(35, -1).contiguous())
+    wanted = run_reference(whole.to(torch.float64), Upstream())["dhidden"].sum(0, keepdim=True)
+    assert relative_rms(actual.cpu(), wanted) < 1e-5
 
 
 @both
@@ -145,16 +143,12 @@ def test_shapes_are_the_labels_shapes(impl):
 def test_column_major_hidden_that_is_frozen(impl, schedule):
     """Then dweight's scaled copy of hidden has memory of its own, without its strides."""
     inputs = make_inputs(33, 70, 32)
-    device = device_of(impl)
-    hidden = inputs.hidden.detach().t().contiguous().t().to(device)
-    weight = inputs.weight.detach().to(device).requires_grad_()
-    linear_cross_entropy(
-        hidden, weight, inputs.labels.to(device), impl=impl, schedule=schedule
-    ).backward()
-    truth = inputs.weight.detach().double().requires_grad_()
-    F.cross_entropy(inputs.hidden.detach().double() @ truth.T, inputs.labels).backward()
-    assert weight.grad is not None and truth.grad is not None
-    assert relative_rms(weight.grad.cpu(), truth.grad) < 3e-6
+    given = inputs.to(device_of(impl))
+    hidden, weight = given.hidden.t().contiguous().t(), given.weight.clone().requires_grad_()
+    linear_cross_entropy(hidden, weight, given.labels, impl=impl, schedule=schedule).backward()
+    assert weight.grad is not None
+    wanted = run_reference(inputs.to(torch.float64), Upstream())["dweight"]
+    assert relative_rms(weight.grad.cpu(), wanted) < 3e-6
 
 
 def far_apart(x: Tensor) -> Tensor:
@@ -181,7 +175,7 @@ class FarApart(torch.autograd.Function):
 
 
 @interpreted
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "filtered"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, filtered.schedule(0.5)])
 def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
     """Column-major matrices as large as that; and an upstream gradient per token, strided.
 
@@ -190,13 +184,8 @@ def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
     inputs, upstream, options = make_inputs(33, 70, 4, torch.bfloat16), Upstream(), {}
     if schedule != "in_forward":
         upstream, options = Upstream(far_apart(torch.randn(33))), {"reduction": "none"}
-
-    def call(hidden, weight, labels, **kwargs):
-        hidden, weight = FarApart.apply(hidden), FarApart.apply(weight)
-        return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
-
-    how = {"schedule": filtered.schedule(0.5)} if schedule == "filtered" else {"schedule": schedule}
-    results = run(call, inputs, upstream, impl="triton", **how, **options)
+    call = laid_out(linear_cross_entropy, FarApart.apply, "hidden", "weight")
+    results = run(call, inputs, upstream, impl="triton", schedule=schedule, **options)
     compare(results, inputs, upstream, **options)
 
 

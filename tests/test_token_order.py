@@ -42,14 +42,14 @@ def in_pieces(problem: Problem, **options: Any) -> Outcome:
         return on_threads(4, problem, sequence_parallel=True, **options)
 
 
-CASES = [
-    (name, schedule)
-    for name, schedule in itertools.product(PIECE_OPTIONS, SCHEDULES)
-    if schedule != "in_forward" or PIECE_OPTIONS[name].get("reduction") != "none"
-]
-
-
-@pytest.mark.parametrize(("name", "schedule"), CASES)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        (name, schedule)
+        for name, schedule in itertools.product(PIECE_OPTIONS, SCHEDULES)
+        if schedule != "in_forward" or PIECE_OPTIONS[name].get("reduction") != "none"
+    ],
+)
 def test_gradients_are_right(name, schedule):
     problem = IN_PIECES.changed(options=PIECE_OPTIONS[name])
     outcome = in_pieces(problem, schedule=schedule)
@@ -95,12 +95,12 @@ def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
 
 def test_metrics_and_their_gradients():
     """Metrics of each token are in the caller's order."""
-    step = plain_call(
-        P=4, tokens=6, sequence_parallel=True, reduction="none",
-        metric_gradients=True,
-    )  # fmt: skip
     with small_pieces():
-        check_on_ranks(step)
+        check_on_ranks(
+            plain_call(
+                P=4, tokens=6, sequence_parallel=True, reduction="none", metric_gradients=True
+            )
+        )
 
 
 def test_the_order_by_an_example():
