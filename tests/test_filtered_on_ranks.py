@@ -3,6 +3,7 @@
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,25 +47,23 @@ def on_rank(
     group: dist.ProcessGroup, problem: Inputs, ranges: list[tuple[int, int]], **options: Any
 ) -> tuple[Outcome, list[str]]:
     """Loss, metrics and this rank's gradients; the names of the collectives."""
-    rank, P = group.rank(), group.size()
-    start, end = ranges[rank]
-    hidden = problem.hidden
+    rank, (start, end), hidden = group.rank(), ranges[group.rank()], problem.hidden
     if options.get("sequence_parallel"):
-        hidden = hidden.tensor_split(P)[rank]
+        hidden = hidden.tensor_split(group.size())[rank]
     assert problem.bias is not None
-    leaves = [
-        x.clone().requires_grad_()
-        for x in (hidden, problem.weight[start:end], problem.bias[start:end])
-    ]
-    out = linear_cross_entropy_with_metrics(
-        leaves[0], leaves[1], problem.labels, bias=leaves[2], token_weight=problem.token_weight,
-        tp_group=group, vocab_range=(start, end), schedule=FILTERED,
-        **{"vocab_size": len(problem.weight), **options},
-    )  # fmt: skip
-    out.loss.backward()
-    grads = {name: leaf.grad for name, leaf in zip(GRADIENTS, leaves, strict=True)}
-    results = {**out._asdict(), **grads}
-    return {name: x.detach() for name, x in results.items()}, list(getattr(group, "calls", ()))
+    share = replace(
+        problem, hidden=hidden, weight=problem.weight[start:end], bias=problem.bias[start:end]
+    )
+    scalars: Outcome = {}
+
+    def call(**given: Any) -> tuple[Tensor, ...]:
+        out: Any = linear_cross_entropy_with_metrics(**given)
+        scalars.update(kept_share=out.kept_share, rank_one_mass=out.rank_one_mass)
+        return out
+
+    options = {"vocab_size": len(problem.weight), "vocab_range": (start, end), **options}
+    found = run(call, share, Upstream(), tp_group=group, schedule=FILTERED, **options)
+    return found | scalars, list(getattr(group, "calls", ()))
 
 
 def joined(problem: Inputs, ranges: list[tuple[int, int]], **options: Any) -> Outcome:

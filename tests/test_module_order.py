@@ -30,17 +30,13 @@ def inputs(ignore_index: int) -> tuple[Tensor, Tensor]:
 
 def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Of this rank's layer; gradients as whole parameters."""
-    group, sp = layer.tp_group, layer.sequence_parallel
-    if sp:
-        assert group is not None
-        hidden = hidden.chunk(group.size())[group.rank()]
+    if layer.sequence_parallel:
+        hidden = hidden.chunk(layer.P)[layer.rank]
     hidden = hidden.clone().requires_grad_()
-    out = layer.forward_with_metrics(hidden, labels)
-    loss = layer(hidden, labels)
-    loss.backward()
-    assert hidden.grad is not None
-    logits = layer.logits(hidden)
-    found = dict(out._asdict(), again=loss.detach(), logits=logits, dhidden=hidden.grad)
+    found = layer.forward_with_metrics(hidden, labels)._asdict()
+    found |= {"again": layer(hidden, labels), "logits": layer.logits(hidden)}
+    found["again"].backward()
+    found["dhidden"] = hidden.grad
     for name, parameter in layer.named_parameters():
         parameter.detach().copy_(getattr(layer, name).grad)
         found[f"d{name}"] = whole(layer.state_dict())[name]
