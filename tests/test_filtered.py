@@ -22,8 +22,6 @@ from tests.filtered_formula import (
 )
 from tests.problems import (
     METRICS,
-    Inputs,
-    Outcome,
     Upstream,
     assert_same,
     device_of,
@@ -119,21 +117,11 @@ def test_without_counted_tokens() -> None:
     assert actual["loss"] == 0 and not actual["dweight"].any() and not actual["dhidden"].any()
 
 
-# --- how closely it approximates
-
-
-@pytest.fixture(scope="module")
-def large() -> tuple[Inputs, Outcome]:
-    """A problem of which about 0.2 are kept, and its exact gradients."""
-    problem = zipf_inputs(512, 8000, 64)
-    return problem, run_reference(problem.to(torch.float64), Upstream())
-
-
 @each_dtype
-def test_rank_one_is_far_closer_than_dropping(
-    large: tuple[Inputs, Outcome], dtype: torch.dtype
-) -> None:
-    problem, wanted = large[0].to(dtype), large[1]
+def test_rank_one_is_far_closer_than_dropping(dtype: torch.dtype) -> None:
+    problem = zipf_inputs(512, 8000, 64)
+    wanted = run_reference(problem.to(torch.float64), Upstream())
+    problem = problem.to(dtype)
     assert 0.15 < definition(problem, EPS).kept.double().mean() < 0.25
     actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS))
     dropped = filtered_gradients(problem, EPS, drops=True)
@@ -142,15 +130,6 @@ def test_rank_one_is_far_closer_than_dropping(
         rounding = 4 * torch.finfo(dtype).eps
         assert relative_rms(actual[name], wanted[name]) <= budget + rounding
         assert relative_rms(dropped[name], wanted[name]) >= least
-
-
-def test_a_smaller_eps_is_closer(large: tuple[Inputs, Outcome]) -> None:
-    problem, wanted = large
-    errors = []
-    for eps in (2.0**-9, 2.0**-12, 2.0**-16):
-        actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(eps))
-        errors.append([relative_rms(actual[name], wanted[name]) for name in GRADIENTS[:2]])
-    assert all(a > 2 * b > 4 * c for a, b, c in zip(*errors, strict=True))
 
 
 # --- eps 0, metrics, unusual rows
