@@ -1,39 +1,40 @@
-"""Compile every kernel for GPUs that are not here; prints one JSON object per kernel.
+"""Compile the kernels of tiles for GPUs that are not here; prints one JSON object per kernel.
 
 Run by test_compile.py in a process of its own, since triton is either interpreted or not, for
-good, from its first import.
+good, from its first import. T tokens, V vocabulary rows, H hidden size.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
-from flce_dist.kernels import (
-    dlogits,
-    label_logit,
-    linear_stats,
-    merge_stats,
-    rescue,
-    tuning,
-)
-from flce_dist.kernels.filtered.tuning import GEMMS
-from flce_dist.kernels.launching import TileLaunch
+from flce_dist.kernels import gpu, tuning
+from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.filtered import gpu as filter_gpu
+from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.tuning import TileConfig
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
-from tests.aot_filter import compile_filter
 
-T, H, V = 8192, 4096, 32000
+H = 4096
+# T and V for each tile of an architecture, and one tile: the compiler takes 1 for a constant. V is
+# no multiple of any tile, and one segment of the statistics.
+SHAPES = (8192, 16976), (128, 16976), (64, 16976), (1, 100)
 NVIDIA_BIN = Path(triton.backends.nvidia.__file__).parent / "bin"
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
@@ -41,18 +42,6 @@ HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
     "label_logit", "kept_dlogits", "add_kept_dhidden", "kept_dweight",
 )  # fmt: skip
-
-
-def all_configs() -> list[tuple[str, int, bool, TileConfig]]:
-    """Every ``(arch, itemsize, stores, config)`` that a GPU may get."""
-    configs = {
-        (arch, itemsize, stores, tuning.tile_config(arch, itemsize, T, stores)): None
-        for arch, itemsize in tuning.TILES
-        if arch != tuning.INTERPRETED
-        for T in (64, 128, 8192)
-        for stores in (False, True)
-    }
-    return list(configs)
 
 
 class AbsentGpu:
@@ -74,107 +63,72 @@ class AbsentGpu:
         return torch.device("cpu")
 
 
-def compile_all(
-    arch: str, itemsize: int, stores: bool, config: TileConfig, group_v: int | None
-) -> dict[str, Any]:
-    """Compile the kernels around a logits tile as their launchers would with this tile.
+def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
+    """Calls of launchers, as the op makes them, with what is special about each.
 
-    With ``group_v`` those whose tiles sum groups of so many columns in one order, else all.
+    Of logits whose tiles sum groups of columns in one order, only those in which that matters.
     """
-    dtype = DTYPES[itemsize]
-    # Few rows: descriptors and constexprs know none but the strides.
-    logits = ShardLogits(
-        hidden=torch.empty(256, H, dtype=dtype),
-        weight=torch.empty(256, H, dtype=dtype),
-        bias=None,
-        labels=torch.empty(16, dtype=torch.int64),
-        vocab_start_index=0,
-        ignore_index=-100,
-        logit_scale=1.0,
-        softcap=None,
-        group_v=group_v,
-    )
-    launch = TileLaunch(
-        config, programs=132, tma=tuning.has_tma(arch), T=256, V=256,
-        group_v=group_v or config.BLOCK_V, has_bias=False, has_softcap=False,
-    )  # fmt: skip
-    out = launch.output(torch.empty(256, V, dtype=dtype))
-    pointer = torch.empty(16, dtype=dtype)
-    fp32, fp64 = torch.empty(16), torch.empty(16, dtype=torch.float64)
-    int32 = torch.empty(16, dtype=torch.int32)
-    labels = logits.labels
-    operands = (*launch.operands(logits), labels)
-    strides, scalars = logits.strides, (0, -100, 1.0, 1.0)
-    common = {**launch.constexprs, "grid": (132,)}
-    stats = linear_stats._linear_stats_kernel.jit.warmup
-    plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
-    group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms
-    if stores:
-        cached = stats(
-            *operands, fp32, fp32, out, T, V, H, V, *strides, V, *scalars,
-            HAS_CACHE=True, **plain, **group, **common,
+    token = torch.empty(logits.T)
+    out = new_window(logits.T, logits.V, logits.hidden.dtype, token.device)
+    bias = torch.empty(logits.V, dtype=out.dtype)
+
+    def statistics(*windows: torch.Tensor, metrics: bool = False) -> None:
+        cache = ColumnCache(windows)
+        sums = gpu.new_sums(logits, with_sum_z=metrics, with_entropy=metrics)
+        gpu.linear_stats(
+            logits, token, cache=cache, with_sum_z=metrics, with_entropy=metrics,
+            others_max=token, sums=sums,
         )  # fmt: skip
-        if group_v is not None:
-            return {"linear_stats cached": cached}
-        return {
-            "linear_stats cached": cached,
-            "dlogits": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, None, None, None, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=False, AFFINE=False, **common,
-            ),
-            "dlogits scaled": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, fp32, None, None, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=True, AFFINE=False, **common,
-            ),
-            "dlogits affine": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, fp32, fp32, fp32, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=False, AFFINE=True, **common,
-            ),
-        }  # fmt: skip
-    pointers = replace(launch, tma=False)
-    linear = {
-        "linear_stats": stats(
-            *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
-            HAS_CACHE=False, **plain, **group, **common,
-        ),
-    }  # fmt: skip
-    if group_v is not None:
-        return linear
-    return linear | {
-        "rescue": rescue._rescue_kernel.jit.warmup(
-            *pointers.operands(logits), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
-            *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
-            **group, **headroom, **pointers.constexprs, grid=(132,),
-        ),
-        # One tile: the compiler takes a count of 1 for a constant.
-        **{
-            name: merge_stats._merge_kernel.jit.warmup(
-                fp32, fp32, fp32, fp64, tiles, T, T, WITH_ENTROPY=entropy, WITH_SUM_Z=True,
-                FIRST=False, GROUPS=config.BLOCK_V // launch.group_v, BLOCK_N=block_n, BLOCK_T=32,
-                num_warps=4, **headroom, grid=(T // 32,),
-            )
-            for name, tiles, entropy, block_n in (
-                ("merge", 132, False, 128),
-                ("merge entropy", 132, True, 64),
-                ("merge one tile", 1, True, 1),
-            )
-        },
-        **{
-            name: rescue._list_tokens_kernel.jit.warmup(
-                fp32, fp32, fp64, int32, tokens, tokens,
-                WITH_ENTROPY=True, WITH_SUM_Z=True, BLOCK_T=block_t, grid=(8,),
-            )
-            for name, tokens, block_t in (("list tokens", T, 1024), ("list one token", 1, 1))
-        },
-        "label_logit": label_logit._label_logit_kernel.jit.warmup(
-            pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
-            HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
-        ),
-        "label_logit with bias": label_logit._label_logit_kernel.jit.warmup(
-            pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
-            HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
-        ),
-    }  # fmt: skip
+        if logits.group_v is None:
+            gpu.rescue(logits, token, token, sums, cache=cache, with_entropy=metrics)
+
+    def label_logit(**changes: Any) -> None:
+        gpu.label_logit(logits._replace(**changes), vocab_size=logits.V, out=token)
+
+    def dlogits(*affine: torch.Tensor) -> None:
+        gpu.dlogits(logits, token, token, affine, out=out)
+
+    calls: list[tuple[str, Callable[[], Any]]]
+    calls = [("", statistics), (" cached", partial(statistics, out))]
+    if logits.group_v is None and logits.T > 1:
+        calls += [
+            ("", label_logit),
+            (" bias", partial(label_logit, bias=bias, softcap=5.0)),
+            ("", dlogits),
+            (" scaled", partial(dlogits, token)),
+            (" affine", partial(dlogits, token, token, token)),
+        ]
+    if logits.group_v is None and logits.T == SHAPES[0][0]:
+        calls += [
+            (" entropy", partial(statistics, metrics=True)),
+            ("", partial(filtered, logits, False)),
+        ]
+        if out.dtype == torch.bfloat16:
+            calls.append((" main_grad", partial(filtered, logits._replace(bias=bias), True)))
+    return calls
+
+
+def filtered(logits: ShardLogits, main_grad: bool) -> None:
+    """Call the launchers of filtered gradients, as usual, or with every option of theirs."""
+    T, V, weight = logits.T, logits.V, logits.weight
+    token = torch.empty(T)
+    stats = TokenStats(token, token, token)
+    kept, _ = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
+    sample = torch.zeros(SAMPLE, dtype=torch.int64)
+    q = filter_gpu.tile_profile(logits, token, kept, sample)
+    filter_gpu.tile_means(q, weight)
+    lists = filter_gpu.tile_lists(kept, 2 * len(kept))
+    scale, affine = (token, ()) if main_grad else (None, (token,))
+    rows = RowGradient(scale, token, token, affine, None)
+    d = filter_gpu.new_kept_buffer(logits, 2 * len(kept))
+    filter_gpu.kept_dlogits(logits, rows, lists, 0, out=d)
+    filter_gpu.add_kept_dhidden(d, weight, lists, 0, torch.empty(T, H))
+    hbar, row = torch.empty(kept.shape[1], H), torch.empty(H) if main_grad else None
+    out = torch.empty(V, H, dtype=torch.float32 if main_grad else weight.dtype)
+    filter_gpu.kept_dweight(
+        d, logits.hidden, lists, 0, q, hbar, row, out=out, accumulates=main_grad
+    )
+    filter_gpu.add_kept_dbias(d, scale, lists, 0, torch.empty(V))
 
 
 def spilled_bytes(cubin: bytes, ptx: str, capability: int) -> int:
@@ -213,38 +167,51 @@ def orders_of_a_group(ttgir: str) -> set[str]:
     return orders
 
 
-def report(arch: str, itemsize: int, block_t: int, group_v: int | None, **kernels: Any) -> None:
-    """Print what the compiler made of each kernel."""
+def report(kernel: Any, name: str, arch: str, **facts: Any) -> None:
+    """Print what the compiler made of a kernel."""
+    ptx = kernel.asm["ptx"]
     capability = int(arch.removeprefix("sm_"))
-    for name, kernel in kernels.items():
-        ptx = kernel.asm["ptx"]
-        facts = {
-            "arch": arch,
-            "itemsize": itemsize,
-            "BLOCK_T": block_t,
-            "kernel": name,
-            "group_v": group_v,
-            "shared": kernel.metadata.shared,
-            "spilled": spilled_bytes(kernel.asm["cubin"], ptx, capability) if name in HOT else 0,
-            "wgmma": "wgmma.mma_async" in ptx,
-            "tma": "cp.async.bulk.tensor" in ptx,
-            "tcgen05": "tcgen05.mma" in ptx,
-            "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
-        }
-        print(json.dumps(facts), flush=True)
+    facts |= {
+        "kernel": name,
+        "arch": arch,
+        "shared": kernel.metadata.shared,
+        "spilled": spilled_bytes(kernel.asm["cubin"], ptx, capability) if name in HOT else 0,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "tma": "cp.async.bulk.tensor" in ptx,
+        "tcgen05": "tcgen05.mma" in ptx,
+        "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
+    }
+    print(json.dumps(facts), flush=True)
+
+
+def compile_for(arch: str, itemsize: int) -> None:
+    """Call every launcher with CPU tensors, and compile where it would launch."""
+    triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
+    dtype, seen, run = DTYPES[itemsize], set(), JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        kernel = run(self, *args, **{**kwargs, "warmup": True})
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            name = self.__name__.removeprefix("_").removesuffix("_kernel") + variant
+            report(kernel, name, arch, itemsize=itemsize, T=T, group_v=group_v)
+
+    with (
+        mock.patch.object(tuning, "device_arch", lambda device: (arch, 132)),
+        mock.patch.object(JITFunction, "run", compile_only),
+    ):
+        for (T, V), group_v in itertools.product(SHAPES, (None, INVARIANT_ROWS)):
+            hidden, weight = (torch.empty(n, H, dtype=dtype) for n in (T, V))
+            labels = torch.zeros(T, dtype=torch.int64)
+            logits = ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None, group_v)
+            for variant, call in calls_of(logits):  # noqa: B007  # read by compile_only
+                call()
 
 
 def main() -> None:
-    for arch, itemsize, stores, config in all_configs():
-        triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
-        for group_v in (None, INVARIANT_ROWS):
-            kernels = compile_all(arch, itemsize, stores, config, group_v)
-            report(arch, itemsize, config.BLOCK_T, group_v, **kernels)
-    for arch, itemsize in GEMMS:
+    for arch, itemsize in tuning.TILES:
         if arch != tuning.INTERPRETED:
-            triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
-            kernels = compile_filter(arch, DTYPES[itemsize])
-            report(arch, itemsize, tuning.TILES[arch, itemsize].BLOCK_T, None, **kernels)
+            compile_for(arch, itemsize)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 # Kernels of logits tiles; the others read by pointers, for which there are no descriptors.
 TILES = (
     "linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine", "profile",
-    "kept_dlogits", "add_kept_dhidden", "kept_dweight", "main_grad kept_dweight",
+    "kept_dlogits", "add_kept_dhidden", "kept_dweight", "kept_dweight main_grad",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    return "{arch} {itemsize} bytes BLOCK_T={BLOCK_T} {kernel} group_v={group_v}".format(**facts)
+    return "{arch} {itemsize} bytes T={T} {kernel} group_v={group_v}".format(**facts)
 
 
 def test_shared_memory_fits(compiled):
