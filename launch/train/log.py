@@ -34,13 +34,11 @@ def write_origin(config: RunConfig, device: torch.device) -> None:
 
 
 class RunLog:
-    """Writes one record per event; a record is on disk (in the page cache) when ``write`` returns.
-
-    A number that is not finite is null, since JSON has no word for it.
+    """Writes one record per event, at once; null stands for numbers that are not finite.
 
     A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
-    and TensorBoard leaves them out. What cannot be written is kept until ``check``, so that the
-    rank that writes goes on beside the others to where all stop.
+    and TensorBoard leaves them out. An error in writing is kept until ``check``, so that the rank
+    that writes goes on beside the others to where all stop.
     """
 
     def __init__(self, out_dir: Path, *, step: int, steps: int, head_mib: float):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import require
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
 
@@ -84,12 +84,6 @@ def build_model(
 
     model, tensor = config.model, config.parallel.tensor
 
-    def draw(weight: Tensor) -> Tensor:
-        return nn.init.normal_(weight, std=model.init_std)
-
-    def draw_residual(weight: Tensor) -> Tensor:
-        return nn.init.normal_(weight, std=model.init_std / (2 * model.num_layers) ** 0.5)
-
     transformer = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -100,8 +94,7 @@ def build_model(
         params_dtype=getattr(torch, model.dtype),
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=True,
-        init_method=draw,
-        output_layer_init_method=draw_residual,
+        init_method_std=model.init_std,
         add_bias_linear=False,
         activation_func=F.gelu,
         hidden_dropout=0.0,
@@ -118,11 +111,11 @@ def build_model(
     )
     # Each rank holds the same number of rows; our head leaves out those beyond vocab_size.
     rows = -(-vocab_size // tensor) * tensor
-    if not config.head.is_ours and vocab_size % tensor:
-        raise ConfigError(
-            f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
-            f"divide the {vocab_size} entries, got {tensor}"
-        )
+    require(
+        config.head.is_ours or rows == vocab_size,
+        f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
+        f"divide the {vocab_size} entries, got {tensor}",
+    )
     gpt = GPTModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(

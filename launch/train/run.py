@@ -54,12 +54,11 @@ class Trainer:
         self.checkpoints = config.out_dir / "checkpoints"
         data = config.data
         self.samples_per_step = data.batch_size * data.microbatches * self.groups.data.size()
-        order, digest = getattr(self.model.output_layer, "vocab_order", None), None
-        if order is not None:
-            digest = hashlib.sha256(order.row_of_token.numpy()).hexdigest()
+        order = getattr(self.model.output_layer, "vocab_order", None)
+        rows = b"" if order is None else order.row_of_token.numpy()
         self.identity = {
             **flatten(config),
-            "head.vocab_order": digest,
+            "head.vocab_order": hashlib.sha256(rows).hexdigest() if len(rows) else None,
             **corpus.sources,
             "world_size": dist.get_world_size(),
         }
@@ -117,11 +116,7 @@ class Trainer:
         return {"peak_mib": peak / 2**20}
 
     def save(self) -> None:
-        """Write a checkpoint; collective. The first replica writes the weights.
-
-        Raises:
-            RunError: on every rank, if any rank cannot write.
-        """
+        """Write a checkpoint, as ``checkpoint.save``. The first replica writes the weights."""
         state = self.optimizer.state()
         if self.groups.data.rank() == 0:
             state |= self.optimizer.weights()
@@ -131,12 +126,11 @@ class Trainer:
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
 
-        Raises:
-            RunError: on every rank, if it was made with another configuration, or all are damaged.
+        Raises ``RunError`` on every rank if it is of another configuration, or all are damaged.
         """
         checkpoint = on_rank_0(self._find)
         if checkpoint is not None:
-            together(lambda: self._restore(checkpoint))
+            together(lambda: self.optimizer.restore(self._state_in(checkpoint)))
             self.step, self.samples = checkpoint.step, checkpoint.samples
         return checkpoint
 
@@ -155,16 +149,12 @@ class Trainer:
             clean(self.checkpoints, checkpoint, say)
         return checkpoint
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        mine = checkpoint.load(dist.get_rank())
-        first = mine
+    def _state_in(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        state = checkpoint.load(dist.get_rank())
         if self.groups.data.rank() > 0:
             first = checkpoint.load(dist.get_global_rank(self.groups.data, 0))
-        weights, state = (
-            {name: x for name, x in of.items() if name.startswith(kind)}
-            for of, kind in ((first, "model."), (mine, "optimizer."))
-        )
-        self.optimizer.restore(weights, state)
+            state |= {name: x for name, x in first.items() if name.startswith("model.")}
+        return state
 
     def _token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of sequences [b, s], by token or summed."""
@@ -176,13 +166,9 @@ class Trainer:
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
-    """Train from wherever the run stands to ``config.steps``, then compare the heads.
+    """Train from wherever the run stands to ``config.steps``, then compare the heads; return 0.
 
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        RunError: on every rank, if one cannot go on, or a number is not finite.
+    Raises ``RunError`` on every rank if one cannot go on, or a number is not finite.
     """
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
