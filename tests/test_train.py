@@ -144,7 +144,7 @@ def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
     out_dir, held = tmp_path / "run", tmp_path / "held"
     train_step = Trainer.train_step
 
-    def held_step(trainer: Trainer) -> tuple[float, float]:
+    def held_step(trainer: Trainer) -> dict[str, float]:
         if trainer.step == 5 and os.environ["RANK"] == "1" and not held.is_symlink():
             held.symlink_to(str(os.getpid()))  # to be killed
             signal.pause()

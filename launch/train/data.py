@@ -7,6 +7,7 @@ number, and a resumed run reads what an uninterrupted one would.
 import functools
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -123,12 +124,7 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
     tiktoken, below it, encodes without the interpreter's lock, and straight into an array.
     """
-    parts, start = [], 0
-    while start < len(text):
-        line_end = text.find("\n", start + PART)
-        end = len(text) if line_end < 0 else line_end + 1
-        parts.append(text[start:end])
-        start = end
+    parts = re.findall(rf"(?s).{{1,{PART}}}[^\n]*\n?", text)
     encode = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
