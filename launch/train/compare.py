@@ -62,17 +62,16 @@ class HeadAlone:
 
     def __init__(self, model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup):
         self.model, self.layer, self.labels, self.group = model, model.output_layer, labels, group
-        caught: list[tuple[Tensor, Tensor | None]] = []
-
-        def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            caught.append((args[0] if args else kwargs["input_"], kwargs.get("weight")))
-
-        handle = self.layer.register_forward_pre_hook(catch, with_kwargs=True)
+        calls: list[Any] = []
+        handle = self.layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
         with torch.no_grad():
             token_losses(model, tokens, labels)
         handle.remove()
-        hidden, weight = caught[0]
-        self.hidden = hidden.detach().clone().requires_grad_()
+        args, kwargs = calls[0]
+        hidden, weight = args[0] if args else kwargs["input_"], kwargs.get("weight")
+        self.hidden: Tensor = hidden.detach().clone().requires_grad_()
         self.weight: Tensor = self.layer.weight if weight is None else weight
 
     def ours(self, **changes: Any) -> Tensor:

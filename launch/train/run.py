@@ -2,21 +2,23 @@
 
 import hashlib
 import math
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import compare, model
 from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.log import RunLog, plot_loss_curve, write_origin
+from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from flce_dist.launch.train.optimizer import Optimizer
 from flce_dist.launch.train.ranks import on_rank_0, said, say, together
-from flce_dist.launch.write import writing
+from flce_dist.launch.write import write_json, writing
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.memory import shared_bytes
 
@@ -166,7 +168,13 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
 
     def begin() -> None:
         nonlocal log
-        write_origin(config, device)
+        origin = {
+            **about(device),
+            "ranks": dist.get_world_size(),
+            "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
+            "config": flatten(config),
+        }
+        write_json(config.out_dir / "run.json", origin)
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
