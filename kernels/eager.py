@@ -12,7 +12,13 @@ from torch import Tensor
 
 from flce_dist import torch_private
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.eager_logits import SCRATCH_BYTES, capped, dlogits, windows  # noqa: F401
+from flce_dist.kernels.eager_logits import (  # noqa: F401
+    SCRATCH_BYTES,
+    capped,
+    dlogits,
+    windows,
+    write_at_labels,
+)
 from flce_dist.kernels.eager_rows import (  # noqa: F401
     loss_norm,
     reduce_loss,
@@ -116,21 +122,25 @@ def _statistics(
     """
     others_max.fill_(-torch.inf)
     sums.zero_()
-    for start, z, other in windows(logits):
-        torch.maximum(others_max, z.masked_fill(~other, -torch.inf).amax(1), out=others_max)
-        x = z - reference[:, None]
-        e = x.exp().masked_fill_(~other, 0.0)
+    ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
+    reference = reference.masked_fill(ignored, torch.inf)  # so that e of an ignored row is 0
+    for start, z in windows(logits):
+        slope = softcap_grad(z, logits.softcap)
+        if with_sum_z:
+            write_at_labels(z, logits, start, reference)
+            sums[-1] += (z - reference[:, None]).sum(1)
+        write_at_labels(z, logits, start, none)
+        torch.maximum(others_max, z.amax(1), out=others_max)
+        x = z.sub_(reference[:, None])
+        e = x.exp() if with_entropy else x.exp_()
         sums[0] += e.sum(1)
         if with_entropy:
-            sums[1] += (e * x.clamp_min(FAR)).masked_fill_(~other, 0.0).sum(1)
-        if with_sum_z:
-            sums[-1] += x.masked_fill(~other, 0.0).sum(1)
+            sums[1] += (e * x.clamp_min(FAR)).sum(1)
         for first, window in cache.with_starts():  # it may hold some of these columns or none
             a, b = max(start, first), min(start + z.shape[1], first + window.shape[1])
             if a < b:
                 part = slice(a - start, b - start)
-                window[rows, a - first : b - first] = (  # unnamed, so that it is freed at once
-                    (e[:, part] * softcap_grad(z[:, part], logits.softcap))
-                    .masked_fill_(~other[:, part], 0.0)
-                    .to(window.dtype)
-                )
+                d = e[:, part] * slope[:, part] if isinstance(slope, Tensor) else e[:, part]
+                window[rows, a - first : b - first] = d.to(window.dtype)
+    others_max.masked_fill_(ignored, -torch.inf)
+    sums.masked_fill_(ignored, 0.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
+from flce_dist.kernels.eager_rows import write_label_value
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.token_loss_formulas import FAR
@@ -25,37 +26,58 @@ def dlogits(
     out: Tensor,
 ) -> None:
     """Write D to ``out`` [T, V], as ``dlogits.py`` says."""
-    rows = [row[:, None] for row in affine]
-    for start, z, other in windows(logits):
-        x = z - reference[:, None]
-        d = x.exp()
+    counted = logits.counted
+    reference = reference.where(counted, torch.inf)  # so that D of an ignored row is 0
+    rows = [row.where(counted, 0.0)[:, None] for row in affine]
+    for start, z in windows(logits):
+        slope = softcap_grad(z, logits.softcap)
+        d = z.sub_(reference[:, None])
+        factor = None
         if len(rows) == 3:
-            a, b, u = rows
-            d = d * (a + b * x.clamp_min(FAR)) + u
+            factor = rows[0] + rows[1] * d.clamp_min(FAR)
         elif rows:
-            d *= rows[0]
-        d = d * softcap_grad(z, logits.softcap)
-        d = d.where(other, label_value[:, None]).masked_fill_(~logits.counted[:, None], 0.0)
+            factor = rows[0]
+        d.exp_()
+        if factor is not None:
+            d.mul_(factor)
+        if len(rows) == 3:
+            d.add_(rows[2])
+        if isinstance(slope, Tensor):
+            d.mul_(slope)
         out[:, start : start + z.shape[1]] = d
+    write_at_labels(out, logits, 0, label_value)
 
 
-def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield ``(start, z [T, W], other [T, W])``; other is False at labels and in ignored rows.
+def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(start, z)``: z [T, W] may be overwritten, and is finite in ignored rows.
 
     Windows begin at multiples of ``unit`` columns.
     """
-    hidden = gemm.operand(logits.hidden)
-    counted = logits.counted[:, None]
+    hidden, ignored = gemm.operand(logits.hidden), ~logits.counted[:, None]
+    may_ignore = hidden.is_cuda or bool(ignored.any())  # a CPU may look
     step = SCRATCH_BYTES // (4 * max(1, logits.T))
     step = max(unit, step - step % unit)
     for start in range(0, logits.V, step):
-        window = logits.columns(start, start + step)
-        z = gemm.project(hidden, window.weight) * logits.logit_scale
+        window = logits.columns(start, min(start + step, logits.V))
+        z = gemm.project(hidden, window.weight)
+        if may_ignore:
+            z.masked_fill_(ignored, 0.0)
+        if logits.logit_scale != 1.0:
+            z.mul_(logits.logit_scale)
         if window.bias is not None:
-            z = z + window.bias.to(z.dtype)
-        z = capped(z, logits.softcap)
-        column = torch.arange(window.V, device=z.device) + window.vocab_start_index
-        yield start, z, (column != logits.labels[:, None]) & counted
+            z.add_(window.bias)
+        yield start, capped(z, logits.softcap)
+
+
+def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor) -> None:
+    """Write ``value`` [T] to the labels' columns of ``out`` [T, W], columns from ``start`` on."""
+    write_label_value(
+        out,
+        logits.labels,
+        value,
+        vocab_start_index=logits.vocab_start_index + start,
+        ignore_index=logits.ignore_index,
+    )
 
 
 def capped(z: Tensor, softcap: float | None) -> Tensor:

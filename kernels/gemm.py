@@ -40,23 +40,24 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     ``acc + a @ b`` is rounded once. The first GEMM does not read acc, so acc need not be cleared
     before.
     """
-    if a.is_cuda and a.shape[1]:
-        beta = 0 if first else 1
+    beta = 0 if first else 1
+    if not a.shape[1]:
+        if first:
+            acc.zero_()
+    elif not _upcasts(a):
         if acc.dtype == a.dtype:
             torch.addmm(acc, a, b, beta=beta, out=acc)
         else:
             torch.addmm(acc, a, b, beta=beta, out_dtype=acc.dtype, out=acc)
-        return
-    if first:
-        acc.zero_()
-    if acc.dtype != acc_dtype(a.dtype):
+    elif acc.dtype == a.dtype:
         for m in slices(a.shape[0], 4 * b.shape[1]):
             part = acc[m].to(acc_dtype(a.dtype))
-            add_matmul(part, a[m], b, first=False)
+            add_matmul(part, a[m], b, first=first)
             acc[m] = part
-        return
-    for k in slices(a.shape[1], 4 * max(acc.shape)):
-        acc.addmm_(a[:, k].to(acc.dtype), b[k].to(acc.dtype))
+    else:
+        for k in slices(a.shape[1], 4 * max(acc.shape)):
+            torch.addmm(acc, a[:, k].to(acc.dtype), b[k].to(acc.dtype), beta=beta, out=acc)
+            beta = 1
 
 
 def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> None:
@@ -64,7 +65,7 @@ def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> N
 
     ``row`` [N] in the accumulation dtype is added to every row of the result.
     """
-    if a.is_cuda:
+    if not _upcasts(a):
         if row is None:
             torch.mm(a, b, out=out)
         else:
@@ -95,6 +96,10 @@ def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     high = normal.to(x.dtype)
     low = (normal - high).to(x.dtype)
     return torch.mm(torch.stack((high, low)), x, out_dtype=torch.float32).sum(0) * unit
+
+
+def _upcasts(x: Tensor) -> bool:
+    return not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _has_fp32_output(x: Tensor) -> bool:

@@ -36,11 +36,8 @@ MODULES = {
     "verify": {"rich", "tyro", "yaml"},
     "vocab-order": {"mistral_common", "tyro", "yaml"},
     "bench": {"matplotlib", "rich", "tyro", "yaml"},
-    "train": {
-        "matplotlib", "megatron", "mistral_common", "rich", "tensorboard", "tqdm", "tyro",
-        "yaml",
-    },
-}  # fmt: skip
+    "train": {*"matplotlib megatron mistral_common rich tensorboard tqdm tyro yaml".split()},
+}
 """What each extra of pyproject.toml brings."""
 EXTRAS = {"verify": "verify", "vocab_order": "vocab-order", "bench": "bench", "plot": "bench"}
 """The extra of a program, by the folder it is in; that of others is "train"."""
@@ -60,7 +57,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
             _leave(status, at_once=True)
     except RunError as error:
         _wait_for_rank_0(rank)
-        _report(f"error: {_line(error)}" if rank == 0 else f"error: rank {rank}: {_line(error)}")
+        line = " ".join(str(error).split("\n"))
+        _report(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}")
         _leave(2)
     except SystemExit as error:
         if error.code == 2:  # a wrong command line, which rank 0 has explained
@@ -73,7 +71,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
             # As other programs in a shell's pipe end, such as before ``| head``.
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
             _leave(128 + signal.SIGPIPE)
-        summary = f"rank {rank}: {type(error).__name__}: {_line(error)}"
+        line = " ".join(str(error).split("\n"))
+        summary = f"rank {rank}: {type(error).__name__}: {line}"
         _report(summary, traceback.format_exc().rstrip() if _is_first_to_fail() else summary)
         _leave(1)
     sys.exit(status)
@@ -128,8 +127,6 @@ def _wait_for_rank_0(rank: int) -> None:
 
 def _is_first_to_fail() -> bool:
     """Ask the store that the ranks met at; a rank that cannot ask counts as the first."""
-    if not dist.is_initialized():
-        return True
     try:
         return torch_private.default_store().add("flce_dist/failed", 1) == 1
     except Exception:
@@ -143,10 +140,6 @@ def _report(summary: str, message: str | None = None) -> None:
     if path is not None:
         extra = {"py_callstack": summary, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split("\n"))
 
 
 def _leave(status: int, *, at_once: bool = False) -> NoReturn:

@@ -5,6 +5,7 @@ T tokens.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,16 +110,14 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
             yield f"{way}: dhidden of heads alone not the same bits"
 
 
-def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
-    """The op within activation checkpointing."""
+def layered(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op within a layer, which is called by ``run(layer, hidden, weight, bias)``."""
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
         def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
-        return checkpoint(
-            layer, hidden, weight, bias, use_reentrant=use_reentrant, preserve_rng_state=False
-        )
+        return run(layer, hidden, weight, bias)
 
     return call
 
@@ -129,7 +128,9 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
     for way, options in each_way(ranks, one):
         plain = rank_step(ranks.group, one, **options)
         for use_reentrant in (False, True):
-            mine = rank_step(ranks.group, one, call=checkpointed(use_reentrant), **options)
+            how: Options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+            call = layered(partial(checkpoint, **how))
+            mine = rank_step(ranks.group, one, call=call, **options)
             if use_reentrant and options["schedule"] == "in_forward":
                 # Its first forward makes no gradients, and sums tokens in another order.
                 error = relative_rms(mine.loss, plain.loss)
@@ -139,16 +140,10 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
             yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
 
 
-def compiled_call(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any
-) -> Tensor:
-    def layer(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
-
+def compiled(layer: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     torch._dynamo.reset()
     # The same graphs as inductor makes, in a tenth of the time.
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    return compiled(hidden, weight, bias, labels)
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
 
 
 def under_compile(ranks: Ranks) -> Iterator[str]:
@@ -159,7 +154,7 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
         for sp in (False, True) if ranks.on_gpu else (True,):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
             plain = rank_step(ranks.group, one, **options)
-            mine = rank_step(ranks.group, one, call=compiled_call, **options)
+            mine = rank_step(ranks.group, one, call=layered(compiled), **options)
             yield from differing(f"{schedule}, sequence_parallel={sp}", mine, plain)
     torch._dynamo.reset()
 
@@ -184,7 +179,6 @@ def with_dtensors(ranks: Ranks) -> Iterator[str]:
         labels = DTensor.from_local(labels, mesh, [Replicate()])
         return api.linear_cross_entropy(hidden, rows[0], labels, bias=rows[1], **options)
 
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        yield "", rank_step(ranks.group, one, call=as_dtensors, **options)
-
-    yield from same_bits(ranks, one, steps)
+    yield from same_bits(
+        ranks, one, lambda options: [("", rank_step(ranks.group, one, call=as_dtensors, **options))]
+    )

@@ -6,7 +6,7 @@ meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ra
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flce_dist import check_ranks, filtered, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
-from tests.parallel_problem import Outcome, Problem, rank_step, share_of
+from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -106,13 +106,12 @@ def equal_bits_for_any_ranks(ranks: Ranks) -> Iterator[str]:
 
     def statistics(group: dist.ProcessGroup | None, **options: Any) -> list[Tensor]:
         sp = options.get("sequence_parallel", False)
-        hidden, weight, bias, labels, rows = share_of(group, one, sequence_parallel=sp)
-        out = linear_cross_entropy_with_metrics(
-            hidden.requires_grad_(), weight.requires_grad_(), labels, bias=bias, vocab_range=rows,
-            vocab_size=one.V_all, tp_group=group, tp_invariant=True, impl="triton", **options,
-        )  # fmt: skip
+        share = share_of(group, one, sequence_parallel=sp)
+        share.leaves(frozen=("bias",))
+        options |= {"tp_invariant": True, "impl": "triton"}
+        out = share.loss(group, one, call=linear_cross_entropy_with_metrics, **options)
         out.loss.backward()
-        counted = labels != -100
+        counted = share.labels != -100
         return [out.loss.detach(), *(x.detach()[counted] for x in out[1:4])]
 
     names = ("loss", "lse", "logprob", "entropy")
@@ -167,15 +166,6 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
             if not (buffer == sum(1.0 + r for r in members)).all():
                 found.append("the other group's sum is wrong")
             yield from said(f"{name}: {way}", found)
-
-
-def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """What a ValueError of this call says; nothing if there is none."""
-    try:
-        call(*args, **options)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:

@@ -5,7 +5,7 @@ steps of these checks just run again, which proves the comparisons; ``no_waiting
 T tokens, H hidden size, V vocabulary rows here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -37,10 +37,6 @@ REPEATS = 2
 # --- streams
 
 
-def on(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
 def late(ranks: Ranks, turn: int) -> None:
     """Hold up this rank's stream, another rank's longer each turn: collectives stay in flight.
 
@@ -64,13 +60,16 @@ def poison(ranks: Ranks, one: Problem, like: list[Tensor]) -> None:
 def step_on_streams(
     ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
 ) -> Outcome:
-    """Forward and backward on these streams, in memory that held NaN before and holds it after."""
+    """Forward and backward on these streams, in memory that held NaN before and holds it after.
+
+    None is the current stream.
+    """
     share = share_of(ranks.group, one, sequence_parallel=options["sequence_parallel"])
     leaves = share.leaves()
     streams = [s for s in (forward_on, backward_on) if s is not None]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
-    with on(forward_on):
+    with torch.cuda.stream(forward_on):
         poison(ranks, one, leaves)
         late(ranks, turn)
         # Nobody holds them but the op.
@@ -81,11 +80,11 @@ def step_on_streams(
     poison(ranks, one, leaves)
     if backward_on is not None:
         backward_on.wait_stream(forward_on)
-    with on(backward_on):
+    with torch.cuda.stream(backward_on):
         late(ranks, turn + 1)
         gradients = torch.autograd.grad(loss, leaves, one.upstream)
         poison(ranks, one, leaves)
-    with on(forward_on):
+    with torch.cuda.stream(forward_on):
         poison(ranks, one, leaves)
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
@@ -111,17 +110,24 @@ def other_streams(ranks: Ranks) -> Iterator[str]:
     return same_bits(ranks, one, steps)
 
 
-def another_device(ranks: Ranks) -> Iterator[str]:
-    """The same bits where another GPU than the tensors' is the current one."""
+def same_bits_within(
+    ranks: Ranks, context: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[str]:
+    """A step in a context has the bits of a plain one, which was before it."""
     one = problem(ranks.device)
-    other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
 
     def steps(options: Options) -> Iterator[tuple[str, Outcome]]:
-        with torch.cuda.device(other):
+        with context():
             mine = rank_step(ranks.group, one, **options)
         yield "", mine
 
     return same_bits(ranks, one, steps)
+
+
+def another_device(ranks: Ranks) -> Iterator[str]:
+    """The same bits where another GPU than the tensors' is the current one."""
+    other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    return same_bits_within(ranks, lambda: torch.cuda.device(other))
 
 
 # --- CUDA graphs
@@ -206,15 +212,8 @@ def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
 
 
 def no_waiting_host(ranks: Ranks) -> Iterator[str]:
-    """Nothing in forward and backward makes the host wait for the GPU."""
-    one = problem(ranks.device)
-
-    def steps(options: Options) -> Iterator[tuple[str, Outcome]]:  # after one that compiles
-        with host_must_not_wait():
-            mine = rank_step(ranks.group, one, **options)
-        yield "", mine
-
-    return same_bits(ranks, one, steps)
+    """Nothing in forward and backward makes the host wait for the GPU, once kernels are there."""
+    return same_bits_within(ranks, host_must_not_wait)
 
 
 def memory(ranks: Ranks) -> Iterator[str]:

@@ -3,7 +3,8 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -164,21 +165,23 @@ def rank_step(
     return Outcome(loss.detach(), dhidden, dweight, dbias, calls=calls)
 
 
+def joined_by_name(ranks: Sequence[Mapping[str, Any]], sequence_parallel: bool) -> dict[str, Any]:
+    """Join what ranks have parts of; check that they agree on all else, tensors bitwise."""
+    split = ("dweight", "dbias", "dhidden") if sequence_parallel else ("dweight", "dbias")
+    found = dict(ranks[0])
+    for name, first in found.items():
+        every = [rank[name] for rank in ranks]
+        if name in split:
+            found[name] = torch.cat(every)
+        else:
+            equal = torch.equal if isinstance(first, Tensor) else operator.eq
+            assert all(equal(x, first) for x in every), f"{name} differs between ranks"
+    return found
+
+
 def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
-    """Join the ranks' outcomes; check that loss, collectives and dhidden agree bitwise."""
-    first = ranks[0]
-    for rank in ranks[1:]:
-        assert torch.equal(rank.loss, first.loss), "loss differs between ranks"
-        assert rank.calls == first.calls, "ranks run different collectives"
-        if not sequence_parallel:
-            assert torch.equal(rank.dhidden, first.dhidden), "dhidden differs between ranks"
-    return Outcome(
-        first.loss,
-        torch.cat([rank.dhidden for rank in ranks]) if sequence_parallel else first.dhidden,
-        torch.cat([rank.dweight for rank in ranks]),
-        torch.cat([rank.dbias for rank in ranks]),
-        first.calls,
-    )
+    """Join the ranks' outcomes; check that loss, collectives and dhidden agree."""
+    return Outcome(**joined_by_name([rank._asdict() for rank in ranks], sequence_parallel))
 
 
 def misses(
@@ -204,6 +207,15 @@ def misses(
         if not budget.met:
             found.append(f"{name}: {budget}")
     return found
+
+
+def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What a ValueError of this call says; nothing if there is none."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 SCHEDULES = ["recompute", "cached", "in_forward", "auto"]

@@ -145,7 +145,7 @@ def against_fp64(
 
 
 def same_bits(
-    ranks: Ranks, one: Problem, steps: Callable[[Options], Iterator[tuple[str, Outcome]]]
+    ranks: Ranks, one: Problem, steps: Callable[[Options], Iterable[tuple[str, Outcome]]]
 ) -> Iterator[str]:
     """Whatever ``steps`` yields, by name, has the bits of a plain step with the same options."""
     for way, options in each_way(ranks, one):

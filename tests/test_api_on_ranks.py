@@ -1,9 +1,9 @@
 """linear_cross_entropy on P simulated ranks gives the results of one process.
 
-Most cases run on threads, whose collectives are compared, too; some on forked gloo workers.
+tests/test_api_random_cases.py has random problems on threads, tests/gpu_parallel.py those over
+gloo.
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import (
     EVEN,
-    PADDED,
     SCHEDULES,
     TINY,
     UNEVEN,
@@ -24,61 +23,14 @@ from tests.parallel_problem import (
     on_threads,
     rank_step,
 )
-from tests.problems import pairwise
-
-PROBLEMS: dict[str, Problem] = {
-    "even": EVEN,
-    "uneven": UNEVEN,
-    "padded": PADDED,
-    "tiny": TINY,
-    "bf16": UNEVEN.changed(dtype=torch.bfloat16),
-    "fp16": UNEVEN.changed(dtype=torch.float16),
-    "fp64": UNEVEN.changed(dtype=torch.float64),
-    "none": UNEVEN.changed(options={"reduction": "none"}),
-    "sum": UNEVEN.changed(
-        options={"reduction": "sum", "label_smoothing": 0.1, "z_loss_weight": 1e-2}
-    ),
-    "softcap": PADDED.changed(options={"softcap": 5.0, "logit_scale": 0.5}),
-    "both": PADDED.changed(options={"softcap": 5.0, "label_smoothing": 0.1}),
-    "smoothing": PADDED.changed(
-        options={"label_smoothing": 0.1, "token_weight": torch.linspace(0, 2, 24)}
-    ),
-    "banned": UNEVEN.changed(options={"reduction": "none"}, banned=0.3),
-}
-NO_TOKENS, ALL_IGNORED = Problem(T=0), Problem(T=8, ignored=1.1)
 
 
-def refused(name: str, schedule: str) -> bool:
-    return (name == "both" and schedule in ("cached", "in_forward")) or (
-        name in ("none", "banned") and schedule == "in_forward"
-    )
-
-
-@pytest.mark.parametrize(
-    ("P", "name", "sequence_parallel", "schedule"),
-    pairwise(
-        case
-        for case in itertools.product([2, 4, 8], PROBLEMS, [False, True], SCHEDULES)
-        if not refused(case[1], case[3])
-    ),
-)
-def test_truth_over_threads(P, name, sequence_parallel, schedule):
-    problem = PROBLEMS[name]
-    outcome = on_threads(P, problem, sequence_parallel=sequence_parallel, schedule=schedule)
-    if name == "fp64":
-        assert relative_rms(outcome.dweight, problem.textbook(torch.float64).dweight) < 1e-13
-    else:
-        assert misses(outcome, problem) == []
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("P", [1, 2, 4])
-def test_truth_over_gloo(pools, P, sequence_parallel, schedule):
-    for problem in (UNEVEN, PADDED, TINY, NO_TOKENS, ALL_IGNORED):
-        options = {"sequence_parallel": sequence_parallel, "schedule": schedule}
-        ranks = pools[P].run(rank_step, problem, **options)
-        assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp64(schedule, sequence_parallel):
+    problem = TINY.changed(dtype=torch.float64, banned=0.3, options={"reduction": "sum"})
+    outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, schedule=schedule)
+    assert relative_rms(outcome.dweight, problem.textbook(torch.float64).dweight) < 1e-13
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -102,26 +54,17 @@ class TestGroups:
         problem = UNEVEN.changed(seed=replica)
         return rank_step(groups[replica], problem, sequence_parallel=sp)
 
-    @pytest.mark.parametrize("backend", ["threads", "gloo"])
     @pytest.mark.parametrize("sp", [False, True])
     @pytest.mark.parametrize(
         "tp_ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3, 2], [1]]],
         ids=["neighbours", "strided", "unequal"],
     )  # fmt: skip
-    def test_replicas(self, tp_ranks, sp, backend, pools):
-        if backend == "gloo":
-            outcomes = pools[4].run(self.replica_step, tp_ranks, sp)
-        else:
-            outcomes = run_ranks(lambda world: self.replica_step(world, tp_ranks, sp), 4)
+    def test_replicas(self, tp_ranks, sp):
+        outcomes = run_ranks(lambda world: self.replica_step(world, tp_ranks, sp), 4)
         for replica, ranks in enumerate(tp_ranks):
             members = [outcomes[rank] for rank in sorted(ranks)]
             outcome = joined(members, sequence_parallel=sp)
             assert misses(outcome, UNEVEN.changed(seed=replica)) == []
-
-    def test_a_group_of_one_is_as_no_group(self):
-        (alone,) = run_ranks(lambda group: rank_step(group, UNEVEN), 1)
-        none = rank_step(None, UNEVEN)
-        assert all(torch.equal(a, b) for a, b in zip(alone[:4], none[:4], strict=True))
 
     def test_no_group_beside_a_default_group_sends_nothing(self):
         def rank(group):

@@ -16,7 +16,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import small_pieces
+from tests.parallel_problem import joined_by_name, small_pieces
 from tests.problems import (
     IGNORE,
     METRICS,
@@ -197,13 +197,7 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
         ranks = [rank_step(None, drawn, whole, impl, device)]
     else:
         ranks = run_ranks(lambda group: rank_step(group, drawn, whole, impl, device), drawn.P)
-    joined = dict(ranks[0])
-    for name in joined:
-        of_ranks = [rank[name] for rank in ranks]
-        if name in ("dweight", "dbias") or (name == "dhidden" and drawn.sequence_parallel):
-            joined[name] = torch.cat(of_ranks)
-        else:
-            assert all(torch.equal(x, of_ranks[0]) for x in of_ranks), f"{name} differs"
+    joined = joined_by_name(ranks, drawn.sequence_parallel)
     compare(joined, whole, upstream_of(drawn), **options_of(drawn))
 
 

@@ -1,6 +1,7 @@
 """Megatron's output layer and loss as peers of the benchmark, over gloo and alone."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
-from flce_dist.launch.bench.report import make_records
+from flce_dist.launch.bench.report import Record, make_records
 from flce_dist.testing import RankPool
 from tests.bench_run import GRID
+from tests.problems import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -37,45 +39,44 @@ def measured(problem: Problem, run: RunSpec) -> Measured:
     return found
 
 
-def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any = "fp32") -> dict[str, Any]:
+def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any) -> Record:
     shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
     try:
         found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
         (record,) = make_records(shape, [found])
-        return dataclasses.asdict(record)
+        return record
     finally:
         megatron_peer.stop()
 
 
-@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(
-    ("impl", "dtype", "budget"),
-    [
-        ("megatron_fused", "fp32", 4e-3),  # it rounds the gradient of fp32 logits, too, to bf16
-        ("megatron_unfused", "fp32", 1e-6),
-        ("megatron_unfused", "bf16", 1e-2),
-    ],
-)
-def test_megatrons_head_is_right_on_two_ranks(
-    ranks: RankPool, impl: str, dtype: str, budget: float, sp: bool, mode: Mode
-) -> None:
-    run = RunSpec(impl, mode=mode, sequence_parallel=sp)
-    for record in ranks.run(rank_record, run, dtype):
-        assert record["status"] == "ok", record["message"]
-        assert record["P"] == 2 and record["p50_ms"] > 0
-        assert record["loss_error"] < (1e-6 if dtype == "fp32" else 1e-2)
-        for name in ("dhidden_error", "dweight_error"):
-            assert (record[name] is None) == (mode == "forward")
-            assert record[name] is None or 0 < record[name] < budget
+BUDGETS = {
+    ("megatron_fused", "fp32"): 4e-3,  # it rounds the gradient of fp32 logits, too, to bf16
+    ("megatron_unfused", "fp32"): 1e-6,
+    ("megatron_unfused", "bf16"): 1e-2,
+    ("eager", "fp32"): 1e-6,  # alone sequence parallelism is of all tokens
+}
+MODES = "forward", "forward_backward"
+CASES = [
+    *itertools.product([2], [x for x in BUDGETS if x[0] != "eager"], [False, True], MODES),
+    (1, ("eager", "fp32"), True, "forward_backward"),
+    (1, ("megatron_unfused", "fp32"), True, "forward_backward"),
+]
 
 
-@pytest.mark.parametrize("impl", ["eager", "megatron_unfused"])
-def test_sequence_parallel_over_one_rank_is_all_of_its_tokens(
-    pools: dict[int, RankPool], impl: str
+@pytest.mark.parametrize(("P", "what", "sp", "mode"), pairwise(CASES))
+def test_the_head_is_right(
+    pools: dict[int, RankPool], P: int, what: tuple[str, str], sp: bool, mode: Mode
 ) -> None:
-    (record,) = pools[1].run(rank_record, RunSpec(impl, "cached", sequence_parallel=True))
-    assert record["status"] == "ok" and record["P"] == 1 and record["sequence_parallel"]
+    impl, dtype = what
+    run = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
+    for record in pools[P].run(rank_record, run, dtype):
+        assert record.status == "ok", record.message
+        assert record.P == P and record.p50_ms and record.sequence_parallel == sp
+        assert record.loss_error is not None
+        assert record.loss_error < (1e-6 if dtype == "fp32" else 1e-2)
+        for error in (record.dhidden_error, record.dweight_error):
+            assert (error is None) == (mode == "forward")
+            assert error is None or 0 < error < BUDGETS[what]
 
 
 def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:

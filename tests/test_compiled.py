@@ -13,9 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.library import opcheck
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
@@ -122,36 +121,6 @@ def test_in_forward_with_metrics_is_refused():
     compiled = torch.compile(loss_of_metrics, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"under torch.compile .* takes schedule='in_forward' only"):
         compiled(*inputs(9), {"schedule": "in_forward"})
-
-
-@pytest.mark.parametrize(
-    ("schedule", "reduction", "with_metrics", "dtype"),
-    pairwise(
-        (*how, dtype)
-        for how in (
-            ("in_forward", "mean", False),
-            ("filtered", "mean", False),
-            *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
-        )
-        for dtype in (torch.float32, torch.float16)
-    ),
-    ids=str,
-)
-def test_opcheck(schedule, reduction, with_metrics, dtype):
-    """Schema, fake, autograd registration and dynamic shapes, by torch.library.opcheck."""
-    hidden, weight, bias, labels = inputs(9, dtype=dtype)
-    how = (
-        {"schedule": filtered.schedule(2.0**-12)}
-        if schedule == "filtered"
-        else {"schedule": schedule}
-    )
-    options = LossOptions(
-        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, impl="eager",
-        with_metrics=with_metrics, **how,
-    )  # fmt: skip
-    spec = (*dataclasses.astuple(options), None, [True] * 3)
-    arguments = (hidden, weight, labels, bias, None, *spec)
-    opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
 @pytest.mark.parametrize("schedule", ["in_forward", "cached"])

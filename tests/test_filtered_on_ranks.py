@@ -15,10 +15,10 @@ from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
+from tests.parallel_problem import GRADIENTS, joined_by_name
 from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, both, run_op
 
 EPS = 2.0**-9
-GRADIENTS = ("dhidden", "dweight", "dbias")
 
 
 def problem_of(V: int = 1536, dtype: torch.dtype = torch.float64) -> Inputs:
@@ -56,18 +56,10 @@ def on_rank(
 def joined(problem: Inputs, ranges: list[tuple[int, int]], **options: Any) -> Outcome:
     """All ranks' gradients; loss and metrics must be the same bits, and so the collectives."""
     found = run_ranks(lambda group: on_rank(group, problem, ranges, **options), len(ranges))
-    (first, calls), *others = found
-    sp = bool(options.get("sequence_parallel"))
-    for results, their_calls in others:
-        assert their_calls == calls
-        for name, x in results.items():
-            if name not in GRADIENTS or (name == "dhidden" and not sp):
-                assert torch.equal(x, first[name]), name
-    split = ("dweight", "dbias", *(["dhidden"] if sp else []))
-    return {
-        name: torch.cat([one[name] for one, _ in found]) if name in split else x
-        for name, x in first.items()
-    }
+    assert all(calls == found[0][1] for _, calls in found)
+    return joined_by_name(
+        [results for results, _ in found], options.get("sequence_parallel", False)
+    )
 
 
 CUTS: dict[str, list[tuple[int, int]]] = {

@@ -5,6 +5,7 @@ schedule, on a GPU.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch.library import opcheck
 from flce_dist import filtered, linear_cross_entropy
 from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget
-from tests.test_gpu_oracle import each_device, inputs_on
+from tests.problems import DTYPES, pairwise
+from tests.test_gpu_oracle import CUDA, each_device, inputs_on
 
 V, H = 1000, 64
 
@@ -86,18 +88,33 @@ def test_one_graph_for_any_number_of_tokens(options, device):
     assert counter.frame_count <= 2
 
 
-@each_device
-@pytest.mark.parametrize(
-    ("schedule", "reduction", "with_metrics", "dtype"),
-    [
-        ("recompute", "mean", True, torch.bfloat16),
-        ("cached", "none", False, torch.bfloat16),
-        ("cached", "mean", True, torch.float16),
-        ("in_forward", "sum", False, torch.float32),
-        (filtered.schedule(2.0**-12), "mean", False, torch.bfloat16),
-    ],
+FILTERED = filtered.schedule(2.0**-12)
+EXAMINED_ON_GPU = [
+    ("recompute", "mean", True, torch.bfloat16),
+    ("cached", "none", False, torch.bfloat16),
+    ("cached", "mean", True, torch.float16),
+    ("in_forward", "sum", False, torch.float32),
+    (FILTERED, "mean", False, torch.bfloat16),
+]
+EXAMINED = pairwise(
+    (*how, dtype)
+    for how in (
+        *((schedule, "mean", False) for schedule in ("in_forward", FILTERED)),
+        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+    )
+    for dtype in DTYPES
 )
-def test_opcheck(schedule, reduction, with_metrics, dtype, device):
+
+
+@pytest.mark.parametrize(
+    ("device", "schedule", "reduction", "with_metrics", "dtype"),
+    [
+        *(("cpu", *case) for case in EXAMINED),
+        *(pytest.param("cuda", *case, marks=CUDA.marks) for case in EXAMINED_ON_GPU),
+    ],
+    ids=str,
+)
+def test_opcheck(device, schedule, reduction, with_metrics, dtype):
     """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
     inputs = inputs_on(device, 66, V, H, dtype, bias=True, ignored=0.0)
     operands = (inputs.hidden.view(2, 33, H), inputs.weight, inputs.bias)
@@ -112,9 +129,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "schedule", ["recompute", "cached", "in_forward", filtered.schedule(2.0**-12)]
-)
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward", FILTERED])
 def test_a_new_number_of_tokens_compiles_no_kernel(schedule: Any) -> None:
     compiled: list[str] = []
 

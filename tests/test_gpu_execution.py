@@ -5,7 +5,7 @@ What has a meaning on a CPU too runs there as well, and so proves the check.
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def step_on_stream(inputs: Inputs, schedule: Any, stream: Any) -> Outcome:
     leaves = [(x / 2).requires_grad_() for x in (inputs.hidden, inputs.weight)]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+    with torch.cuda.stream(stream):
         stale = [torch.full_like(x, torch.nan) for x in leaves]
         del stale
         if stream is not None:

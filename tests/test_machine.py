@@ -10,8 +10,7 @@ import pytest
 
 from tests import __main__ as program
 from tests import machine
-
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])

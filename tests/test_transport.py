@@ -15,6 +15,7 @@ import torch.distributed as dist
 from flce_dist import linear_cross_entropy
 from flce_dist.parallel import transport
 from flce_dist.testing import run_ranks
+from tests.parallel_problem import complaint
 
 
 def reach_rank(group: dist.ProcessGroup, environments: list[dict[str, str]]) -> bool:
@@ -54,16 +55,6 @@ def loss_of(group: dist.ProcessGroup, labels: torch.Tensor, **options: Any) -> t
     return linear_cross_entropy(hidden, weight, labels, tp_group=group, **options)
 
 
-def said_by(
-    group: dist.ProcessGroup, labels: torch.Tensor, call: Any = loss_of, **options: Any
-) -> str:
-    try:
-        call(group, labels, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 LABELS = list(range(2, 2 + T))
 OTHER_LABELS = {
     "one more": [2, 3, 4, 6, 6, 7, 8, 9],
@@ -76,7 +67,7 @@ OTHER_LABELS = {
 @pytest.mark.parametrize("other", OTHER_LABELS.values(), ids=OTHER_LABELS)
 def test_other_labels_on_some_ranks_raise_on_all(other):
     def rank(group: dist.ProcessGroup) -> str:
-        return said_by(group, torch.tensor(other if group.rank() in (1, 3) else LABELS))
+        return complaint(loss_of, group, torch.tensor(other if group.rank() in (1, 3) else LABELS))
 
     with CHECKED:
         said = run_ranks(rank, 4)
@@ -90,7 +81,8 @@ def test_labels_of_other_lengths(options):
     """Else ranks would wait for each other, or mix what belongs to different tokens."""
 
     def rank(group: dist.ProcessGroup) -> str:
-        return said_by(group, torch.zeros(T - 2 * group.rank(), dtype=torch.int32), **options)
+        labels = torch.zeros(T - 2 * group.rank(), dtype=torch.int32)
+        return complaint(loss_of, group, labels, **options)
 
     with CHECKED:
         assert all("rank 1 got others" in text for text in run_ranks(rank, 2))
@@ -110,7 +102,7 @@ def test_only_the_first_call_of_a_group_is_checked():
         assert run_ranks(rank, 2) == [[1, 0, 1]] * 2
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "0"}):
         assert run_ranks(rank, 2) == [[0, 0, 0]] * 2
-        assert run_ranks(lambda g: said_by(g, torch.arange(T) + g.rank()), 2) == ["nothing"] * 2
+        assert run_ranks(lambda g: complaint(loss_of, g, torch.arange(T) + g.rank()), 2) == ["", ""]
 
 
 def compiled_rank(group: dist.ProcessGroup) -> str:
@@ -118,7 +110,7 @@ def compiled_rank(group: dist.ProcessGroup) -> str:
         call = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
         assert torch.isfinite(call(group, torch.arange(T)))
         transport._have_called.clear()
-        return said_by(group, torch.arange(T) + group.rank(), call)
+        return complaint(call, group, torch.arange(T) + group.rank())
 
 
 def test_labels_under_compile(ranks):

@@ -5,6 +5,7 @@ plan alike and issue the same collectives. T = tokens, V = rows of the largest e
 """
 
 import math
+from typing import NamedTuple
 
 from flce_dist import options
 from flce_dist.op.call import Schedule
@@ -31,8 +32,6 @@ _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating seve
 
 
 Plan = Windows | InForward
-
-_RowBytes = tuple[int, int]  # of a row of dweight in in_forward: rounded at once, accumulating
 
 
 def pieces(schedule: Schedule, P: int) -> tuple[tuple[int, int], ...]:
@@ -62,13 +61,13 @@ def plan(
         T: tokens on the tensor-parallel group.
         V: rows of the largest shard, ``ceil(V_all / P)``.
         itemsize: bytes of one cached exponential.
-        schedule: ``auto`` caches what fits into the budget (``_auto_budget`` unless given) and
-            recomputes the rest, unless that can be spared: if the loss ``reduces`` and the
-            exponentials of all tokens fit with what dweight's memory can hold, or those of chunks
-            and what dweight's accumulator takes beyond dweight, it is ``in_forward``. ``cached``
-            caches what fits, but everything unless a budget is given;
-            ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they fit with
-            what dweight's own memory can hold, else token chunks that fit.
+        schedule: ``auto`` caches what fits into the budget (unless given, 1 GiB or, if that
+            is not enough, ``_spares_a_gemm``) and recomputes the rest, unless that can be spared:
+            if the loss ``reduces`` and the exponentials of all tokens fit with what dweight's
+            memory can hold, or those of chunks and what dweight's accumulator takes beyond dweight,
+            it is ``in_forward``. ``cached`` caches what fits, but everything unless a budget is
+            given; ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they
+            fit with what dweight's own memory can hold, else token chunks that fit.
         max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
             tokens, is used even where it exceeds the bound.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
@@ -78,100 +77,106 @@ def plan(
         reduces: whether one scalar upstream gradient is all that backward can bring.
         gathers_from: ranks whose tokens are gathered; chunks hold as many of each.
     """
-    column_bytes = max(1, T * itemsize)
-    unit = _unit(gathers_from)
+    shape = _Shape(T, V, itemsize, _unit(gathers_from), converts, *dweight_row_bytes)
     if schedule == "in_forward":
-        budget = DEFAULT_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes
-        return _in_forward(T, unit, V, itemsize, budget, converts, dweight_row_bytes)
+        return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
+    caches = schedule == "cached" or (schedule == "auto" and expressible)
+    if schedule != "auto":
+        return _windows(shape, caches, max_logits_bytes, max_logits_bytes)
+    budgets = [max_logits_bytes or DEFAULT_LOGITS_BYTES]
+    if max_logits_bytes is None and caches:
+        budgets.append(max(DEFAULT_LOGITS_BYTES, _spares_a_gemm(shape, reduces)))
+    for budget in budgets:
+        chosen = _windows(shape, caches, budget, max_logits_bytes)
+        if chosen.cached_v == V:
+            break
+        fits = _auto_in_forward(shape, budget) if caches and reduces else None
+        # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
+        few = fits is not None and (len(fits.chunks()) == 1 or shape.row == shape.accumulator_row)
+        if fits is not None and (few or budget == budgets[-1]):
+            return fits
+    return chosen
 
-    caching = schedule == "cached" or (schedule == "auto" and expressible)
-    window = min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // column_bytes)))
-    limit = max_logits_bytes
-    if limit is None and schedule == "auto":
-        limit = DEFAULT_LOGITS_BYTES
-        if caching:
-            held = V + (window if converts else 0)
-            limit = _auto_budget(T, unit, V, held, itemsize, converts, dweight_row_bytes, reduces)
-    if limit is not None:
-        columns = limit // column_bytes
-        if caching:  # what is cached gets the larger part, as long as windows are not too narrow
+
+class _Shape(NamedTuple):
+    """What ``plan`` is told of a call, and the unit of its chunks."""
+
+    T: int
+    V: int
+    itemsize: int
+    unit: int
+    converts: bool
+    row: int  # bytes of a row of dweight, rounded at once; 0 if it lends none
+    accumulator_row: int  # the same of one that accumulates chunks
+
+    @property
+    def column_bytes(self) -> int:
+        return max(1, self.T * self.itemsize)
+
+
+def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
+    """Return the least bytes of exponentials with which ``auto`` computes no logits again.
+
+    Half of what the fp32 logits of up to 16,384 tokens take: as many 16-bit exponentials.
+    In_forward takes less: half of dweight holds some of them, in one window, or, of twice as many
+    tokens, chunks of 8192 accumulate dweight.
+    """
+    T, V, itemsize = shape.T, shape.V, shape.itemsize
+    window = _widest_window(shape) if shape.converts else 0
+    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]
+    if reduces and not shape.converts:
+        budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
+        if T >= 2 * _MANY_TOKENS:
+            chunk = _MANY_TOKENS // 2 * itemsize
+            budgets.append(
+                V * max(chunk + shape.accumulator_row - shape.row, shape.accumulator_row)
+            )
+    return min(budgets)
+
+
+def _widest_window(shape: _Shape) -> int:
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // shape.column_bytes)))
+
+
+def _windows(shape: _Shape, caches: bool, budget: int | None, limit: int | None) -> Windows:
+    """Cache as many columns as fit into ``budget`` beside a window, or none."""
+    T, V, converts, column_bytes = shape.T, shape.V, shape.converts, shape.column_bytes
+    window, cached = _widest_window(shape), V if caches else 0
+    if budget is not None:
+        columns = budget // column_bytes
+        if caches:  # what is cached gets the larger part, as long as windows are not too narrow
             columns = max(columns * 3 // 10, min(columns, _MIN_WINDOW, V // 4))
         window = min(window, max(_TILE, _round_down(columns)))
     if window > _WAVE:
         window -= window % _WAVE
     window = max(1, min(window, V))
-
-    if not caching:
-        cached = 0
-    elif limit is None or (V + (window if converts else 0)) * column_bytes <= limit:
-        cached = V
-    else:
-        assert limit is not None  # else all is cached
-        if reduces and schedule == "auto":
-            in_forward = _auto_in_forward(T, unit, V, itemsize, limit, converts, dweight_row_bytes)
-            if in_forward is not None:
-                return in_forward
-        cached = max(0, _round_down((limit - window * column_bytes) // column_bytes))
+    if caches and budget is not None and (V + window * converts) * column_bytes > budget:
+        cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
-    held_bytes = held * column_bytes if T else 0
-    return Windows(T, V, cached, window, held_bytes, max_logits_bytes, converts)
+    return Windows(T, V, cached, window, held * column_bytes if T else 0, limit, converts)
 
 
-def _auto_budget(
-    T: int,
-    unit: int,
-    V: int,
-    held: int,
-    itemsize: int,
-    converts: bool,
-    row_bytes: _RowBytes,
-    reduces: bool,
-) -> int:
-    """Return the bytes of ``auto`` that was given none: 1 GiB, or what spares the fourth GEMM.
-
-    That is half of what the fp32 logits of up to 16,384 tokens take: as many 16-bit exponentials.
-    In_forward takes less: half of dweight holds some of them, in one window, or, of twice as many
-    tokens, chunks of 8192 accumulate dweight. ``held`` columns are the cache's and, where it is
-    converted, one window's.
-    """
-    rounded, accumulator = row_bytes
-    budgets = [2 * held * min(T, _MANY_TOKENS)]
-    if reduces and not converts:
-        lean = _auto_in_forward(T, unit, V, itemsize, DEFAULT_LOGITS_BYTES, converts, row_bytes)
-        # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
-        if lean is not None and (len(lean.chunks()) == 1 or accumulator == rounded):
-            return DEFAULT_LOGITS_BYTES
-        budgets.append(V * (T * itemsize - min(T * itemsize, rounded) // 2))
-        if T >= 2 * _MANY_TOKENS:
-            chunk = _MANY_TOKENS // 2 * itemsize
-            budgets.append(V * max(chunk + accumulator - rounded, accumulator))
-    return max(DEFAULT_LOGITS_BYTES, min(budgets))
-
-
-def _auto_in_forward(
-    T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
-) -> InForward | None:
+def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
     """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
-    at_once = _in_forward(T, unit, V, itemsize, budget, converts, row_bytes)
-    if at_once.first_t == T:
+    at_once = _in_forward(shape, budget)
+    if at_once.first_t == shape.T:
         return at_once
     # The accumulator replaces dweight, and at the end exists together with it, rounded.
-    rounded, accumulator = (V * n for n in row_bytes)
+    rounded, accumulator = shape.V * shape.row, shape.V * shape.accumulator_row
     rest = budget - (accumulator - rounded)
     at_end = accumulator if accumulator > rounded else 0
-    if converts or rest < _LEAST_CHUNK * V * itemsize or at_end > budget:
+    if shape.converts or rest < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
         return None
-    return _in_forward(T, unit, V, itemsize, rest, converts, row_bytes)
+    return _in_forward(shape, rest)
 
 
-def _in_forward(
-    T: int, unit: int, V: int, itemsize: int, budget: int, converts: bool, row_bytes: _RowBytes
-) -> InForward:
+def _in_forward(shape: _Shape, budget: int) -> InForward:
     """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
 
     A first chunk that lends is longer than the others only where that saves a chunk, and only as
     long as that needs: large chunks make fast GEMMs.
     """
+    T, V, itemsize, unit, converts = shape[:5]
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
@@ -186,17 +191,14 @@ def _in_forward(
     ) -> InForward:
         return InForward(T, V, *columns, budget, converts, *chunks, lending)
 
-    lends = bool(row_bytes[1]) and chunk < T and not converts
-    first = None
-    if lends:
-        most = round(V * _MOST_RECOMPUTED)
-        first = _lend(T, V, itemsize, budget, row_bytes[0], most)
+    lends = bool(shape.row) and chunk < T and not converts
+    first = _lend(shape, T, budget, shape.row, round(V * _MOST_RECOMPUTED)) if lends else None
     if first is not None:
         return of(first[:3], (T, max(1, T)), first[3])
     without_lending = -(-T // chunk)  # chunks
     for more in range(1, without_lending - 1) if lends else ():
         first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
-        first = _lend(first_t, V, itemsize, budget, row_bytes[1], 0)
+        first = _lend(shape, first_t, budget, shape.accumulator_row, 0)
         if first is not None:
             rest = later(T - first_t)
             held_bytes = max(first[2], rest * V * itemsize)
@@ -207,12 +209,13 @@ def _in_forward(
 
 
 def _lend(
-    T: int, V: int, itemsize: int, budget: int, row_bytes: int, most_recomputed: int
+    shape: _Shape, T: int, budget: int, row_bytes: int, most_recomputed: int
 ) -> tuple[int, int, int, LentWindows] | None:
     """Fit T tokens into ``budget`` by lending dweight's memory and recomputing a few columns.
 
     Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.
     """
+    V, itemsize = shape.V, shape.itemsize
     columns = budget // (T * itemsize)
     if not row_bytes or columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.eager_logits import dlogits, windows
+from flce_dist.kernels.eager_logits import dlogits, windows, write_at_labels
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
@@ -32,11 +32,13 @@ def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> N
 
     Both are over the columns other than the label; reference is [T].
     """
-    for start, z, other in windows(logits, TILE_V):
-        z = z.masked_fill(~other, -torch.inf)
+    ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
+    reference = reference.masked_fill(ignored, torch.inf)
+    for start, z in windows(logits, TILE_V):
+        write_at_labels(z, logits, start, none)
         z = F.pad(z, (0, -z.shape[1] % TILE_V), value=-torch.inf).unflatten(1, (-1, TILE_V))
         here = slice(start // TILE_V, start // TILE_V + z.shape[1])
-        tiles[0, here] = z.amax(2).T
+        tiles[0, here] = z.amax(2).masked_fill(ignored[:, None], -torch.inf).T
         tiles[1, here] = (z - reference[:, None, None]).exp().sum(2).T
 
 
@@ -65,7 +67,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
     some = logits._replace(hidden=logits.hidden[tokens], labels=logits.labels[tokens])
     q = lse.new_empty(logits.V)
-    for start, z, _ in windows(some):
+    for start, z in windows(some):
         columns = torch.arange(start, start + z.shape[1], device=z.device)
         left_out = ~of_tiles[:, columns // TILE_V]
         q[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)

@@ -19,11 +19,12 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flce_dist.launch.about import about, version_of
-from flce_dist.launch.bench import files
+from flce_dist.launch.bench import files, megatron_peer
 from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
@@ -34,7 +35,7 @@ from flce_dist.launch.bench.config import (
     runs_of,
 )
 from flce_dist.launch.bench.measure import Measured, free_memory
-from flce_dist.launch.bench.peers import PEERS, close_peers, forget_compiled
+from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, load_head, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
@@ -63,7 +64,9 @@ def main(args: list[str] | None = None) -> int:
     try:
         _bench(config, head, device, tp_group, console)
     finally:
-        close_peers(tp_group)
+        megatron_peer.stop()
+        if tp_group is None and dist.is_initialized():  # the peer made one for itself
+            dist.destroy_process_group()
     return 0
 
 
@@ -88,8 +91,7 @@ def _bench(
     done = {record.shape for record in records}
     shapes = all_shapes(config) if head is None else [head.shape]
     for number, shape in enumerate(shapes, start=1):
-        size = {"T": shape.T, "H": shape.H, "V": shape.V, "dtype": shape.dtype}
-        if tuple(size.values()) in done:
+        if tuple(shape.size.values()) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
@@ -98,7 +100,7 @@ def _bench(
         if rank == 0:
             files.write_results(config.out, facts, records)
             if profiles:
-                files.write_profiles(config.out, facts, size, profiles)
+                files.write_profiles(config.out, facts, shape.size, profiles)
         console.print(table(found))
         for name, profile in profiles.items():
             if profile.step_us is not None:
@@ -158,19 +160,21 @@ def _bench_shape(
                 profiles[measured.run.name] = profile
         measured.release()
     del found, measured, problem
-    forget_compiled()
+    # Code compiled for one shape must not count towards torch.compile's limit. If there is none,
+    # the import takes seconds.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     free_memory(device)
     return records, profiles
 
 
 def _records_so_far(config: BenchConfig, facts: dict[str, Any], tp_group: Group) -> list[Record]:
     """Read what rank 0 finds: it alone writes, and other hosts may not see its files."""
-    found: list[Record] | ConfigError = []
-    if rank_and_size(tp_group)[0] == 0:
-        try:
-            found = files.records_so_far(config.out, facts)
-        except ConfigError as error:
-            found = error
+    is_first = rank_and_size(tp_group)[0] == 0
+    try:
+        found: Any = files.records_so_far(config.out, facts) if is_first else None
+    except ConfigError as error:
+        found = error
     found = gathered(found, tp_group)[0]
     if isinstance(found, ConfigError):
         raise found

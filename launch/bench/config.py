@@ -83,6 +83,10 @@ class ShapeSpec:
     """Runs at this shape in place of the common ones."""
 
     @property
+    def size(self) -> dict[str, Any]:
+        return {"T": self.T, "H": self.H, "V": self.V, "dtype": self.dtype}
+
+    @property
     def name(self) -> str:
         flagged = f" flagged={self.flagged}" if self.flagged else ""
         return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}"
@@ -135,10 +139,7 @@ class BenchConfig:
 
 
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
-    """Return the configuration of ``--config FILE [--overrides]``, checked.
-
-    Raises ``ConfigError``, and ``SystemExit`` for ``--help`` and for a wrong command line.
-    """
+    """Return the configuration of ``--config FILE [--overrides]``, checked."""
     config = from_command_line(
         BenchConfig,
         argv,
@@ -185,10 +186,7 @@ def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
 
 
 def floor_of(run: RunSpec) -> str:
-    """Return the GEMMs that a run cannot do without: 1 forward, 3 with gradients.
-
-    A schedule that computes the logits twice is held against 4.
-    """
+    """Return the GEMMs that a run needs: 1, or with gradients 3, or 4 if it recomputes logits."""
     if run.mode == "forward":
         return "gemm1"
     return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"

@@ -1,8 +1,7 @@
 """Result files of the benchmark: written whole or not at all, and read again to go on.
 
 ``out.json`` holds ``{"about": {...}, "records": [...]}``, ``out.csv`` the same records. ``about``
-says what the numbers hold for: hardware, versions, commit, command and configuration. A number that
-is not finite, as a broken run returns, is null in JSON.
+says what the numbers hold for: hardware, versions, commit, command and configuration.
 """
 
 import csv
@@ -12,14 +11,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flce_dist.launch.bench.profiles import KernelTime, Profile
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.write import strict_json, write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError, require
-
-Item = TypeVar("Item")
 
 
 class ProfiledRun(NamedTuple):
@@ -55,7 +52,7 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
 def write_profiles(
     out: Path, about: dict[str, Any], shape: dict[str, Any], profiles: dict[str, Profile]
 ) -> None:
-    """Put the profiles of one shape's runs, by name, into ``out.profile.json``, in one step.
+    """Put the profiles of one shape's runs, by name, into ``out.profile.json``.
 
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """
@@ -79,9 +76,7 @@ def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
     return _read(path, "profile", "profiles", _profiled_run)
 
 
-def _read(
-    path: Path, kind: str, key: str, item_of: Callable[..., Item]
-) -> tuple[dict[str, Any], list[Item]]:
+def _read(path: Path, kind: str, key: str, item_of: Callable[..., Any]) -> Any:
     """Return ``about`` and the items under ``key`` of a file of this kind."""
     expected = f"{path} must be a {kind} of the benchmark"
     try:
@@ -102,10 +97,7 @@ def _profiled_run(entry: dict[str, Any]) -> ProfiledRun:
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
-    """Return what an earlier, ended run of the same benchmark left; [] if there was none.
-
-    Raises ``ConfigError``, which names what differs, if it was of another one.
-    """
+    """Return what an ended run of the same benchmark left, if any; what differs is an error."""
     path = with_suffix(out, ".json")
     if not path.exists():
         return []

@@ -4,14 +4,14 @@ The life of a run is the same on every rank, and ranks agree on failures where t
 anything is timed), so that a peer that is missing or out of memory costs its own row only.
 """
 
-import dataclasses
 import gc
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,36 +25,28 @@ from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.launch.process_group import gathered
 from flce_dist.memory import peak_memory, release_shared_memory
-from flce_dist.options import Impl
 
 MOST_CALLS = 1000
 
 
+@dataclass(eq=False)
 class Measured:
-    """What is known of one run: its errors, its memory, its samples; or why it failed.
+    """What is known of one run: its errors, its memory, its samples; or why it failed."""
 
-    Attributes:
-        errors: the worst of all ranks.
-        samples_ms: time of one call, the slowest rank's, a number for each round.
-        peak_bytes: the most that one call needed above its inputs, on the rank that needed most.
-        gradient_bytes: of it what the call returns.
-        filtered: kept_share and rank_one_mass of a run with filter_eps.
-        failure: message of the first rank that failed, or None.
-    """
-
-    def __init__(self, run: RunSpec, problem: Problem, config: BenchConfig):
-        self.run, self.problem, self.config = run, problem, config
-        self.errors = Errors()
-        self.peak_bytes: int | None = None
-        self.gradient_bytes = 0
-        self.calls = 1
-        self.call_ms = 0.0
-        self.samples_ms: list[float] = []
-        self.loss_eps = 0.0
-        self.filtered: dict[str, Any] = {}
-        self.failure: str | None = None
-        self._loss_of: LossFunction | None = None
-        self._replay: Callable[[], Any] | None = None
+    run: RunSpec
+    problem: Problem
+    config: BenchConfig
+    errors: Errors = field(default_factory=Errors)  # the worst of all ranks
+    loss_eps: float = 0.0  # of its dtype
+    peak_bytes: int | None = None  # what one call needed above its inputs, where that was most
+    gradient_bytes: int = 0  # of it what the call returns
+    filtered: dict[str, Any] = field(default_factory=dict)  # kept_share and rank_one_mass
+    call_ms: float = 0.0  # of the first call timed
+    calls: int = 1  # of a sample
+    samples_ms: list[float] = field(default_factory=list)  # time of one call on the slowest rank
+    failure: str | None = None  # message of the first rank that failed
+    _loss_of: LossFunction | None = None
+    _replay: Callable[[], Any] | None = None
 
     def prepare(self, truth: Truth | None) -> None:
         """Load, warm up, compare with ``truth``, measure memory, choose the calls of a sample."""
@@ -67,7 +59,7 @@ class Measured:
             return
         mine = self.errors, self.peak_bytes, self.gradient_bytes
         errors, *memory = zip(*gathered(mine, self.problem.tp_group), strict=True)
-        self.errors = Errors(*map(_worst, zip(*map(dataclasses.astuple, errors), strict=True)))
+        self.errors = Errors(*map(_worst, zip(*map(astuple, errors), strict=True)))
         # The rank with the largest peak, and its own gradients.
         self.peak_bytes, self.gradient_bytes = max(zip(*memory, strict=True))
 
@@ -92,19 +84,20 @@ class Measured:
         return min(MOST_CALLS, max(1, math.ceil(ms / max(self.call_ms, 1e-3))))
 
     def _load(self) -> None:
-        if not self.run.is_ours:
-            self._loss_of = load_peer(self.run.impl, self.problem.tp_group)
+        run, tp_group = self.run, self.problem.tp_group
+        if not run.is_ours:
+            self._loss_of = load_peer(run.impl, tp_group)
             return
         options: dict[str, Any] = {
-            "tp_group": self.problem.tp_group,
+            "tp_group": tp_group,
             # Alone there is no group to split over: one rank's tokens are all of them.
-            "sequence_parallel": self.run.sequence_parallel and self.problem.tp_group is not None,
-            "schedule": self.run.schedule,
-            "max_logits_bytes": self.run.max_logits_bytes,
-            "impl": cast(Impl, self.run.impl),
+            "sequence_parallel": run.sequence_parallel and tp_group is not None,
+            "schedule": run.schedule,
+            "max_logits_bytes": run.max_logits_bytes,
+            "impl": run.impl,
         }
-        if self.run.filter_eps is not None:
-            options["schedule"] = filtered.schedule(self.run.filter_eps)
+        if run.filter_eps is not None:
+            options["schedule"] = filtered.schedule(run.filter_eps)
             found: Any = linear_cross_entropy_with_metrics(
                 *self._leaves(), self.problem.labels, **options
             )
@@ -195,7 +188,7 @@ class Measured:
         """Return what ``step`` returns, or None if it fails on a rank or the run already had."""
         if self.failure is not None:
             return None
-        result, message = None, None
+        result = message = None
         try:
             result = step()
         except Exception as error:  # a peer may raise anything, and must not end the others

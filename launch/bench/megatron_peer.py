@@ -1,9 +1,8 @@
 """Megatron's own output layer and loss as peers of the benchmark.
 
-As ``GPTModel`` of megatron-core runs them in training: the GEMM of ``ColumnParallelLinear``,
-which under sequence parallelism gathers hidden states in forward and again in backward and
-scatters the sum of their gradients; then its vocabulary-parallel loss, plain or fused. Without
-``gradient_accumulation_fusion``, so that the gradient of the weight is returned as ours is.
+As ``GPTModel`` of megatron-core runs them in training: the GEMM of ``ColumnParallelLinear``, which
+under sequence parallelism gathers and scatters; then its vocabulary-parallel loss, plain or fused.
+Without ``gradient_accumulation_fusion``, so that the gradient of the weight is returned as ours is.
 
 T = tokens, H = hidden size, V = vocabulary rows on this rank, P = ranks.
 """
@@ -22,10 +21,7 @@ _current_device: Callable[[], Any] = torch.cuda.current_device
 def load(
     fused: bool, tp_group: dist.ProcessGroup | None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return ``loss_of(hidden, weight, labels)``; collective.
-
-    Hidden [T, H] is whole, or [T / P, H] this rank's tokens: then it runs sequence parallel.
-    """
+    """Return ``loss_of(hidden, weight, labels)``, sequence parallel if hidden is [T / P, H]."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import (

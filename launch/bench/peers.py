@@ -1,18 +1,14 @@
 """Other implementations of the same loss, each behind one small adapter.
 
-An adapter is ``load(tp_group) -> loss_of(hidden, weight, labels)``: it imports what it needs when
-called, so that a peer which is not installed costs its own row in the table and no more. The loss
-is the mean over tokens, a scalar of any float dtype. Operands are leaves for a run with gradients
-and ask for none in a forward run.
+An adapter is ``load(tp_group) -> loss_of(hidden, weight, labels)``, which returns the mean loss. It
+imports what it needs when called, so that a peer which is not installed costs its own row alone.
 
-To add one: write its ``_load_...`` and give it a line in ``PEERS``. A peer that splits the
-vocabulary over ranks says ``parallel=True`` and gets the group, the whole labels [T] and this
-rank's rows of the weight; hidden is whole, or [T / P, H], this rank's tokens, under sequence
-parallelism. What it keeps from call to call it frees in ``drop_buffers``: memory counts that too.
+A peer that splits the vocabulary over ranks says ``parallel=True`` and gets the group, the whole
+labels [T] and this rank's rows of the weight; hidden is whole, or [T / P, H], this rank's tokens,
+under sequence parallelism. What it keeps from call to call it frees in ``drop_buffers``.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +100,7 @@ def _load_torch_linear_cross_entropy(tp_group: object) -> LossFunction:
     if not hasattr(F, "linear_cross_entropy"):
         raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
     # Without options it is the reference implementation, with all logits.
-    options = torch.nn.LinearCrossEntropyOptions()
-    return functools.partial(F.linear_cross_entropy, options=options)
+    return functools.partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def _liger(accum_dtype: torch.dtype | None) -> Peer:
@@ -151,19 +146,6 @@ PEERS: dict[str, Peer] = {
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }
-
-
-def forget_compiled() -> None:
-    """Drop compiled code: that of one shape must not count towards torch.compile's limit."""
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
-        torch.compiler.reset()
-
-
-def close_peers(tp_group: dist.ProcessGroup | None) -> None:
-    """Give back what peers hold of the process: groups of their own."""
-    megatron_peer.stop()
-    if tp_group is None and dist.is_initialized():  # a peer made it for itself
-        dist.destroy_process_group()
 
 
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:

@@ -35,18 +35,15 @@ class Problem:
     tp_group: Group = None
 
     @property
-    def P(self) -> int:
-        return rank_and_size(self.tp_group)[1]
-
-    @property
     def rank(self) -> int:
         return rank_and_size(self.tp_group)[0]
 
     @property
     def shape(self) -> ShapeSpec:
+        """Of a problem without a group."""
         names: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
-        rows, H = self.weight.shape
-        return ShapeSpec(len(self.labels), H, rows * self.P, names[self.weight.dtype])
+        T, (V, H) = len(self.labels), self.weight.shape
+        return ShapeSpec(T, H, V, names[self.weight.dtype])
 
     def tokens_of(self, run: RunSpec) -> slice:
         """This rank's tokens of hidden and of its gradient."""

@@ -1,9 +1,9 @@
 """Where a run's time goes: its kernels, communication that nothing hides, and standing idle.
 
 On a GPU these are its kernels, copies and fills; on a CPU PyTorch's operators, by their own time,
-and no more: only a device has a time line of its own. Communication is what NCCL's kernels and
-copies between devices take. It is exposed while nothing else runs on this device. Waiting for the
-other ranks is part of it within NCCL's kernels; copies do not begin before, so there it is idling.
+without a time line. Communication is what NCCL's kernels and copies between devices take, exposed
+while nothing else runs on this device. Waiting for the other ranks is part of it within NCCL's
+kernels; copies do not begin before, so there it is idling.
 """
 
 import re
@@ -77,8 +77,7 @@ def take_profile(
 ) -> Profile:
     """Profile ``calls`` calls back to back on ``device``; ``trace`` names a file for all events.
 
-    One more goes before them that does not count on a GPU: in it a rank whose profiler was fast to
-    start waits for the others.
+    One more goes before them, in which the profilers of all ranks start: on a GPU it is left out.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -100,10 +99,8 @@ def take_profile(
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    counted = by_call(found, 1 + calls)[1:]
-    if not counted:
-        return profile_of(found, 1 + calls)
-    return profile_of([x for one in counted for x in one], calls)
+    counted = [x for one in by_call(found, 1 + calls)[1:] for x in one]
+    return profile_of(counted, calls) if counted else profile_of(found, 1 + calls)
 
 
 def profile_of(found: list[Activity], calls: int) -> Profile:
@@ -113,7 +110,11 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
         return Profile(kernels)
 
     step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
-    found = without_copies_aside(found)
+    # Copies within the device, on streams where nothing is computed, move a rank's own part of a
+    # gather: neither communication nor work that would hide it.
+    others = [x for x in found if x.kind != "communication"]
+    computing = {x.stream for x in others if not x.name.startswith(COPY_OR_FILL)}
+    found = [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
 
     def covered_us(*kinds: Kind) -> float:
         return covered(x for x in found if x.kind in kinds) / calls
@@ -137,17 +138,6 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     )
 
 
-def without_copies_aside(found: list[Activity]) -> list[Activity]:
-    """Leave out copies within the device on streams where nothing is computed.
-
-    They move a rank's own part of a gather: neither communication nor work that would hide it.
-    """
-    computing = {
-        x.stream for x in found if x.kind != "communication" and not x.name.startswith(COPY_OR_FILL)
-    }
-    return [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
-
-
 def covered(found: Iterable[Activity]) -> float:
     """Return how long at least one activity lasts."""
     total, until = 0.0, -float("inf")
@@ -158,10 +148,7 @@ def covered(found: Iterable[Activity]) -> float:
 
 
 def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
-    """Return what each of ``calls`` calls ran, by start; [] if they did not launch the same number.
-
-    A call begins after the last of the call before has begun.
-    """
+    """Return what each call ran, by start; [] if they did not launch the same number."""
     each, rest = divmod(len(found), calls)
     if rest or not found:
         return []

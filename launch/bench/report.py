@@ -17,6 +17,7 @@ from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import NotInstalled
+from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
 LOSS_BUDGET = 1e-4
@@ -89,15 +90,16 @@ def _make_record(
     shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
-    given = dataclasses.asdict(run)
+    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
+    given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
-    given |= {name: getattr(shape, name) for name in ("dtype", "T", "V", "H")}
-    given |= {"op": "floor" if is_floor else "linear_cross_entropy", "P": found.problem.P}
     if found.failure is not None:
         return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = _quantiles(found.samples_ms)
-    floor_ms = None if is_floor else _floor_ms(run, p50_ms)
+    floor_ms = None if is_floor else p50_ms.get(floor_of(run))
+    if floor_ms is not None and run.mode == "forward":
+        floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
     peak, complaint = found.peak_bytes, _complaint(found, eager)
     return Record(
         **given,
@@ -113,13 +115,6 @@ def _make_record(
         status="ok" if complaint is None else "wrong",
         message=complaint,
     )
-
-
-def _floor_ms(run: RunSpec, p50_ms: dict[str, float]) -> float | None:
-    gemms_ms = p50_ms.get(floor_of(run))
-    if gemms_ms is not None and run.mode == "forward":
-        return max(gemms_ms, p50_ms.get("read_weight", 0.0))
-    return gemms_ms
 
 
 def _complaint(found: Measured, eager: Measured | None) -> str | None:
@@ -176,6 +171,5 @@ def table(records: list[Record]) -> Table:
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
         complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"
-        end = "" if record.status == "ok" else complaint
-        made.add_row(escape(record.run.name), *cells, end)
+        made.add_row(escape(record.run.name), *cells, "" if record.status == "ok" else complaint)
     return made

@@ -25,7 +25,6 @@ from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import require
 
 FIGURES = {"memory": memory, "dial": dial}
-PROFILE = ".profile"
 
 
 @dataclass(frozen=True)
@@ -54,33 +53,28 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     found: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
     by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:
-        if path.stem.endswith(PROFILE):
+        name = path.stem.removesuffix(".profile")
+        if name != path.stem:
             about, profiles = read_profiles(path)
             ranks = about.get("ranks", 1)
             if ranks > 1:
                 profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
-            figures = {"timeline": timeline(profiles)}
-        else:
-            about, records = read_results(path)
-            figures = {name: figure_of(records) for name, figure_of in FIGURES.items()}
-            by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
-        for name, figure in figures.items():
-            found[out / f"{_name(path)}-{name}.png"] = figure, about
-    for alike in map(one_grid, by_hardware.values()):
-        if alike:
-            path, about, _ = alike[0]
-            figure = scaling([record for _, _, records in alike for record in records])
-            found[out / f"{_name(path)}-scaling.png"] = figure, {**about, "ranks": 1}
-    drawn = [(path, figure, about) for path, (figure, about) in found.items() if figure]
-    for path, figure, about in drawn:
+            found[out / f"{name}-timeline.png"] = timeline(profiles), about
+            continue
+        about, records = read_results(path)
+        by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
+        for kind, figure_of in FIGURES.items():
+            found[out / f"{name}-{kind}.png"] = figure_of(records), about
+    for alike in filter(None, map(one_grid, by_hardware.values())):
+        path, about, _ = alike[0]
+        figure = scaling([record for _, _, records in alike for record in records])
+        found[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
+    drawn = {path: (figure, about) for path, (figure, about) in found.items() if figure}
+    for path, (figure, about) in drawn.items():
         below = caption(about, figure.get_figwidth())
         figure.supxlabel(below, fontsize=7, color="dimgray")
         write_figure(path, figure, dpi=130)
-    return [path for path, *_ in drawn]
-
-
-def _name(path: Path) -> str:
-    return path.stem.removesuffix(PROFILE)
+    return list(drawn)
 
 
 if __name__ == "__main__":

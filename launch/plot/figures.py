@@ -15,8 +15,6 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.profiles import Kind
 from flce_dist.launch.bench.report import MIB, Record
 
-Shape = tuple[int, int, int, str, int]  # T, H, V, dtype, P
-
 OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
 BLUE = "blue: linear_cross_entropy"
 WORKSPACE = "MiB at the peak, beyond inputs and gradients"
@@ -49,11 +47,6 @@ def name_rows(axes: Axes, names: Sequence[str], **style: Any) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
-def separate_rows(axes: Axes, count: int) -> None:
-    for y in range(1, count):
-        axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
-
-
 def write_at(axes: Axes, text: str, xy: tuple[float, float], points: Any, **style: Any) -> None:
     """Write over lines, ``points`` away from a place in data."""
     axes.annotate(text, xy, points, textcoords="offset points", bbox=ON_LINES, **style)
@@ -65,18 +58,14 @@ def mark_gemms(line: Callable[..., Any]) -> None:
     line(4 / 3, color="black", linewidth=0.8, linestyle=":")
 
 
-def with_gradients(records: Iterable[Record]) -> dict[Shape, list[Record]]:
+def with_gradients(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Group what was installed by shape, floors too; a shape with floors alone drops out."""
-    shapes: dict[Shape, list[Record]] = {}
+    shapes: dict[str, list[Record]] = {}
     for r in records:
         if r.mode == "forward_backward" and not r.not_installed:
-            shapes.setdefault((*r.shape, r.P), []).append(r)
+            ranks = f", {r.P} ranks" if r.P > 1 else ""
+            shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
     return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
-
-
-def shape_title(shape: Shape) -> str:
-    T, H, V, dtype, P = shape
-    return f"T={T}, H={H}, V={V}, {dtype}" + (f", {P} ranks" if P > 1 else "")
 
 
 def memory(records: list[Record]) -> Figure | None:
@@ -85,10 +74,8 @@ def memory(records: list[Record]) -> Figure | None:
     Wrong results are hatched, a failed run shows its message instead of a bar, and what was not
     installed is listed below.
     """
-    shapes = {
-        shape_title(shape): [r for r in found if r.op != "floor"]
-        for shape, found in with_gradients(records).items()
-    }
+    grouped = with_gradients(records)
+    shapes = {s: [r for r in found if r.op != "floor"] for s, found in grouped.items()}
     if not shapes:
         return None
     figure, stacked = panels({s: 0.8 + 0.25 * len(found) for s, found in shapes.items()}, 8.0)
@@ -127,24 +114,24 @@ def _bar(axes: Axes, y: int, r: Record) -> None:
 
 def dial(records: list[Record]) -> Figure | None:
     """Draw time against the budget of schedule auto, with recompute and cached at the ends."""
-    curves: dict[Shape, dict[float, float]] = {}
-    ends: dict[Shape, dict[str, float]] = {}
+    drawn: dict[str, tuple[dict[float, float], dict[str, float]]] = {}
     for shape, found in with_gradients(records).items():
         gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+        curve, ends = {}, {}
         for r in found:
             if gemms_ms is None or r.p50_ms is None or r.impl not in OURS:
                 continue
-            value = r.p50_ms / gemms_ms
             if r.schedule == "auto" and r.max_logits_bytes is not None:
-                curves.setdefault(shape, {})[r.max_logits_bytes / MIB] = value
+                curve[r.max_logits_bytes / MIB] = r.p50_ms / gemms_ms
             elif r.schedule in ("recompute", "cached") and r.max_logits_bytes is None:
-                ends.setdefault(shape, {})[r.schedule] = value
-    curves = {shape: curve for shape, curve in curves.items() if len(curve) > 1}
-    if not curves:
+                ends[r.schedule] = r.p50_ms / gemms_ms
+        if len(curve) > 1:
+            drawn[shape] = curve, ends
+    if not drawn:
         return None
-    figure, stacked = panels({shape_title(shape): 3.4 for shape in curves}, 8.0)
-    for (shape, curve), axes in zip(curves.items(), stacked, strict=True):
-        _dial(axes, curve, ends.get(shape, {}))
+    figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
+    for axes, (curve, ends) in zip(stacked, drawn.values(), strict=True):
+        _dial(axes, curve, ends)
     figure.suptitle("Memory against time: the budget of schedule auto", fontsize=10)
     return figure
 
@@ -169,14 +156,9 @@ def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None
         write_at(axes, schedule, (place, value), **side)
     mark_gemms(axes.axhline)
     right = axes.get_yaxis_transform()
-    for ratio, text in (
-        (1.0, "3 matrix products"),
-        (4 / 3, "4 matrix products: logits computed twice"),
-    ):
-        axes.annotate(
-            text, (0.99, ratio), (0, -3), right, "offset points",
-            ha="right", va="top", fontsize=8,
-        )  # fmt: skip
+    below: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8}
+    for products, text in (3, "3 matrix products"), (4, "4 matrix products: logits computed twice"):
+        axes.annotate(text, (0.99, products / 3), (0, -3), right, "offset points", **below)
     values = [*curve.values(), *ends.values()]
     axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
     axes.set_xscale("log", base=2)
@@ -213,7 +195,8 @@ def timeline(found: list[ProfiledRun]) -> Figure | None:
         axes.set_xlabel("ms", fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
         name_rows(axes, [x.run for x in runs], fontsize=8)
-        separate_rows(axes, len(runs))
+        for y in range(1, len(runs)):
+            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
     handles, labels = stacked[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=7)
     title = "One call on rank 0: computing, and communication below it"

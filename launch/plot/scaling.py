@@ -1,8 +1,8 @@
 """Time and memory over the number of ranks: the same grid run on several.
 
-T, H and V (the whole vocabulary) are fixed while P, the number of ranks, grows, so each rank holds
-V / P rows. Each run has a row, and each P a marker in it. Efficiency is the time of all ranks
-together on the fewest ranks, over that on P: at 100 % the markers of a row are aligned.
+T, H and V (the whole vocabulary) are fixed while P, the number of ranks, grows. Each run has a row,
+and each P a marker in it. Efficiency is the time of all ranks together on the fewest ranks, over
+that on P: at 100 % the markers of a row are aligned.
 """
 
 from collections import defaultdict
@@ -25,7 +25,6 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#000000")
 
 ResultFile = tuple[Path, dict[str, Any], list[Record]]
 OverRanks = dict[int, Record]  # by P
-Problem = tuple[int, int, int, str]  # T, H, V, dtype
 
 
 def one_grid(files: list[ResultFile]) -> list[ResultFile]:
@@ -49,7 +48,7 @@ def one_grid(files: list[ResultFile]) -> list[ResultFile]:
 
 def scaling(records: list[Record]) -> Figure | None:
     """Draw time and memory on each P for each run with gradients; None if there is one P only."""
-    problems: dict[Problem, dict[str, OverRanks]] = {}
+    problems: dict[tuple[int, int, int, str], dict[str, OverRanks]] = {}  # by T, H, V, dtype
     for r in filter(_is_drawn, records):
         problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
     for problem, runs in problems.items():
@@ -65,7 +64,9 @@ def scaling(records: list[Record]) -> Figure | None:
     )
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
-        _draw(times, memory, dict(sorted(runs.items(), key=_floor_first)), counts)
+        # The floor, ours, the others; among each as the files have them.
+        rows = sorted(runs.items(), key=lambda item: (item[0] != FLOOR, not _is_ours(item[1])))
+        _draw(times, memory, dict(rows), counts)
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
@@ -107,11 +108,12 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
     figures.mark_gemms(times.axvline)
     figures.name_rows(times, list(runs))
     for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
-        name.set_color(figures.OUR_COLOR if next(iter(over.values())).impl in OURS else "black")
+        name.set_color(figures.OUR_COLOR if _is_ours(over) else "black")
     for axes in (times, memory):
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
-        figures.separate_rows(axes, len(runs))
+        for y in range(1, len(runs)):
+            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
 
 
 def _rank_ms(r: Record) -> float:
@@ -129,7 +131,5 @@ def _runs(records: list[Record]) -> set[Any]:
     return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
 
 
-def _floor_first(item: tuple[str, OverRanks]) -> tuple[bool, bool]:
-    """Order: the floor, ours, the others; among each as the files have them."""
-    name, over = item
-    return name != FLOOR, all(r.impl not in OURS for r in over.values())
+def _is_ours(over: OverRanks) -> bool:
+    return any(r.impl in OURS for r in over.values())

@@ -28,15 +28,7 @@ from rich.progress import Progress
 
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import Group, device_type_of, rank_and_size, reduced, start
-from flce_dist.launch.verify.cases import (
-    Shape,
-    cases,
-    default_shapes,
-    filtered_shape,
-    filtered_variants,
-    part_cached_budget,
-    variants,
-)
+from flce_dist.launch.verify import cases
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
@@ -90,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
         found = worst_of_ranks(found, tp_group)
         console.print(table(found))
         records += found
-    seconds = round(time.monotonic() - started, 1)
-    facts = {"ranks": P, **about(device), "seconds": seconds}
+    facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
     console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
@@ -105,8 +96,9 @@ def _tables(
 ) -> Iterator[list[Record]]:
     """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = rank_and_size(tp_group)[1]
-    asked = [Shape(*sizes) for sizes in settings.shapes] or default_shapes(device.type, P)
-    grid = [(shape, variants()) for shape in asked] + [(filtered_shape(P), filtered_variants())]
+    asked = [cases.Shape(*sizes) for sizes in settings.shapes]
+    grid = [(shape, cases.variants()) for shape in asked or cases.default_shapes(device.type, P)]
+    grid.append((cases.filtered_shape(P), cases.filtered_variants()))
     fitting = []
     for shape, losses in grid:
         if _fits(shape, device, tp_group):
@@ -116,9 +108,9 @@ def _tables(
     todo = []
     for dtype in settings.dtypes:
         for shape, losses in fitting:
-            budget = part_cached_budget(shape, P, DTYPES[dtype])
-            groups = [list(cases(variant, settings.schedules, P, budget)) for variant in losses]
-            todo.append((dtype, shape, [group for group in groups if group]))
+            budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
+            found = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
+            todo.append((dtype, shape, [group for group in map(list, found) if group]))
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:
@@ -141,13 +133,13 @@ def _tables(
                 yield records
 
 
-def _fits(shape: Shape, device: torch.device, tp_group: Group) -> bool:
+def _fits(shape: cases.Shape, device: torch.device, tp_group: Group) -> bool:
     """Whether the truth, about ten tensors of [T, V_all] in fp64, fits into every rank's memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks_here
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     least = reduced(torch.tensor(free, device=device), tp_group, dist.ReduceOp.MIN)
     return 10 * 8 * shape.T * shape.V_all < int(least)
 

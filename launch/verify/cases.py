@@ -3,7 +3,6 @@
 T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -128,18 +127,13 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 
 
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
-    """Return a ``max_logits_bytes`` with which ``cached`` caches only some columns.
-
-    It is the middle one of those that do, and None if none does.
-    """
+    """Return the middle one of the budgets with which ``cached`` caches only some columns."""
     T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
     converts = dtype == torch.float16
-    plan_of = functools.partial(plan, T=T, V=V, itemsize=itemsize, converts=converts)
-    budgets = []
-    for columns in range(256, 2 * V, 256):
-        chosen = plan_of(schedule="cached", max_logits_bytes=columns * T * itemsize)
-        if 0 < chosen.cached_v < V:
-            budgets.append(chosen.logits_bytes)
+    sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "converts": converts}
+    asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
+    plans = [plan(**sizes, schedule="cached", max_logits_bytes=budget) for budget in asked]
+    budgets = [found.logits_bytes for found in plans if 0 < found.cached_v < V]
     return budgets[len(budgets) // 2] if budgets else None
 
 

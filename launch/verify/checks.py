@@ -51,25 +51,20 @@ def make_truth(
     """
     dtypes = (torch.float64, data.hidden.dtype)
     oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
+    truth = Truth(oracle, eager, data.hidden.dtype)
     if not filter_eps:
-        return Truth(oracle, eager, data.hidden.dtype)
-    defined = filtered.filtered_gradients(
-        data.hidden,
-        data.weight,
-        data.labels,
-        eps=filter_eps,
-        dloss=data.dloss,
-        bias=data.bias,
-        shard_starts=[vocab_range(len(data.weight), rank, P)[0] for rank in range(P)],
-        **_options(variant, data),
-    )
+        return truth
+    starts = [vocab_range(len(data.weight), rank, P)[0] for rank in range(P)]
+    options = {"dloss": data.dloss, "bias": data.bias, **_options(variant, data)}
+    operands = data.hidden, data.weight, data.labels
+    defined = filtered.filtered_gradients(*operands, eps=filter_eps, shard_starts=starts, **options)
     for name in oracle.keys() & {"dhidden", "dweight", "dbias"}:
         gradient = getattr(defined, name)
         eager[name] = gradient + (eager[name] - oracle[name])
         oracle[name] = gradient
     oracle["kept_share"] = defined.kept.double().mean()
     oracle["rank_one_mass"] = defined.rank_one_mass
-    return Truth(oracle, eager, data.hidden.dtype)
+    return truth
 
 
 def run_case(
@@ -142,9 +137,8 @@ def _differentiate(
     """Send the upstream gradients back and return everything, detached and by name."""
     upstream = [data.dloss, *(data.dmetrics if metric_gradients else ())]
     roots = outputs[: len(upstream)]
-    torch.autograd.backward(
-        roots, [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
-    )
+    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
+    torch.autograd.backward(roots, grads)
     results = dict(zip(LossWithMetrics._fields, outputs, strict=False))
     for name, leaf in leaves.items():
         results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -39,19 +39,8 @@ class Record:
     def met(self) -> bool:
         return self.failure is None and all(check.met for check in self.checks.values())
 
-    @property
-    def name(self) -> str:
-        return f"{self.dtype} {tuple(self.shape)} {self.case.variant.title}"
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "shape": self.shape._asdict(),
-            "case": dataclasses.asdict(self.case),
-            "checks": {name: dataclasses.asdict(x) for name, x in self.checks.items()},
-            "failure": self.failure,
-            "met": self.met,
-        }
+        return {**dataclasses.asdict(self), "shape": self.shape._asdict(), "met": self.met}
 
 
 def worst_of_ranks(records: list[Record], tp_group: Group) -> list[Record]:
@@ -90,7 +79,8 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
     for record in records:
-        where = f"{record.name}, {record.case.name}"
+        case = record.case
+        where = f"{record.dtype} {tuple(record.shape)} {case.variant.title}, {case.name}"
         if record.failure is not None:
             lines.append(f"MISS {where}: {record.failure}")
         misses = [f"{name} {check}" for name, check in record.checks.items() if not check.met]

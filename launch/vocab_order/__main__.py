@@ -11,7 +11,6 @@ Each file is written whole or not at all.
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +20,8 @@ import torch
 import tyro
 
 from flce_dist.filtered import frequency_order
+from flce_dist.filtered.vocab_order import MAP
 from flce_dist.launch.vocab_order import files
-from flce_dist.launch.vocab_order.rows import map_name, ordered, plain, with_biases
 from flce_dist.launch.yaml_config import ConfigError, read_utf8, require
 
 
@@ -77,9 +76,8 @@ def main(args: list[str] | None = None) -> int:
         args=args,
         description=__doc__,
     )
-    programs: dict[type, Callable[[Any], list[Path]]]
-    programs = {Count: count, Order: order, Convert: convert}
-    for path in programs[type(command)](command):
+    run: Any = {Count: count, Order: order, Convert: convert}[type(command)]
+    for path in run(command):
         print(path)
     return 0
 
@@ -118,21 +116,20 @@ def convert(command: Convert) -> list[Path]:
     outputs = [command.out / path.name for path in paths]
     files.check_outputs(outputs, [*paths, *([command.order] if command.order else [])])
     require(bool(command.names), "--names must name at least one tensor, got none")
-    if command.to == "ordered":
-        needs = "--to ordered needs --order, the file that the command order writes"
-        require(command.order is not None, needs)
-    else:
-        takes = f"--to plain takes the order from the checkpoint, got --order {command.order}"
-        require(command.order is None, takes)
+    needs = "--to ordered needs --order, the file that the command order writes"
+    require(command.to == "plain" or command.order is not None, needs)
+    takes = f"--to plain takes the order from the checkpoint, got --order {command.order}"
+    require(command.to == "ordered" or command.order is None, takes)
     order = None if command.order is None else files.read_order(command.order)
     states = [files.read_state(path) for path in paths]
-    names = with_biases(command.names, states[0])
-    name_of_map = command.map or map_name(names[0])
+    names = files.with_biases(command.names, states[0])
+    prefix, dot, _ = names[0].rpartition(".")
+    name_of_map = command.map or f"{prefix}{dot}{MAP}"
     try:
         if order is None:
-            converted = plain(states, names, name_of_map)
+            converted = files.plain(states, names, name_of_map)
         else:
-            converted = ordered(states, names, name_of_map, order)
+            converted = files.ordered(states, names, name_of_map, order)
     except ValueError as error:
         raise ConfigError(f"{', '.join(map(str, paths))}: {error}") from error
     return files.write_all(dict(zip(outputs, converted, strict=True)))

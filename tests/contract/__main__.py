@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from flce_dist.launch.about import about
-from tests.contract.table import PAGE, RESULTS, ROOT, with_table
+from tests.contract.table import PAGE, RESULTS, with_table
+from tests.processes import ROOT
 
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
 

@@ -1,8 +1,7 @@
 """A line of the contract, and how it compares the plug-in with Megatron's own path."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +72,9 @@ def compared(
 
     def decide(at: Setting) -> float:
         if needs:
-            need_config(needs)
+            from megatron.core.transformer.transformer_config import TransformerConfig
+
+            need(needs, TransformerConfig.__dataclass_fields__, TransformerConfig)
         return max(compare(found(at, x, True), found(at, x, False), BUDGET[dtype]) for x in options)
 
     line(title)(decide)
@@ -96,18 +97,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], budget: float) -> floa
     return worst
 
 
-def need_config(field: str) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    if field not in {known.name for known in fields(TransformerConfig)}:
-        raise NotInThisVersion(f"TransformerConfig has no {field}")
-
-
-def need_argument(function: Callable[..., Any], name: str) -> None:
-    if name not in inspect.signature(function).parameters:
-        raise NotInThisVersion(f"{function.__qualname__} has no {name}")
-
-
-def need_attribute(owner: Any, name: str) -> None:
-    if not hasattr(owner, name):
-        raise NotInThisVersion(f"{owner.__name__} has no {name}")
+def need(name: str, known: Collection[str], owner: Any) -> None:
+    """Raise if ``name`` is not among the fields, arguments or attributes of ``owner``."""
+    if name not in known:
+        raise NotInThisVersion(f"{owner.__qualname__} has no {name}")

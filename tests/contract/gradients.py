@@ -1,10 +1,12 @@
 """Lines of the contract: the loss of each token and every gradient, without fusion."""
 
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests.contract.compare import compared, need_argument
+from tests.contract.compare import compared, need
 from tests.contract.models import agree, batch, uneven
 
 
@@ -13,8 +15,12 @@ def loss_and_gradients(model: Any) -> dict[str, Any]:
     tokens, positions, labels = batch()
     loss = model(tokens, positions, None, labels=labels)
     agree(loss)
+    return {"loss": loss.detach(), **gradients_of(model, loss)}
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Any]:
     uneven(loss).backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def fp32_loss_and_gradients(model: Any) -> dict[str, Any]:
@@ -66,8 +72,7 @@ def packed_loss_and_gradients(model: Any) -> dict[str, Any]:
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=20, max_seqlen_kv=20
     )
     loss = model(tokens, positions, None, labels=labels, packed_seq_params=packing)
-    uneven(loss).backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return {"loss": loss.detach(), **gradients_of(model, loss)}
 
 
 compared("packed sequences", packed_loss_and_gradients, {})
@@ -76,7 +81,7 @@ compared("packed sequences", packed_loss_and_gradients, {})
 def packed_mtp(model: Any) -> dict[str, Any]:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    need_argument(roll_tensor, "packed_seq_params")
+    need("packed_seq_params", signature(roll_tensor).parameters, roll_tensor)
     return packed_loss_and_gradients(model)
 
 

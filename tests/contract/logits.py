@@ -1,6 +1,7 @@
 """Lines of the contract: real logits, what sees them, other models, and refusals."""
 
 import operator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flce_dist.megatron import use_linear_cross_entropy
-from tests.contract.compare import (
-    BUDGET,
-    compare,
-    compared,
-    line,
-    need_argument,
-    need_attribute,
-)
-from tests.contract.gradients import loss_and_gradients
+from tests.contract.compare import BUDGET, compare, compared, line, need
+from tests.contract.gradients import gradients_of, loss_and_gradients
 from tests.contract.models import H, S, Setting, batch, gpt, in_ddp, uneven
 from tests.contract.other_models import hybrid, t5
 
@@ -37,7 +31,7 @@ compared("labels=None: real logits, of this rank or gathered", of_no_labels, {})
 
 
 def predicted_by_one_step(model: Any) -> dict[str, Any]:
-    need_attribute(type(model), "compute_mtp_single_step")
+    need("compute_mtp_single_step", dir(model), type(model))
     torch.manual_seed(2)
     hidden, ids = torch.randn(4, 1, H), torch.arange(4)[None]
     hidden, logits = model.compute_mtp_single_step(hidden, ids, ids, 0)
@@ -76,7 +70,8 @@ compared("compute_language_model_loss of real logits", loss_of_logits, {})
 
 
 def processed(model: Any) -> dict[str, Any]:
-    need_argument(type(model).forward, "output_processor")
+    forward = type(model).forward
+    need("output_processor", signature(forward).parameters, forward)
 
     def process(**given: Any) -> tuple[Tensor, Tensor]:
         logits, _ = given["output_layer"](given["hidden_states"], weight=given["output_weight"])
@@ -85,9 +80,7 @@ def processed(model: Any) -> dict[str, Any]:
 
     tokens, positions, labels = batch()
     logits, loss = model(tokens, positions, None, labels=labels, output_processor=process)
-    uneven(loss).backward()
-    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
-    return {"logits": logits, "loss": loss.detach(), **gradients}
+    return {"logits": logits, "loss": loss.detach(), **gradients_of(model, loss)}
 
 
 compared("a user's output_processor", processed, {"tied": True, "mtp": 1})

@@ -2,10 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.processes import ROOT
+
 RESULTS = ROOT / "docs" / "results" / "contract-megatron.json"
 PAGE = ROOT / "docs" / "megatron.md"
 MARKED = re.compile(r"(<!-- contract -->\n).*?(<!-- end of contract -->)", re.S)
