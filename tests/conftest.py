@@ -113,10 +113,10 @@ def ranks(pools: dict[int, RankPool]) -> RankPool:
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
-    """No test uses a plan that another test made from sizes that it had patched."""
-    from tests.problems import forget_plans  # imports triton
+    """No test uses a call that another test planned after it had patched something."""
+    from flce_dist.op import prepare  # imports triton
 
-    forget_plans()
+    prepare.calls.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ It may overwrite gathered hidden states, but never a caller's.
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op import gradients, lending, plan
+from flce_dist.op import gradients
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
-from tests.problems import both, pairwise
+from tests.problems import both, pairwise, plan_sizes
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -62,13 +63,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "_TILE": 16, "_MIN_WINDOW": 32, "_MAX_WINDOW": 32,
-        "_MOST_RECOMPUTED": 0.4, "_SPLIT_FROM": 16,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(lending, "FIRST_LENT", 16)
+def small_windows() -> Iterator[None]:
+    with plan_sizes(
+        tile=16, min_window=32, max_window=32, most_recomputed=0.4, split_from=16, first_lent=16
+    ):
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
-from flce_dist.op import compiled, plan
+from flce_dist.op import compiled
 from flce_dist.op.prepare import Arguments
 from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget, relative_rms
@@ -32,6 +32,7 @@ from tests.problems import (
     each_schedule,
     make_inputs,
     pairwise,
+    plan_sizes,
     run_reference,
 )
 
@@ -124,13 +125,9 @@ def assert_rest_untouched(weight: Any) -> None:
     ),
     ids=str,
 )
-def test_dweight_is_added_within_the_budget(
-    impl, schedule, dtypes, name, few_bytes, apart, monkeypatch
-):
+@plan_sizes(tile=16, min_window=256, max_window=256)
+def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name, few_bytes, apart):
     """By two microbatches; with few bytes in several chunks or windows."""
-    for size in ("_MIN_WINDOW", "_MAX_WINDOW"):
-        monkeypatch.setattr(plan, size, 256)
-    monkeypatch.setattr(plan, "_TILE", 16)
     dtype, main = dtypes
     given, options = problem(dtype), {"vocab_size": REAL, "reduction": "sum", **OPTIONS[name]}
     how = {"impl": impl, "schedule": schedule, "max_logits_bytes": 1 if few_bytes else None}
