@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from flce_dist.parallel import transport
+from flce_dist.parallel.transport import release_shared_memory, shared_bytes
+
+__all__ = ["PeakMemory", "peak_memory", "release_shared_memory", "shared_bytes"]
 
 _one_profiler = threading.Lock()
 
@@ -27,10 +29,8 @@ class PeakMemory:
 
     Attributes:
         bytes: the largest number of bytes allocated at one time, minus those at the start.
-        shared_bytes: memory that this process holds at the end for other GPUs of its host to read,
-            which PyTorch's allocator does not count. It stays allocated, at the size of the largest
-            call so far. Add it to ``bytes`` if the block called the loss under sequence
-            parallelism.
+        shared_bytes: what ``shared_bytes()`` returns at the end. Add it to ``bytes`` if the block
+            called the loss under sequence parallelism.
     """
 
     bytes: int = 0
@@ -82,19 +82,3 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         peak.bytes = max(accumulate((e.nbytes() for e in events), initial=0))
     finally:
         _one_profiler.release()
-
-
-def shared_bytes() -> int:
-    """Return the memory that this process holds for other GPUs of its host to read, in bytes."""
-    return transport.held_bytes()
-
-
-def release_shared_memory() -> None:
-    """Free the memory that GPUs of this host read from each other under sequence parallelism.
-
-    Otherwise it stays allocated, at the size of the largest call so far. The next call allocates
-    what it needs, for which hosts wait. Memory that captured CUDA graphs use is kept until their
-    process group is destroyed. All ranks of all such groups must call this; hosts wait for each
-    other.
-    """
-    transport.release()

@@ -103,17 +103,13 @@ class LinearCrossEntropy(VocabShard):
 
     def forward(self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        return linear_cross_entropy(
-            hidden, self.weight, self._rows(labels), **self._arguments(token_weight)
-        )
+        return linear_cross_entropy(hidden, **self._arguments(labels, token_weight))
 
     def forward_with_metrics(
         self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None
     ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
-        return linear_cross_entropy_with_metrics(
-            hidden, self.weight, self._rows(labels), **self._arguments(token_weight)
-        )
+        return linear_cross_entropy_with_metrics(hidden, **self._arguments(labels, token_weight))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, *, gather: bool = True) -> Tensor:
@@ -146,9 +142,6 @@ class LinearCrossEntropy(VocabShard):
             columns = columns[self.row_of_token]
         return columns.movedim(0, -1)
 
-    def _rows(self, labels: Tensor) -> Tensor:
-        return labels if self.row_of_token is None else rows_of(labels, self.row_of_token)
-
     def extra_repr(self) -> str:
         start, end = self.vocab_range
         padded = self.padded_vocab_size
@@ -166,7 +159,14 @@ class LinearCrossEntropy(VocabShard):
                 parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 
-    def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
+    def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         options["ignore_index"] = self._ignored_row
-        return dict(bias=self.bias, token_weight=token_weight, tp_group=self.tp_group, **options)
+        return dict(
+            weight=self.weight,
+            labels=labels if self.row_of_token is None else rows_of(labels, self.row_of_token),
+            bias=self.bias,
+            token_weight=token_weight,
+            tp_group=self.tp_group,
+            **options,
+        )

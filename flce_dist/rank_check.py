@@ -1,9 +1,7 @@
 """Check on request that the ranks of a tensor-parallel group make the same call.
 
-``linear_cross_entropy`` checks this of the labels of a group's first call alone. If ranks disagree,
-they wait for each other until a timeout or compute a meaningless loss. Here each rank sends a
-summary of its arguments to all ranks, and every rank draws the same conclusion from all summaries.
-A rank whose own arguments are wrong sends its error, so no rank waits for it.
+If they do not, they wait for each other until a timeout or compute a meaningless loss. Each rank
+sends a summary of its arguments, or its error if they are wrong, and all ranks draw one conclusion.
 """
 
 import ctypes

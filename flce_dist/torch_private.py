@@ -33,8 +33,7 @@ def keeps_graph() -> bool:
 
     Without it: yes, and gradients that in_forward has saved are copied before they are returned.
     """
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return ask is None or ask()
+    return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
 def is_wanted(node: Any) -> bool:
@@ -42,23 +41,20 @@ def is_wanted(node: Any) -> bool:
 
     Without it: yes. With accumulate_dweight a backward for hidden alone then adds dweight, too.
     """
-    ask = getattr(torch._C, "_will_engine_execute_node", None)
     try:
-        return ask is None or ask(node)
+        return getattr(torch._C, "_will_engine_execute_node", lambda node: True)(node)
     except RuntimeError:  # it answers so about a leaf that torch.autograd.grad was asked for
         return True
 
 
 def transforms() -> bool:
     """Whether a transform of torch.func is active. Without it: no, and torch's own error comes."""
-    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return ask is not None and ask()
+    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
 
 
 def is_batched(x: Tensor) -> bool:
     """Whether is_grads_batched made this gradient. Without it: no, and torch's own error comes."""
-    ask = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
-    return ask is not None and ask(x)
+    return getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)(x)
 
 
 def backward_id() -> int:

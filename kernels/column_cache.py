@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flce_dist.kernels.shard_logits import part_of
+
 
 @dataclass(frozen=True)
 class ColumnCache:
@@ -41,20 +43,22 @@ class ColumnCache:
             return self
         return ColumnCache(tuple(window[start:end] for window in self.windows))
 
-    def split(
-        self, V: int, step: int, cached_step: int
-    ) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Cut V columns into ranges and yield ``(start, end, cached)`` for each.
+    def split(self, V: int, step: int, cached_step: int) -> list[tuple[int, int, Tensor | None]]:
+        """Cut V columns into ranges; return ``(start, end, cached)`` for each.
 
         Cached ranges come first and have at most ``cached_step`` columns: ``cached`` is their part
         of the cache. The others have at most ``step`` columns, and None.
         """
-        for first, window in self.with_starts():
-            for start in range(0, window.shape[1], cached_step):
-                part = window[:, start : start + cached_step]
-                yield first + start, first + start + part.shape[1], part
-        for start in range(self.width, V, step):
-            yield start, min(start + step, V), None
+        ranges: list[tuple[int, int, Tensor | None]] = []
+        width = 0
+        for window in self.windows:
+            columns = window.shape[1]
+            for start in range(0, columns, cached_step):
+                end = min(start + cached_step, columns)
+                ranges.append((width + start, width + end, part_of(window, start, end)))
+            width += columns
+        ranges += [(start, min(start + step, V), None) for start in range(width, V, step)]
+        return ranges
 
 
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

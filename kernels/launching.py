@@ -105,17 +105,16 @@ def tile_launch(
     )
     (T, _), V, stores = hidden.shape, weight.shape[0], output is not None
     return _tile_launch(
-        hidden.device, hidden.dtype, T, V, logits.group_v, fits, stores,
+        *tuning.device_arch(hidden.device), hidden.dtype, T, V, logits.group_v, fits, stores,
         logits.bias is not None, logits.softcap is not None,
     )  # fmt: skip
 
 
 @functools.lru_cache
 def _tile_launch(
-    device: torch.device, dtype: torch.dtype, T: int, V: int, group_v: int | None,
+    arch: str, programs: int, dtype: torch.dtype, T: int, V: int, group_v: int | None,
     fits: bool, stores: bool, has_bias: bool, has_softcap: bool,
 ) -> TileLaunch:  # fmt: skip
-    arch, programs = tuning.device_arch(device)
     config = tuning.tile_config(arch, dtype.itemsize, T, stores)
     tma, group_v = tuning.has_tma(arch) and fits, group_v or config.BLOCK_V
     return TileLaunch(config, programs, tma, T, V, group_v, has_bias, has_softcap)

@@ -171,14 +171,14 @@ def remade(me: Rank) -> Iterator[str]:
                 return
             n = 50_000 if turn == 0 else 64
             yield from check_gather(me, both.hidden, f"group {turn}", turn, n)
-            held = transport.held_bytes()
+            held = transport.shared_bytes()
             del both
             if not 0 < held < (64 << 20) or (turn and held > (8 << 20)):
                 yield f"{held} bytes held with group {turn}"
             dist.barrier(me.group)
             dist.destroy_process_group()
-            if transport.held_bytes():
-                yield f"{transport.held_bytes()} bytes held for a group that is no more"
+            if transport.shared_bytes():
+                yield f"{transport.shared_bytes()} bytes held for a group that is no more"
             me.join(f"{sys.argv[3]}-{turn}")
 
 
@@ -228,7 +228,7 @@ def whole(me: Rank) -> Iterator[str]:
     ranks = parallel_checks.Ranks(me.group, me.device)
     with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
         yield from parallel_checks.gradients_against_fp64(ranks)
-        if not transport.held_bytes():
+        if not transport.shared_bytes():
             yield "no memory was shared"
 
 

@@ -57,9 +57,6 @@ class SimulatedMemory:
     def close(self) -> None:
         self.is_open = False
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.of(self.rank, shape, dtype)
-
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         end = torch.Size(shape).numel() * dtype.itemsize
         assert end <= len(self._meeting.blocks[rank]), "beyond what was reserved"

@@ -211,12 +211,12 @@ def test_memories_go_with_their_group(monkeypatch):
     one, other = group_named("0"), group_named("1")
     first = transport.memories_of(one, device)
     assert first is not None and transport.memories_of(one, device) is first
-    assert transport.memories_of(other, device) is not first and transport.held_bytes() == 4
+    assert transport.memories_of(other, device) is not first and transport.shared_bytes() == 4
     alive.remove(one)
-    assert transport.held_bytes() == 2
+    assert transport.shared_bytes() == 2
     again = group_named("0")
     made: Any = transport.memories_of(again, device)
     assert made not in (None, first)
     alive.clear()
-    transport.release()
+    transport.release_shared_memory()
     assert not made.hidden.release.called and not transport._memories

@@ -4,7 +4,7 @@ s sequence, b batch, H hidden size, P tensor-parallel size.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,14 +116,15 @@ class FusedLayer:
     last_metrics: LossWithMetrics | None = None
     vocab_order: VocabOrder | None
 
-    def answer(
+    def forward(
         self: Any,
         input_: Tensor,
-        weight: Tensor | None,
-        runtime_gather_output: bool | None,
-        compute: Callable[[Any, Tensor, Tensor], Any] | None,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        compute: Callable[[Any, Tensor, Tensor], Any] | None = None,
     ) -> Any:
-        """Return what ``forward`` does: lazy or real logits with a bias, or what is computed."""
+        """Return lazy or real logits with a bias, or what ``compute`` does."""
         if compute is not None:
             return compute(self, input_, self.weight if weight is None else weight)
         if self.is_lazy and not self._is_watched():
@@ -141,7 +142,7 @@ class FusedLayer:
         self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """The same in the order of the layer's rows."""
-        logits, bias = self.plain_forward(hidden, weight, runtime_gather_output)
+        logits, bias = super().forward(hidden, weight, runtime_gather_output)  # type: ignore[misc]
         scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
         if scale != 1.0:
             logits = logits * scale
@@ -167,7 +168,7 @@ class FusedLayer:
                 "gradient_accumulation_fusion with Megatron-FSDP and tied embeddings is not "
                 "supported: FSDP overwrites main_grad, and two layers would add to it"
             )
-        keywords = {"reduction": "none", **self.loss_keywords, **changes}
+        keywords = {**self.loss_keywords, **changes}
         keywords["logit_scale"] *= scale
         if self.vocab_order is not None:
             labels = rows_of(labels, self.row_of_token)
@@ -218,12 +219,8 @@ class FusedLayer:
 
     def _is_watched(self: Any) -> bool:
         """Whether a hook that is no framework's would miss the logits, or their gradient."""
-        hooks: Iterable[Any] = (
-            *self._forward_hooks.values(),
-            *self._backward_hooks.values(),
-            *self._backward_pre_hooks.values(),
-        )
-        return any(not _is_of_framework(hook) for hook in hooks)
+        kinds = self._forward_hooks, self._backward_hooks, self._backward_pre_hooks
+        return not all(_is_of_framework(hook) for hooks in kinds for hook in hooks.values())
 
 
 def _by_sequence(x: Tensor, ranks: int) -> Tensor:

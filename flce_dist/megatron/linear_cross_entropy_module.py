@@ -12,8 +12,6 @@ from flce_dist.megatron.fused_layer import FusedLayer
 class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntropyModule):
     """``LinearCrossEntropyModule`` whose fused loss, too, is ours."""
 
-    plain_forward = linear_cross_entropy.LinearCrossEntropyModule.forward
-
     def forward(
         self,
         input_: Tensor,
@@ -28,7 +26,7 @@ class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntro
     ) -> Any:
         """With ``output_cross_entropy_loss`` return the loss of ``labels`` [b, s], as [b, s]."""
         if not output_cross_entropy_loss:
-            return self.answer(input_, weight, runtime_gather_output, compute)
+            return super().forward(input_, weight, runtime_gather_output, compute=compute)
         assert labels is not None, "labels must be given with output_cross_entropy_loss=True"
         changes: dict[str, Any] = {"reduction": reduction}
         if ignore_index != -100:

@@ -56,17 +56,9 @@ def _sharded_state_dict(model: Any, prefix: str = "", *args: Any, **kwargs: Any)
     return state
 
 
-def _before_load(
-    model: Any,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def _before_load(model: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Refuse rows of another order, with ``strict=False``, too."""
+    error_msgs: list[str] = rest[-1]
     if getattr(model, "post_process", True):
         own, key = model.output_layer.vocab_order, f"{prefix}{_LAYER}{MAP}"
     else:

@@ -26,38 +26,13 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     alone. Collective over the tensor-parallel group, with ``order=None``, too: ranks may differ in
     that.
     """
-    layer = model.output_layer if getattr(model, "post_process", True) else None
+    layer: Any = model.output_layer if getattr(model, "post_process", True) else None
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     embedding = getattr(model, "embedding", None) if tied else None
-    words = None if embedding is None else embedding.word_embeddings
+    words: Any = None if embedding is None else embedding.word_embeddings
     if layer is None and words is None:
         return
-    found = _agreed(model, layer, words, order, vocab_size)
-    if layer is not None:
-        layer.vocab_order = found
-        layer.register_buffer(MAP, None)
-    elif found is None:
-        return
-    guard_checkpoints(model, has_order=found is not None)
-    if found is None:
-        return
-    if layer is not None:
-        _set_map(layer, found, model, persistent=True)
-        for parameter in (layer.weight, layer.bias):
-            if parameter is not None:
-                _move_rows(parameter, found, layer.tp_group)
-    if words is not None:
-        words.vocab_order = found
-        _set_map(words, found, model, persistent=layer is None)
-        words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
-        _move_rows(words.weight, found, words.tp_group)
-
-
-def _agreed(
-    model: Any, layer: Any, words: Any, order: VocabOrder | Tensor | None, vocab_size: int | None
-) -> VocabOrder | None:
-    """Return the order, checked and the same on all ranks of the group."""
-    like = next(model.parameters())
+    like, group = next(model.parameters()), (words if layer is None else layer).tp_group
 
     def make() -> VocabOrder | None:
         if order is None:
@@ -70,13 +45,27 @@ def _agreed(
         rows = words.num_embeddings if layer is None else layer.output_size
         return as_vocab_order(order, vocab_size or rows)
 
-    return agreed_order(make, like, [(words if layer is None else layer).tp_group])
+    found = agreed_order(make, like, [group])
+    if layer is None and found is None:
+        return
+    guard_checkpoints(model, has_order=found is not None)
+    if layer is not None:
+        _set_order(layer, found, like.device, persistent=True)
+    if words is not None and found is not None:
+        words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
+        _set_order(words, found, like.device, persistent=layer is None)
 
 
-def _set_map(module: Any, order: VocabOrder, model: Any, *, persistent: bool) -> None:
-    """Make the row of each token a buffer; persistent on one module of each stage."""
-    rows = order.row_of_token.to(next(model.parameters()).device, copy=True)
+def _set_order(
+    module: Any, order: VocabOrder | None, device: torch.device, *, persistent: bool
+) -> None:
+    """Order a module's rows; make the row of each token a buffer, persistent in one per stage."""
+    module.vocab_order = order
+    rows = None if order is None else order.row_of_token.to(device, copy=True)
     module.register_buffer(MAP, rows, persistent=persistent)
+    for parameter in (module.weight, getattr(module, "bias", None)):
+        if order is not None and parameter is not None:
+            _move_rows(parameter, order, module.tp_group)
 
 
 @torch.no_grad()

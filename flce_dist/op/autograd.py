@@ -1,9 +1,9 @@
 """The autograd Function: what is saved, and when a schedule runs forward and backward."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,15 +107,15 @@ def run_backward(
         return call.schedule.backward(call, operands, saved, upstream, sink, is_last=is_last)
 
 
-@contextmanager
-def _computing_on(x: Tensor) -> Iterator[None]:
+def _computing_on(x: Tensor) -> AbstractContextManager[Any]:
     """Make x's device current, on which Triton launches, and disable autocast.
 
     Autocast has already been applied to the operands, and must not change the GEMMs below.
     """
-    with torch.cuda.device_of(x):
-        if not torch.is_autocast_enabled(x.device.type):  # the common case, cheaper for the host
-            yield
-            return
-        with torch.autocast(x.device.type, enabled=False):
-            yield
+    device = torch.cuda.device_of(x)
+    if not torch.is_autocast_enabled(x.device.type):
+        return device
+    both = ExitStack()
+    both.enter_context(device)
+    both.enter_context(torch.autocast(x.device.type, enabled=False))
+    return both

@@ -113,7 +113,7 @@ class Gradients:
             dhidden = _sum_of_dhidden(call, weight)
         if call.needs.weight:
             dweight, accumulates = sink.opened(weight)
-            if not accumulates:
+            if not accumulates and call.V < len(weight):
                 dweight[call.V :] = 0.0
         if call.needs.bias:
             dbias = torch.zeros(len(weight), dtype=call.stats_dtype, device=weight.device)

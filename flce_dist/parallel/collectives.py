@@ -169,7 +169,8 @@ class TokenSum:
     """
 
     def __init__(self, tokens: Tensor):
-        self.tokens = tokens
+        self.tokens = self._sum = tokens
+        self._works: list[dist.Work] = []
 
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""
@@ -179,7 +180,7 @@ class TokenSum:
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
-        return self.tokens
+        return Pending(self._sum, tuple(self._works)).wait()
 
 
 class CollectiveSum(TokenSum):
@@ -188,13 +189,9 @@ class CollectiveSum(TokenSum):
     def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
         super().__init__(tokens)
         self._group = group
-        self._works: list[dist.Work] = []
 
     def start(self, first: int, last: int) -> None:
         self._works += start_all_reduce(self.tokens[first:last], self._group).works
-
-    def wait(self) -> Tensor:
-        return Pending(self.tokens, tuple(self._works)).wait()
 
 
 class CollectiveScatter(TokenSum):
@@ -206,16 +203,12 @@ class CollectiveScatter(TokenSum):
     def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
         super().__init__(tokens)
         self._order, self._group = order, group
-        self._out = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
-        self._works: list[dist.Work] = []
+        self._sum = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
 
     def start(self, first: int, last: int) -> None:
         for piece, (start, end) in self._order.between(first, last):
             mine = self.tokens[start:end]
             if mine.numel():
-                out = self._out[self._order.local(piece)]
+                out = self._sum[self._order.local(piece)]
                 work = reduce_scatter(out, mine, group=self._group, async_op=True)
                 self._works.append(work)
-
-    def wait(self) -> Tensor:
-        return Pending(self._out, tuple(self._works)).wait()

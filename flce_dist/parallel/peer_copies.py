@@ -4,11 +4,13 @@ P ranks, T tokens, H hidden size. The classes do what ``CollectiveGather`` and `
 do, but the copies occupy no multiprocessors: they proceed while kernels fill the GPU.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from flce_dist.parallel.collectives import TokenGather, TokenSum
-from flce_dist.parallel.peer_memory import Arrival, Copy, PeerMemory
+from flce_dist.parallel.peer_memory import Arrival, PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
 
 
@@ -29,10 +31,10 @@ class PeerGather(TokenGather):
             return
         memory = self._memory
         memory.acquire()
-        own = memory.own(self._x.shape, self._x.dtype)
+        own = memory.of(memory.rank, self._x.shape, self._x.dtype)
         own.copy_(self._x)
         pieces = range(len(self._order.pieces))
-        self._arrivals = memory.pull([self._copy(piece) for piece in pieces])
+        self._arrivals = memory.pull([partial(self._copy, piece) for piece in pieces])
         # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
         for piece in pieces:
             self.tokens[self._order.part(piece, memory.rank)].copy_(own[self._order.local(piece)])
@@ -46,12 +48,9 @@ class PeerGather(TokenGather):
             self._is_open = False
         super().wait(piece)
 
-    def _copy(self, piece: int) -> Copy:
-        def of(peer: int) -> tuple[Tensor, Tensor]:
-            theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
-            return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
-
-        return of
+    def _copy(self, piece: int, peer: int) -> tuple[Tensor, Tensor]:
+        theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
+        return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
 
 
 class PeerScatter(TokenSum):
@@ -65,7 +64,7 @@ class PeerScatter(TokenSum):
     ):
         T, H = shape
         memory.open(T * H * dtype.itemsize)
-        super().__init__(memory.own(shape, dtype))
+        super().__init__(memory.of(memory.rank, shape, dtype))
         self._order, self._memory = order, memory
         self._copied: list[tuple[int, Tensor, Arrival]] = []
         """Per piece: number, shares of all ranks in this rank's N tokens [P, N, H], arrival."""
@@ -77,7 +76,7 @@ class PeerScatter(TokenSum):
         pieces = [piece for piece, _ in self._order.between(first, last)]
         mine = [self.tokens[self._order.part(piece, self._memory.rank)] for piece in pieces]
         shares = [x.new_empty(self._memory.P, *x.shape) for x in mine]
-        copies = [self._copy(*one) for one in zip(pieces, shares, strict=True)]
+        copies = [partial(self._copy, *one) for one in zip(pieces, shares, strict=True)]
         self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
 
     def wait(self) -> Tensor:
@@ -92,11 +91,6 @@ class PeerScatter(TokenSum):
         self._copied.clear()
         return out
 
-    def _copy(self, piece: int, shares: Tensor) -> Copy:
-        tokens, memory = self.tokens, self._memory
-
-        def of(peer: int) -> tuple[Tensor, Tensor]:
-            theirs = memory.of(peer, tokens.shape, tokens.dtype)
-            return shares[peer], theirs[self._order.part(piece, memory.rank)]
-
-        return of
+    def _copy(self, piece: int, shares: Tensor, peer: int) -> tuple[Tensor, Tensor]:
+        theirs = self._memory.of(peer, self.tokens.shape, self.tokens.dtype)
+        return shares[peer], theirs[self._order.part(piece, self._memory.rank)]

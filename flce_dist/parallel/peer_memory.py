@@ -1,9 +1,7 @@
 """Memory on each GPU of a group from which the other ranks copy: the protocol.
 
-A NCCL kernel needs multiprocessors, and a persistent kernel or a cuBLAS GEMM leaves none free, so
-a collective issued during a GEMM runs after it. Copy engines need none, and neither do a stream's
-memory operations, which write a 32-bit word or wait for its value. So tokens [T, H] travel between
-GPUs of one host by copies (``peer_copies.py``); everything else uses NCCL.
+Copy engines and a stream's memory operations, which write a 32-bit word or wait for its value, need
+no multiprocessor. docs/design.md says why tokens [T, H] travel so (``peer_copies.py``).
 
 Flags. Every rank publishes data in a block of its own, and has two flags for each peer r:
 
@@ -118,12 +116,11 @@ class PeerMemory:
 
         self._flags = driver.shared(4 * 2 * self.P)
         self._flags_on_host = driver.host_words(2 * self.P)
-        peers = self.peers
         self._waits: list[Wait] = []
-        self._await_ready = self._wait_and_clear(READY, peers, f"to publish {holds}")
-        self._await_free = self._wait_and_clear(FREE, peers, f"to read {holds}")
-        self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in peers]
-        self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in peers]
+        self._await_ready = self._wait_and_clear(READY, f"to publish {holds}")
+        self._await_free = self._wait_and_clear(FREE, f"to read {holds}")
+        self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in self.peers]
+        self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in self.peers]
         self._reset_flags()
 
     @property
@@ -150,10 +147,6 @@ class PeerMemory:
         """Free all blocks that no CUDA graph uses. All ranks meet and hosts wait."""
         self._meet("gives memory back")
         self._blocks = [block for block in self._blocks if block.in_graph]
-
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """View the first bytes of this rank's block."""
-        return self.of(self.rank, shape, dtype)
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """View the first bytes of a rank's block."""
@@ -237,14 +230,14 @@ class PeerMemory:
     def _flag(self, rank: int, kind: int, who: int) -> int:
         return self._flags.address(rank) + 4 * (kind * self.P + who)
 
-    def _wait_and_clear(self, kind: int, ranks: list[int], what: str) -> list[Any]:
-        """Return operations that wait for these ranks' flags on this rank, then clear them."""
-        driver, flags = self._driver, [self._flag(self.rank, kind, rank) for rank in ranks]
-        memory = weakref.ref(self)
+    def _wait_and_clear(self, kind: int, what: str) -> list[Any]:
+        """Return operations that wait for the peers' flags on this rank, then clear them."""
+        driver, peers, memory = self._driver, self.peers, weakref.ref(self)
+        flags = [self._flag(self.rank, kind, rank) for rank in peers]
 
         def describe() -> tuple[str, str]:
             one = memory()
-            missing = ranks if one is None else one._missing(kind, ranks)
+            missing = peers if one is None else one._missing(kind)
             return driver.where, f"ranks {sorted(missing)} {what}"
 
         wait = Wait(driver.host_words(2), driver.limit_s, describe)
@@ -258,10 +251,10 @@ class PeerMemory:
             driver.put(wait.address(Wait.WAITS), 0),
         ]
 
-    def _missing(self, kind: int, ranks: list[int]) -> list[int]:
-        """Return the ranks whose flags are still awaited, or all ranks if that is unknown."""
+    def _missing(self, kind: int) -> list[int]:
+        """Return the peers whose flags are still awaited, or all if that is unknown."""
         flags = self._flags.of(self.rank, (2 * self.P,), torch.int32)
-        if self._driver.snapshot(flags, self._flags_on_host):
-            is_set = self._flags_on_host.view(2, self.P)[kind].tolist()
-            return [rank for rank in ranks if not is_set[rank]]
-        return ranks
+        if not self._driver.snapshot(flags, self._flags_on_host):
+            return self.peers
+        is_set = self._flags_on_host.view(2, self.P)[kind].tolist()
+        return [rank for rank in self.peers if not is_set[rank]]

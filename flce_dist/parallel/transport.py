@@ -128,14 +128,23 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     return memories
 
 
-def held_bytes() -> int:
-    """Return the bytes of GPU memory held for all groups, outside PyTorch's caching allocator."""
+def shared_bytes() -> int:
+    """Return the memory that this process holds for other GPUs of its host to read, in bytes.
+
+    It is outside PyTorch's caching allocator.
+    """
     _forget_destroyed()
     return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
 
 
-def release() -> None:
-    """Free all shared memory that no CUDA graph uses. Every rank of each group must call this."""
+def release_shared_memory() -> None:
+    """Free the memory that GPUs of this host read from each other under sequence parallelism.
+
+    Otherwise it stays allocated, at the size of the largest call so far. The next call allocates
+    what it needs, for which hosts wait. Memory that captured CUDA graphs use is kept until their
+    process group is destroyed. All ranks of all such groups must call this; hosts wait for each
+    other.
+    """
     _forget_destroyed()
     for _, both in _memories.values():
         for memory in both or ():

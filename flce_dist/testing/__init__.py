@@ -15,11 +15,9 @@
         losses = run_ranks(rank, 4)
         assert all(loss == losses[0] for loss in losses)
 
-There are two backends. "threads" runs any closure in milliseconds and names the rank whose
-collective differs; use it for many small cases. "gloo" forks processes with real collectives; use
-it for end-to-end cases and for code with process-wide state (random generators, megatron-core).
-``RankPool`` keeps such processes for many calls.
-
+The backend "threads" runs any closure in milliseconds and names the rank whose collective differs.
+"gloo" forks processes with real collectives, for end-to-end cases and for code with process-wide
+state (random generators, megatron-core); ``RankPool`` keeps such processes for many calls.
 """
 
 from flce_dist.testing.error_budget import (
@@ -29,8 +27,7 @@ from flce_dist.testing.error_budget import (
     relative_rms,
 )
 from flce_dist.testing.forked_ranks import RankFailed, RankPool
-from flce_dist.testing.run_ranks import run_ranks
-from flce_dist.testing.threaded_ranks import ThreadedGroup
+from flce_dist.testing.threaded_ranks import ThreadedGroup, run_ranks
 
 __all__ = [
     "ErrorBudget",

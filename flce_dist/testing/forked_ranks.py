@@ -1,7 +1,7 @@
 """Simulated ranks as forked processes with gloo: real collectives, real processes, no network.
 
-Workers are forked, not spawned, because a spawned one would spend seconds importing torch. So a
-process that has already used CUDA cannot start them. Each rank is an executor with one worker.
+Each rank is an executor with one worker. A spawned worker would spend seconds importing torch; one
+that is forked cannot come from a process that has used CUDA.
 """
 
 import faulthandler
@@ -55,7 +55,7 @@ class RankPool:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._executors: list[ProcessPoolExecutor] = []
-        self._workers: dict[int, BaseProcess] = {}  # by pid, in the order of ranks
+        self._workers: list[BaseProcess] = []
         self._at_close = ExitStack()
 
     def __enter__(self) -> "RankPool":
@@ -85,10 +85,10 @@ class RankPool:
 
     def close(self) -> None:
         """End the workers; a later ``run`` starts new ones."""
-        for process in self._workers.values():
+        for process in self._workers:
             process.kill()
         self._at_close.close()
-        self._executors, self._workers = [], {}
+        self._executors, self._workers = [], []
 
     def _call(self, task: bytes | None, closure: Callable[..., Any] | None) -> list[Any]:
         try:
@@ -130,16 +130,15 @@ class RankPool:
                 # Python 3.12 warns of threads; workers use none of their locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 executor.submit(os.getpid)  # forks
-            self._workers.update(executor._processes)
+            self._workers += executor._processes.values()
 
     def _check_alive(self, *, within_s: float) -> None:
         """Raise if a worker has died, or does so within that time."""
-        sentinels = [process.sentinel for process in self._workers.values()]
+        sentinels = [process.sentinel for process in self._workers]
         for dead in connection.wait(sentinels, within_s):
             rank = sentinels.index(dead)  # type: ignore[arg-type]
             self._executors[rank].shutdown()  # has joined the worker
-            code = list(self._workers.values())[rank].exitcode
-            assert code is not None
+            code: Any = self._workers[rank].exitcode
             how = f"ended with exit code {code}"
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
@@ -148,7 +147,8 @@ class RankPool:
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Return where ranks are now: they write that to a file on a signal."""
         for rank in ranks:
-            os.kill(list(self._workers)[rank], signal.SIGUSR1)
+            pid: Any = self._workers[rank].pid
+            os.kill(pid, signal.SIGUSR1)
         time.sleep(_GRACE_S)
         return {rank: (self._folder / f"stack{rank}").read_text() for rank in sorted(ranks)}
 

@@ -1,10 +1,8 @@
-"""Simulated ranks as threads of this process: any closure, milliseconds per call, P up to about 8.
+"""Simulated ranks, here as threads: any closure, milliseconds per call, P up to about 8.
 
-Torch's threaded process group copies between the threads' tensors without checks: ranks that call
-different collectives silently mix their data. Here ranks first compare the collectives that they
-are about to call, and an error names the rank that differs or has already ended. Async work
-completes at once, and all ranks share the default random generator: use forked ranks to test
-overlap or random state.
+Torch's threaded process group mixes the data of ranks that call different collectives. Here ranks
+first compare the collectives, and an error names the rank that differs or has already ended. Async
+work completes at once, and all ranks share the default random generator.
 """
 
 import sys
@@ -14,14 +12,16 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.testing.forked_ranks import RankFailed, unfinished
+from flce_dist.testing.forked_ranks import RankFailed, RankPool, unfinished
+
+Result = TypeVar("Result")
 
 _BACKEND = "flce_threads"
 _ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
@@ -103,15 +103,47 @@ class ThreadedGroup(_Group):
         _this_rank.meeting.agree(self.pg_name, members, members[self.rank()], call)
 
 
-def run_threads(
-    fn: Callable[[dist.ProcessGroup], Any], world_size: int, timeout_s: float
-) -> list[Any]:
-    """``run_ranks`` over threads."""
+def run_ranks(
+    fn: Callable[[dist.ProcessGroup], Result],
+    world_size: int,
+    *,
+    backend: Literal["threads", "gloo"] = "threads",
+    timeout_s: float = 60.0,
+) -> list[Result]:
+    """Call ``fn(tp_group)`` on each of ``world_size`` simulated ranks; return results by rank.
+
+    Each rank has a default process group of all ranks, which is also ``fn``'s argument:
+    ``tp_group.rank()`` says who is calling, and ``torch.distributed.new_group`` makes subgroups.
+
+    Args:
+        fn: any callable, also a closure. Over "threads" ranks share its variables; over "gloo" each
+            rank has a copy, and results are pickled, with tensors detached.
+        world_size: number of ranks, 1 or more.
+        backend: "threads" of this process, or "gloo" over forked processes.
+        timeout_s: for the whole call.
+
+    Raises:
+        Exception: the exception that a rank raised. Its cause is a ``RankFailed`` with the rank's
+            number and traceback. The other ranks are ended.
+        RankFailed: a rank exited or was killed, or its exception cannot be pickled.
+        TimeoutError: some ranks did not finish; the message names them.
+    """
+    if backend not in ("threads", "gloo"):
+        raise ValueError(f'backend must be "threads" or "gloo", got {backend!r}')
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if backend == "gloo":
+        with RankPool(world_size, timeout_s=timeout_s) as pool:
+            return pool.run_closure(fn)
+    return _run_threads(fn, world_size, timeout_s)
+
+
+def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float) -> list[Result]:
     # The first exponentials of a process, made by two threads at once, had errors of 4e-6 in 4 of
     # 30 processes on an Intel CPU (torch 2.11); after this line in none of 40.
     torch.ones(1024).exp()
     meeting, store = _Meeting(), dist.HashStore()
-    results: dict[int, Any] = {}
+    results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
 
     def rank_main(rank: int) -> None:
@@ -122,7 +154,7 @@ def run_threads(
             dist.init_process_group(
                 _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
             )
-            results[rank] = fn(cast(dist.ProcessGroup, dist.group.WORLD))
+            results[rank] = fn(dist.group.WORLD)
         except BaseException as error:
             how = f"has raised {type(error).__name__}"
             errors.append((rank, error))
