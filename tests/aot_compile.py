@@ -96,7 +96,7 @@ def compile_all(
     )
     launch = TileLaunch(
         config, programs=132, tma=tuning.has_tma(arch), T=256, V=256,
-        group_v=group_v or config.BLOCK_V, has_bias=False, has_softcap=False,
+        group_v=group_v or config.BLOCK_V,
     )  # fmt: skip
     out = launch.output(torch.empty(256, V, dtype=dtype))
     pointer = torch.empty(16, dtype=dtype)
@@ -104,38 +104,38 @@ def compile_all(
     int32 = torch.empty(16, dtype=torch.int32)
     labels = logits.labels
     operands = (*launch.operands(logits), labels)
-    strides, scalars = logits.strides, (0, -100, 1.0, 1.0)
+    strides, scalars = logits.strides, logits.scalars
     common = {**launch.constexprs, "grid": (132,)}
     stats = linear_stats._linear_stats_kernel.jit.warmup
     plain = {"WITH_ENTROPY": False, "WITH_SUM_Z": False, "EVEN_V": False}
     group, headroom = {"GROUP_V": launch.group_v}, launch.headrooms
     if stores:
         cached = stats(
-            *operands, fp32, fp32, out, T, V, H, V, *strides, V, *scalars,
-            HAS_CACHE=True, **plain, **group, **common,
+            *operands, fp32, fp32, out, T, V, H, V, strides, V, 0, scalars,
+            **plain, **group, **common,
         )  # fmt: skip
         if group_v is not None:
             return {"linear_stats cached": cached}
         return {
             "linear_stats cached": cached,
             "dlogits": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, None, None, None, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=False, AFFINE=False, **common,
+                *operands, fp32, None, None, None, out, T, V, H, strides, V, scalars,
+                **common,
             ),
             "dlogits scaled": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, fp32, None, None, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=True, AFFINE=False, **common,
+                *operands, fp32, fp32, None, None, out, T, V, H, strides, V, scalars,
+                **common,
             ),
             "dlogits affine": dlogits._dlogits_kernel.jit.warmup(
-                *operands, fp32, fp32, fp32, fp32, out, T, V, H, *strides, V, *scalars[1:],
-                SCALED=False, AFFINE=True, **common,
+                *operands, fp32, fp32, fp32, fp32, out, T, V, H, strides, V, scalars,
+                **common,
             ),
         }  # fmt: skip
     pointers = replace(launch, tma=False)
     linear = {
         "linear_stats": stats(
-            *operands, fp32, fp32, None, T, V, H, 0, *strides, 0, *scalars,
-            HAS_CACHE=False, **plain, **group, **common,
+            *operands, fp32, fp32, None, T, V, H, 0, strides, 0, 0, scalars,
+            **plain, **group, **common,
         ),
     }  # fmt: skip
     if group_v is not None:
@@ -143,7 +143,7 @@ def compile_all(
     return linear | {
         "rescue": rescue._rescue_kernel.jit.warmup(
             *pointers.operands(logits), labels, fp32, fp32, int32, fp64, pointer, T, V, H, T,
-            *strides, V, *scalars, HAS_CACHE=True, WITH_ENTROPY=False, EVEN_V=False,
+            strides, V, 0, scalars, WITH_ENTROPY=False,
             **group, **headroom, **pointers.constexprs, grid=(132,),
         ),
         # One tile: the compiler takes a count of 1 for a constant.
@@ -167,12 +167,12 @@ def compile_all(
             for name, tokens, block_t in (("list tokens", T, 1024), ("list one token", 1, 1))
         },
         "label_logit": label_logit._label_logit_kernel.jit.warmup(
-            pointer, pointer, None, labels, fp32, T, V, H, *strides, *scalars, V,
-            HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_H=1024, grid=(T,),
+            pointer, pointer, None, labels, fp32, T, V, H, strides, 0, scalars, V,
+            BLOCK_H=1024, grid=(T,),
         ),
         "label_logit with bias": label_logit._label_logit_kernel.jit.warmup(
-            pointer, pointer, pointer, labels, fp32, 1, 1, H, *strides, *scalars, V,
-            HAS_BIAS=True, HAS_SOFTCAP=True, BLOCK_H=1024, grid=(1,),
+            pointer, pointer, pointer, labels, fp32, 1, 1, H, strides, 0, (*scalars[:2], 1.0), V,
+            BLOCK_H=1024, grid=(1,),
         ),
     }  # fmt: skip
 
