@@ -70,11 +70,7 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    report = yield
-    machine.name_what_is_missing(report)
-    return report
+pytest_runtest_makereport = pytest_make_collect_report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,9 +17,6 @@ from torch._subclasses import FakeTensorMode
 from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
-from flce_dist.op import compiled
-from flce_dist.op.prepare import Arguments
-from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget, relative_rms
 from tests.problems import (
     SCHEDULES,
@@ -223,13 +220,3 @@ def test_a_wrong_main_grad_is_refused():
         for call in (linear_cross_entropy, check_ranks):
             with pytest.raises(ValueError, match=match):
                 call(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
-
-
-def test_compiled_code_refuses():
-    """Dynamo then breaks the graph and calls it uncompiled, or raises with fullgraph=True."""
-    inputs = problem()
-    weight = parameter(inputs)
-    options = LossOptions(accumulate_dweight=True)
-    arguments = Arguments(inputs.hidden, weight, inputs.labels, None, None, options, None)
-    with pytest.raises(NotImplementedError, match=r"not supported under torch\.compile"):
-        compiled.apply(arguments, [True, True, False])
