@@ -28,13 +28,14 @@ def _dlogits_kernel(
     reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each
     out,  # out: [T, V]; like hidden and weight a descriptor if TMA, else a pointer
     T, V, H,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_out_t,
-    ignore_index, logit_scale, softcap,
-    SCALED: tl.constexpr, AFFINE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    strides, stride_out_t,  # the tuples are those of ShardLogits
+    scalars,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile, all columns but the labels'."""
+    ignore_index, softcap = scalars[0], scalars[2]
+    SCALED: tl.constexpr = a_ptr is not None and b_ptr is None
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
@@ -48,23 +49,22 @@ def _dlogits_kernel(
             scale = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
-            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-            logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+            strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
         x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
         d = exp(x)
         if SCALED:
             d *= scale[:, None]
-        if AFFINE:
+        if b_ptr is not None:
             a = tl.load(a_ptr + offs_t, mask=mask_t, other=0.0)
             b = tl.load(b_ptr + offs_t, mask=mask_t, other=0.0)
             u = tl.load(u_ptr + offs_t, mask=mask_t, other=0.0)
             # x is -inf where a bias of -inf bans a column, and 0 * -inf would be NaN.
             d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
-        if HAS_SOFTCAP:
+        if softcap is not None:
             d *= softcap_slope(z, softcap)
-        if AFFINE or HAS_SOFTCAP:
+        if b_ptr is not None or softcap is not None:
             d = tl.where(counted[:, None], d, 0.0)  # these factors may be NaN
         store_tile(out, d, start_t, start_v, T, V, stride_out_t, BLOCK_T, BLOCK_V, TMA)
 
@@ -93,10 +93,8 @@ def dlogits(
         reference, *affine, *(None,) * (3 - len(affine)),
         launch.output(out),
         T, V, logits.H,
-        *logits.strides, out.stride(0),
-        *logits.scalars,
-        SCALED=len(affine) == 1,
-        AFFINE=len(affine) == 3,
+        logits.strides, out.stride(0),
+        logits.scalars,
         **launch.constexprs,
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.

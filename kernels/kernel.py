@@ -66,7 +66,7 @@ class Kernel:
 
         A number of the wrong type is refused by the compiled launch.
         """
-        numbers = [i for i, x in enumerate(args) if isinstance(x, int | float)]
+        numbers = [i for i, x in enumerate(args) if isinstance(x, int | float | tuple)]
         tensors = [i for i in range(len(args)) if i not in numbers]
         numbers = [i for i in numbers if self._names[i] not in FOLLOW_T]
         self._picks = _picker(tensors), _picker(numbers)

@@ -19,11 +19,13 @@ def _label_logit_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64
     label_logit_ptr,  # out: [T] fp32
     T, V, H,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    vocab_start_index, ignore_index, logit_scale, softcap, vocab_size,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_H: tl.constexpr,
+    strides,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars, vocab_size,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes one token."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    ignore_index, logit_scale, softcap = scalars
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
     tl.device_assert(
@@ -44,9 +46,9 @@ def _label_logit_kernel(
             w = tl.load(weight_ptr + offs_h * stride_weight_h, mask=mask_h, other=0.0)
             acc += h.to(tl.float32) * w.to(tl.float32)
         z = tl.sum(acc, axis=0) * logit_scale
-        if HAS_BIAS:
+        if bias_ptr is not None:
             z += tl.load(bias_ptr + column).to(tl.float32)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             z = softcap_tanh(z, softcap)
     tl.store(label_logit_ptr + t, z)
 
@@ -65,10 +67,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         logits.hidden, logits.weight, logits.bias, logits.labels,
         out,
         T, V, H,
-        *logits.hidden.stride(), *logits.weight.stride(),
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale, logits.softcap or 1.0,
-        vocab_size,
-        HAS_BIAS=logits.bias is not None,
-        HAS_SOFTCAP=logits.softcap is not None,
+        logits.strides,
+        logits.vocab_start_index, logits.scalars, vocab_size,
         BLOCK_H=min(1024, next_power_of_2(H)),
     )  # fmt: skip

@@ -38,8 +38,6 @@ class TileLaunch:
     T: int
     V: int
     group_v: int
-    has_bias: bool
-    has_softcap: bool
 
     @cached_property
     def num_v(self) -> int:
@@ -74,18 +72,12 @@ class TileLaunch:
     @cached_property
     def constexprs(self) -> dict[str, Any]:
         """Constexprs of ``logits_tile`` in a grid over all tiles, and launch options."""
-        return {
-            "HAS_BIAS": self.has_bias,
-            "HAS_SOFTCAP": self.has_softcap,
-            "TMA": self.tma,
-            **vars(self.config),
-        }
+        return {"TMA": self.tma, **vars(self.config)}
 
     @cached_property
     def listed_constexprs(self) -> dict[str, Any]:
-        """The same in a grid over listed tiles, of logits without softcap."""
-        others = ("HAS_SOFTCAP", "GROUP_T")
-        return {name: x for name, x in self.constexprs.items() if name not in others}
+        """The same in a grid over listed tiles."""
+        return {name: x for name, x in self.constexprs.items() if name != "GROUP_T"}
 
 
 def tile_launch(
@@ -105,19 +97,18 @@ def tile_launch(
     )
     (T, _), V, stores = hidden.shape, weight.shape[0], output is not None
     return _tile_launch(
-        *tuning.device_arch(hidden.device), hidden.dtype, T, V, logits.group_v, fits, stores,
-        logits.bias is not None, logits.softcap is not None,
-    )  # fmt: skip
+        *tuning.device_arch(hidden.device), hidden.dtype, T, V, logits.group_v, fits, stores
+    )
 
 
 @functools.lru_cache
 def _tile_launch(
     arch: str, programs: int, dtype: torch.dtype, T: int, V: int, group_v: int | None,
-    fits: bool, stores: bool, has_bias: bool, has_softcap: bool,
+    fits: bool, stores: bool,
 ) -> TileLaunch:  # fmt: skip
     config = tuning.tile_config(arch, dtype.itemsize, T, stores)
     tma, group_v = tuning.has_tma(arch) and fits, group_v or config.BLOCK_V
-    return TileLaunch(config, programs, tma, T, V, group_v, has_bias, has_softcap)
+    return TileLaunch(config, programs, tma, T, V, group_v)
 
 
 def fits_descriptor(x: Tensor) -> bool:

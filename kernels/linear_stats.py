@@ -60,14 +60,14 @@ def _linear_stats_kernel(
     part_ptr,  # out: [num_v * (1 + sums * groups), T] fp32: tiles' maxima, then groups' sums
     cache,  # out: [T, cached_v]; like hidden and weight a descriptor if TMA, else a pointer
     T, V, H, cached_v,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
-    vocab_start_index, ignore_index, logit_scale, softcap,
-    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, HAS_CACHE: tl.constexpr,
-    EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    strides, stride_cache_t,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars,
+    WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, EVEN_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
+    ignore_index, softcap = scalars[0], scalars[2]
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
@@ -82,13 +82,12 @@ def _linear_stats_kernel(
         reference = first_reference(label_logit)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
-            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-            logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+            strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
         z_above = z - reference[:, None]
         x = other_columns(z_above, column, offs_v, V, EVEN_V)
-        if HAS_CACHE:
+        if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
         row_max = tl.where(counted, tl.max(x, axis=1) + reference, -float("inf"))
@@ -104,8 +103,8 @@ def _linear_stats_kernel(
             z_above = tl.where(other, z_above, 0.0)
             sums_ptr += (1 + WITH_ENTROPY) * plane
             _store_sums(sums_ptr, z_above, pid_v, T, offs_t, mask_t, counted, GROUP_V)
-        if HAS_CACHE:
-            if HAS_SOFTCAP:
+        if cache is not None:
+            if softcap is not None:
                 e = tl.where(counted[:, None], e * softcap_slope(z, softcap), 0.0)
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
             store_tile(
@@ -149,11 +148,10 @@ def linear_stats(
             part,
             None if window is None else launch.output(window),
             T, end - start, logits.H, 0 if window is None else window.shape[1],
-            *logits.strides, 0 if window is None else window.stride(0),
-            logits.vocab_start_index + start, *logits.scalars,
+            here.strides, 0 if window is None else window.stride(0),
+            here.vocab_start_index, here.scalars,
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
-            HAS_CACHE=window is not None,
             EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
             **launch.constexprs,

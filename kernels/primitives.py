@@ -128,15 +128,15 @@ def tile_coordinates(tile, num_t, num_v, GROUP_T: tl.constexpr):
 def logits_tile(
     hidden, weight, bias_ptr,
     start_t, start_v, T, V, H,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    strides, scalars,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Logits [BLOCK_T, BLOCK_V] of one tile in fp32, capped; undefined beyond T and V.
 
-    hidden [T, H] and weight [V, H] are descriptors if TMA, else pointers; bias_ptr is [V].
+    hidden [T, H] and weight [V, H] are descriptors if TMA, else pointers; bias_ptr is [V] or None;
+    strides and scalars are those of ``ShardLogits``.
     """
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     acc = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
     for start_h in tl.range(0, H, BLOCK_H):
         h = load_tile(
@@ -148,22 +148,18 @@ def logits_tile(
             BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
         acc = dot(h, w.T, acc)
-    return logits_of(
-        acc, bias_ptr, start_v, V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
-    )
+    return logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
 
 
 @triton.jit
-def logits_of(
-    acc, bias_ptr, start_v, V, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V: tl.constexpr):
     """Capped logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
+    _, logit_scale, softcap = scalars
     z = acc * logit_scale
-    if HAS_BIAS:
+    if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)
         z += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
-    if HAS_SOFTCAP:
+    if softcap is not None:
         z = softcap_tanh(z, softcap)
     return z
 

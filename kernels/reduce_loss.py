@@ -13,7 +13,7 @@ def _loss_norm_kernel(
     norm_ptr,  # out: [] fp32
     T,
     ignore_index,
-    HAS_WEIGHT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The only program adds the weights of all tokens."""
     weights = tl.zeros((BLOCK_T,), tl.float32)
@@ -23,7 +23,7 @@ def _loss_norm_kernel(
         mask = offs_t < T
         label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
         weight = tl.full((BLOCK_T,), 1.0, tl.float32)
-        if HAS_WEIGHT:
+        if token_weight_ptr is not None:
             weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
         weight = tl.where(label != ignore_index, weight, 0.0)
         weights += weight
@@ -37,7 +37,7 @@ def _reduce_loss_kernel(
     loss_ptr, norm_ptr,  # in:  [T], [] fp32
     total_ptr,  # out: [] fp32
     T,
-    HAS_NORM: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The only program adds the losses of all tokens."""
     losses = tl.zeros((BLOCK_T,), tl.float32)
@@ -45,7 +45,7 @@ def _reduce_loss_kernel(
         offs_t = start + tl.arange(0, BLOCK_T)
         losses += tl.load(loss_ptr + offs_t, mask=offs_t < T, other=0.0)
     total = tl.sum(losses, axis=0)
-    if HAS_NORM:
+    if norm_ptr is not None:
         total /= tl.load(norm_ptr)
     tl.store(total_ptr, total)
 
@@ -63,7 +63,7 @@ def loss_norm(
         norm,
         len(labels),
         ignore_index,
-        HAS_WEIGHT=token_weight is not None, BLOCK_T=2048, num_warps=8,
+        BLOCK_T=2048, num_warps=8,
     )  # fmt: skip
     return norm
 
@@ -75,6 +75,6 @@ def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
         loss, norm,
         total,
         len(loss),
-        HAS_NORM=norm is not None, BLOCK_T=2048, num_warps=8,
+        BLOCK_T=2048, num_warps=8,
     )  # fmt: skip
     return total

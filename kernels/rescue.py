@@ -118,14 +118,15 @@ def _rescue_kernel(
     sums_ptr,  # in and out: [limbs, T] fp64, of listed tokens
     cache_ptr,  # out: [T, V], the same tokens
     T, V, H, stride_sums,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t,
-    vocab_start_index, ignore_index, logit_scale, softcap,
-    WITH_ENTROPY: tl.constexpr, HAS_CACHE: tl.constexpr,
-    EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    strides, stride_cache_t,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars,
+    WITH_ENTROPY: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    ignore_index, softcap = scalars[0], scalars[2]
     count = tl.load(list_ptr)
     num_t, num_v = tl.cdiv(count, BLOCK_T), tl.cdiv(V, BLOCK_V)
     for tile in range(tl.program_id(0), num_t * num_v, tl.num_programs(0)):
@@ -145,23 +146,21 @@ def _rescue_kernel(
                 BLOCK_V, BLOCK_H, TMA,
             )  # fmt: skip
             acc = dot(h, w.T, acc)
-        z = logits_of(
-            acc, bias_ptr, start_v, V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
-        )
+        z = logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
 
         column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         label_logit = tl.load(label_logit_ptr + offs_t, mask=listed, other=0.0)
         reference = tl.maximum(tl.load(max_ptr + offs_t, mask=listed, other=0.0), label_logit)
         offs_v = start_v + tl.arange(0, BLOCK_V)
-        x = other_columns(z - reference[:, None], column, offs_v, V, EVEN_V)
+        x = other_columns(z - reference[:, None], column, offs_v, V, False)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, HEADROOM, 2, GROUP_V)
         if WITH_ENTROPY:
             ex = times_exponent(e, x)
             ex_ptr = sums_ptr + 2 * stride_sums
             _add_limbs(ex_ptr, stride_sums, offs_t, listed, ex, ENTROPY_HEADROOM, 3, GROUP_V)
-        if HAS_CACHE:
-            if HAS_SOFTCAP:
+        if cache_ptr is not None:
+            if softcap is not None:
                 e *= softcap_slope(z, softcap)
             # T * V passes 2**31 at 16k x 128k
             ptrs = cache_ptr + offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
@@ -210,11 +209,9 @@ def rescue(
             sums,
             window,
             T, end - start, logits.H, sums.stride(0),
-            *logits.strides, 0 if window is None else window.stride(0),
-            logits.vocab_start_index + start, *logits.scalars,
+            part.strides, 0 if window is None else window.stride(0),
+            part.vocab_start_index, part.scalars,
             WITH_ENTROPY=with_entropy,
-            HAS_CACHE=window is not None,
-            EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
             GROUP_V=launch.group_v,
             **launch.headrooms,
             **launch.constexprs,

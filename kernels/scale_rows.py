@@ -19,7 +19,7 @@ def _scale_rows_kernel(
     N,
     stride_x_t, stride_x_n, stride_out_t,
     ignore_index,
-    HAS_SCALE: tl.constexpr, HAS_PLUS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program scales BLOCK_N columns of one row."""
     # T * N passes 2**31 at 524k x 4k, along either dimension: x may be column-major.
@@ -30,9 +30,9 @@ def _scale_rows_kernel(
     mask_x = offs_n < tl.where(counted, N, 0)
     x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_x, other=0.0)
     scaled = x.to(tl.float32)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         scaled *= tl.load(scale_ptr + t)
-    if HAS_PLUS:
+    if u_ptr is not None:
         row = tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
         scaled += tl.load(u_ptr + t) * row
     scaled = tl.where(counted, scaled, 0.0)
@@ -65,8 +65,5 @@ def scale_rows(
         N,
         *x.stride(), out.stride(0),
         ignore_index,
-        HAS_SCALE=scale is not None,
-        HAS_PLUS=plus is not None,
-        BLOCK_N=BLOCK_N,
-        num_warps=8,
+        BLOCK_N=BLOCK_N, num_warps=8,
     )  # fmt: skip

@@ -43,13 +43,13 @@ class ShardLogits(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of hidden, then of weight."""
+        """Of hidden by t and h, then of weight by v and h."""
         return (*self.hidden.stride(), *self.weight.stride())
 
     @property
-    def scalars(self) -> tuple[int, float, float]:
-        """``(ignore_index, logit_scale, softcap)``, as kernels take them."""
-        return self.ignore_index, self.logit_scale, self.softcap or 1.0
+    def scalars(self) -> tuple[int, float, float | None]:
+        """``(ignore_index, logit_scale, softcap)``."""
+        return self.ignore_index, self.logit_scale, self.softcap
 
     @property
     def stats_dtype(self) -> torch.dtype:

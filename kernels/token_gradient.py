@@ -20,12 +20,11 @@ def _row_gradient_kernel(
     label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each
     scale_ptr, label_value_ptr, uniform_ptr, lse_ptr,  # out: [T] fp32 each
     T, stride_dloss,
-    ignore_index, logit_scale, softcap, label_smoothing, z_loss_weight, smoothing_share,
-    HAS_WEIGHT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_DLOSS: tl.constexpr,
-    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_UNIFORM: tl.constexpr,
-    FROM_LSE: tl.constexpr, BLOCK_T: tl.constexpr,
+    scalars,  # of LossTerms
+    HAS_EXCESS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_T tokens."""
+    """A program computes BLOCK_T tokens. D is relative to lse if there is a pointer to it."""
+    ignore_index, logit_scale, softcap, label_smoothing, z_loss_weight, smoothing_share = scalars
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
@@ -33,13 +32,13 @@ def _row_gradient_kernel(
     reference = tl.load(reference_ptr + offs_t, mask=mask, other=0.0)
     others = tl.load(others_ptr + offs_t, mask=mask, other=0.0)
     dloss = tl.full((BLOCK_T,), logit_scale, tl.float32)
-    if HAS_DLOSS:
+    if dloss_ptr is not None:
         # T * V passes 2**31 at 16k x 128k: dloss may be a column of such a matrix.
         offs_dloss = offs_t.to(tl.int64) * stride_dloss
         dloss *= tl.load(dloss_ptr + offs_dloss, mask=mask, other=0.0).to(tl.float32)
-    if HAS_WEIGHT:
+    if token_weight_ptr is not None:
         dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
-    if HAS_NORM:
+    if norm_ptr is not None:
         dloss /= tl.load(norm_ptr)
     dloss = tl.where(counted, dloss, 0.0)
 
@@ -47,17 +46,16 @@ def _row_gradient_kernel(
     lse = reference + log_total
     scale = dloss * z_loss_factor(lse, z_loss_weight)
     value = label_value_of(
-        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
-        HAS_EXCESS, HAS_SOFTCAP,
-    )  # fmt: skip
-    if FROM_LSE:  # D = exp(z - lse) contains the factor that is otherwise in scale
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, HAS_EXCESS
+    )
+    if lse_ptr is not None:  # D = exp(z - lse) contains the factor that is otherwise in scale
         value *= exp(-log_total)
         tl.store(lse_ptr + offs_t, lse, mask=mask)
     else:
         scale *= exp(-log_total)
     tl.store(scale_ptr + offs_t, scale, mask=mask)
     tl.store(label_value_ptr + offs_t, value, mask=mask)
-    if HAS_UNIFORM:
+    if uniform_ptr is not None:
         tl.store(uniform_ptr + offs_t, -smoothing_share * dloss, mask=mask)
 
 
@@ -89,15 +87,7 @@ def row_gradient(
         stats.label_logit, stats.reference, stats.others,
         scale, label_value, uniform, lse,
         T, dloss.stride(0) if dloss is not None and dloss.dim() else 0,
-        terms.ignore_index, terms.logit_scale, terms.softcap or 1.0,
-        terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
-        HAS_WEIGHT=token_weight is not None,
-        HAS_NORM=norm is not None,
-        HAS_DLOSS=dloss is not None,
-        HAS_EXCESS=terms.has_excess,
-        HAS_SOFTCAP=terms.softcap is not None,
-        HAS_UNIFORM=uniform is not None,
-        FROM_LSE=from_lse,
-        BLOCK_T=128,
+        terms.scalars,
+        HAS_EXCESS=terms.has_excess, BLOCK_T=128,
     )  # fmt: skip
     return rows

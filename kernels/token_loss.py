@@ -31,14 +31,14 @@ def log_total_of(others, label_above):
 @triton.jit
 def label_value_of(
     others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
-    HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_EXCESS: tl.constexpr,
 ):  # fmt: skip
     """``label_value`` of ``token_gradient_formulas.py``, relative to the token's reference."""
     value = -others
     if HAS_EXCESS:
         excess = 2 * z_loss_weight * lse + label_smoothing
         value += excess * exp(log_total) / z_loss_factor(lse, z_loss_weight)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         value *= softcap_slope(label_logit, softcap)
     return value
 
@@ -57,12 +57,11 @@ def _token_loss_kernel(
     reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
     others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
     T, stride_sums,
-    ignore_index, softcap, label_smoothing, z_loss_weight, smoothing_share,
-    HAS_WEIGHT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_EXCESS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    scalars,  # of LossTerms
+    HAS_EXCESS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_T tokens."""
+    ignore_index, _, softcap, label_smoothing, z_loss_weight, smoothing_share = scalars
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
     counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
@@ -72,7 +71,7 @@ def _token_loss_kernel(
     others = (high + low).to(tl.float32)
     tl.store(others_ptr + offs_t, others, mask=mask)
     sums_ptr += 2 * stride_sums
-    if WITH_ENTROPY:
+    if sum_ez_ptr is not None:
         high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 3)
         tl.store(sum_ez_ptr + offs_t, (high + middle + low).to(tl.float32), mask=mask)
         sums_ptr += 3 * stride_sums
@@ -83,21 +82,20 @@ def _token_loss_kernel(
     log_total = log_total_of(others, label_above)
     lse = reference + log_total
     loss = log_total - label_above
-    if HAS_SMOOTHING:
+    if sum_z_ptr is not None:
         sum_z = tl.load(sums_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
         tl.store(sum_z_ptr + offs_t, sum_z, mask=mask)
         first = first_reference(label_logit)  # finite, where label_logit may be -inf
         loss = log_total + (reference - first) - smoothing_share * sum_z
         loss -= (1 - label_smoothing + smoothing_share) * (label_logit - first)
     loss += z_loss_weight * lse * lse
-    if HAS_WEIGHT:
+    if token_weight_ptr is not None:
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
     value = label_value_of(
-        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
-        HAS_EXCESS, HAS_SOFTCAP,
-    )  # fmt: skip
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, HAS_EXCESS
+    )
     tl.store(label_value_ptr + offs_t, value, mask=mask)
 
 
@@ -130,13 +128,7 @@ def token_loss(
         reference, loss, label_value,
         others, sum_ez, sum_z,
         T, sums.stride(0),
-        terms.ignore_index, terms.softcap or 1.0,
-        terms.label_smoothing, terms.z_loss_weight, terms.label_smoothing / terms.vocab_size,
-        HAS_WEIGHT=token_weight is not None,
-        WITH_ENTROPY=with_entropy,
-        HAS_SMOOTHING=sum_z is not None,
-        HAS_EXCESS=terms.has_excess,
-        HAS_SOFTCAP=terms.softcap is not None,
-        BLOCK_T=128,
+        terms.scalars,
+        HAS_EXCESS=terms.has_excess, BLOCK_T=128,
     )  # fmt: skip
     return stats, loss, label_value

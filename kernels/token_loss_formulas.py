@@ -45,6 +45,15 @@ class LossTerms(NamedTuple):
     ignore_index: int
 
     @property
+    def scalars(self) -> tuple[int, float, float | None, float, float, float]:
+        """What kernels take: the last is the share of smoothing of one column."""
+        smoothing = self.label_smoothing
+        share = smoothing / self.vocab_size
+        return (
+            self.ignore_index, self.logit_scale, self.softcap, smoothing, self.z_loss_weight, share
+        )  # fmt: skip
+
+    @property
     def has_excess(self) -> bool:
         """Whether more than ``p - 1`` reaches the label's logit."""
         return bool(self.label_smoothing or self.z_loss_weight)

@@ -1,6 +1,8 @@
 """Files that others see whole, as they were before, or not at all; what fails is one line."""
 
 import errno
+import hashlib
+import io
 import json
 import math
 import os
@@ -10,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from flce_dist.launch.program import RunError
 
@@ -59,6 +64,33 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
             scratch.rename(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+class _HashedFile(io.BufferedWriter):
+    def __init__(self, path: Path):
+        super().__init__(io.FileIO(path, "w"))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def write_synced(path: Path, content: bytes | dict[str, Tensor]) -> dict[str, Any]:
+    """Write bytes or tensors and wait until they are on disk; return their size and SHA-256."""
+    with _HashedFile(path) as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:  # behind which torch hides an OSError of ``write``
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": file.sha256.hexdigest()}
 
 
 def strict_json(value: Any, *, indent: int | None = 1) -> str:

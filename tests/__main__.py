@@ -12,8 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,7 +66,6 @@ def parts(gpus: int, cores: int) -> list[list[Part]]:
 
 def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
     """Return each command's exit status and last line; all lines are shown, behind its name."""
-    last = dict.fromkeys(commands, "")
     processes = {
         name: subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -74,21 +73,19 @@ def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str
         for name, command in commands.items()
     }
 
-    def show(name: str) -> None:
+    def show(name: str) -> tuple[int, str]:
+        last = ""
         for line in processes[name].stdout or ():
             print(f"{name:4} | {line}", end="", flush=True)
-            last[name] = line.strip() or last[name]
+            last = line.strip() or last
+        return processes[name].wait(), last
 
-    threads = [threading.Thread(target=show, args=(name,)) for name in commands]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return {name: (process.wait(), last[name]) for name, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.terminate()
+    with ThreadPoolExecutor() as pool:
+        try:
+            return dict(zip(commands, pool.map(show, commands), strict=True))
+        finally:  # else the pool would wait for the processes
+            for process in processes.values():
+                process.terminate()
 
 
 def main(arguments: list[str], gpus: int) -> int:

@@ -70,11 +70,7 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    report = yield
-    machine.name_what_is_missing(report)
-    return report
+pytest_runtest_makereport = pytest_make_collect_report
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -113,10 +109,10 @@ def ranks(pools: dict[int, RankPool]) -> RankPool:
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
-    """No test uses a plan that another test made from sizes that it had patched."""
-    from tests.problems import forget_plans  # imports triton
+    """No test uses a call that another test planned after it had patched something."""
+    from flce_dist.op import prepare  # imports triton
 
-    forget_plans()
+    prepare.calls.clear()
 
 
 @pytest.fixture(autouse=True)

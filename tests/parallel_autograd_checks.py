@@ -140,7 +140,7 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
             yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
 
 
-def compiled(layer: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+def compiled(layer: Callable[..., Tensor], *arguments: Any) -> Tensor:
     torch._dynamo.reset()
     # The same graphs as inductor makes, in a tenth of the time.
     return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
@@ -156,7 +156,18 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
             plain = rank_step(ranks.group, one, **options)
             mine = rank_step(ranks.group, one, call=layered(compiled), **options)
             yield from differing(f"{schedule}, sequence_parallel={sp}", mine, plain)
+    # Ranks with unlike shards have unlike graphs, whose collectives must stay in step.
+    one, options = problem(ranks.device, V_all=one.V_all - 61), {"sequence_parallel": True}
+    plain = rank_step(ranks.group, one, call=layered(two_heads), **options)
+    mine = rank_step(
+        ranks.group, one, call=layered(lambda *given: compiled(two_heads, *given)), **options
+    )
+    yield from differing("two heads of uneven shards", mine, plain)
     torch._dynamo.reset()
+
+
+def two_heads(layer: Callable[..., Tensor], hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer(hidden, weight, bias) + layer(hidden / 2, -weight, bias)
 
 
 def with_dtensors(ranks: Ranks) -> Iterator[str]:

@@ -4,10 +4,9 @@ T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import api
-from flce_dist.op import plan
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.problems import Inputs, Upstream, forget_plans, run_reference, without_infinities
+from tests.problems import Inputs, Upstream, plan_sizes, run_reference, without_infinities
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 
@@ -242,15 +240,5 @@ PIECE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def small_pieces() -> Iterator[None]:
-    """Plan several pieces and chunks for a problem of few tokens."""
-    before = {name: getattr(plan, name) for name in ("_SPLIT_FROM", "_TILE", "_MIN_WINDOW")}
-    plan._SPLIT_FROM, plan._TILE, plan._MIN_WINDOW = 16, 8, 8
-    forget_plans()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(plan, name, value)
-        forget_plans()
+small_pieces = partial(plan_sizes, split_from=16, tile=8, min_window=8)
+"""Plan several pieces and chunks for a problem of few tokens."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import prepare
+from flce_dist.op import lending, plan, prepare
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
@@ -281,6 +281,15 @@ def assert_same(one: Outcome, other: Outcome) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-def forget_plans() -> None:
-    """Forget planned calls, which do not depend on the constants that a test patches."""
+@contextmanager
+def plan_sizes(**sizes: float) -> Iterator[None]:
+    """Plan with other sizes than op/plan.py has, by their names there: ``tile=8, min_window=8``."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            if name == "first_lent":
+                patch.setattr(lending, "FIRST_LENT", value)
+            else:
+                patch.setattr(plan, f"_{name.upper()}", value)
+        prepare.calls.clear()
+        yield
     prepare.calls.clear()

@@ -1,13 +1,13 @@
 """Every option, alone and combined, under every schedule and reduction, against fp64."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist.op import plan
+from flce_dist import plan
 from tests.problems import (
     DTYPES,
     METRICS,
@@ -18,6 +18,8 @@ from tests.problems import (
     metric_upstream,
     pairwise,
     per_token_upstream,
+    plan_sizes,
+    poisoned_memory,
 )
 
 T, V, PADDING = 70, 270, 23  # windows of 64 or 128 columns, chunks of 64 tokens
@@ -64,13 +66,13 @@ UPSTREAM: dict[str, tuple[str, ...]] = {  # results that a gradient reaches
 
 
 @pytest.fixture(autouse=True)
-def small_windows_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_TILE": 64, "_MIN_WINDOW": 64, "_MAX_WINDOW": 128}.items():
-        monkeypatch.setattr(plan, name, value)
+def small_windows_and_chunks() -> Iterator[None]:
+    with plan_sizes(tile=64, min_window=64, max_window=128):
+        yield
 
 
-def refused(options: str, schedule: str, reduction: str, upstream: str = "loss") -> bool:
-    """Combinations that checks.py refuses; test_check_options.py holds that it does."""
+def refused(options: str, schedule: str, reduction: str, upstream: str) -> bool:
+    """Combinations that checks.py refuses, as test_checks.py holds."""
     name = SCHEDULES[schedule][0]
     capped_smoothing = {"softcap", "label_smoothing"} <= OPTIONS[options].keys()
     not_scalar = reduction == "none" or UPSTREAM[upstream] != ("loss",)
@@ -92,6 +94,7 @@ def cases(
     return pairwise(case for case in every if not refused(*case[:4]))
 
 
+@poisoned_memory()
 def check_case(
     options: str, schedule: str, reduction: str, upstream: str,
     dtype: torch.dtype, H: int, impl: str,
@@ -100,6 +103,8 @@ def check_case(
     if kwargs.pop("padded", False):
         kwargs["vocab_size"] = V - PADDING
         inputs.labels[inputs.labels >= V - PADDING] = 0
+        for x in (inputs.weight, inputs.bias):  # may hold anything: an uninitialised embedding does
+            x[V - PADDING :] = torch.nan  # type: ignore[index]
     reached = UPSTREAM[upstream]
     dloss = per_token_upstream(T) if reduction == "none" else -1.7
     dmetrics = metric_upstream(T, *(name for name in reached if name != "loss"))
@@ -113,7 +118,7 @@ def check_case(
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_the_budgets_make_the_plans_they_are_meant_to(itemsize: int) -> None:
     def planned(name: str) -> Any:
-        return plan.plan(T=T, V=V, itemsize=itemsize, **schedule_of(name, itemsize))
+        return plan(T=T, V=V, itemsize=itemsize, **schedule_of(name, itemsize))
 
     assert planned("recompute").cached_v == 0
     assert planned("cached").cached_v == V

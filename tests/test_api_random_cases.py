@@ -42,24 +42,24 @@ SETTINGS: dict[str, Any] = dict(
 class Drawn:
     """One call: ``T = P * tokens`` tokens as [s, b], V_all vocabulary rows, and padding."""
 
-    P: int
-    tokens: int
-    batch: int
-    H: int
-    V_all: int
-    padding: int
-    dtype: torch.dtype
-    layouts: tuple[str, str]  # of hidden and weight
-    int32_labels: bool
-    ignored: float
-    bias: bool
-    token_weight: bool
-    metric_gradients: bool
-    sequence_parallel: bool
-    seed: int
-    reduction: str
-    options: tuple[tuple[str, Any], ...]  # of the loss
-    how: tuple[tuple[str, Any], ...]  # schedule, max_logits_bytes
+    P: int = 1
+    tokens: int = 12
+    batch: int = 2
+    H: int = 24
+    V_all: int = 90
+    padding: int = 0
+    dtype: torch.dtype = torch.float32
+    layouts: tuple[str, str] = ("plain", "plain")  # of hidden and weight
+    int32_labels: bool = False
+    ignored: float = 0.2
+    bias: bool = True
+    token_weight: bool = False
+    metric_gradients: bool = False
+    sequence_parallel: bool = False
+    seed: int = 0
+    reduction: str = "mean"
+    options: tuple[tuple[str, Any], ...] = ()  # of the loss
+    how: tuple[tuple[str, Any], ...] = ()  # schedule, max_logits_bytes
 
 
 @st.composite
@@ -179,16 +179,6 @@ def rank_step(
 
     found = run(call, share.to(torch.device(device)), upstream_of(drawn), **options_of(drawn))
     return {name: x.cpu() for name, x in found.items()}
-
-
-def plain_call(**changes: Any) -> Drawn:
-    drawn = Drawn(
-        P=1, tokens=12, batch=2, H=24, V_all=90, padding=0, dtype=torch.float32,
-        layouts=("plain", "plain"), int32_labels=False, ignored=0.2, bias=True, token_weight=False,
-        metric_gradients=False, sequence_parallel=False, seed=0, reduction="mean", options=(),
-        how=(),
-    )  # fmt: skip
-    return replace(drawn, **changes)
 
 
 def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> None:

@@ -5,51 +5,38 @@ It may overwrite gathered hidden states, but never a caller's.
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy
+from flce_dist import plan
 from flce_dist.kernels.interface import kernels_of
-from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.op import gradients, lending, plan
+from flce_dist.options import Schedule
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
-from tests.problems import both, pairwise
+from tests.problems import both, pairwise, plan_sizes
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16
 BUDGET = T * 4 * 160  # of 254 columns; windows are of 32
 
-CASES: dict[str, tuple[dict[str, Any], torch.dtype, set[str]]] = {
-    "recompute": ({"schedule": "recompute"}, torch.float32, {"recomputed"}),
-    "recompute bf16": ({"schedule": "recompute"}, BF16, {"recomputed"}),
-    "recompute fp16": ({"schedule": "recompute"}, FP16, {"recomputed"}),
-    "cached": ({"schedule": "cached"}, torch.float32, {"kept"}),
-    "cached bf16": ({"schedule": "cached"}, BF16, {"kept"}),
-    "cached fp16": ({"schedule": "cached"}, FP16, {"converted"}),
-    "mixed": (
-        {"schedule": "cached", "max_logits_bytes": BUDGET}, torch.float32, {"kept", "recomputed"},
-    ),
-    "mixed bf16": (
-        {"schedule": "cached", "max_logits_bytes": BUDGET // 2}, BF16, {"kept", "recomputed"},
-    ),
-    "mixed fp16": (
-        {"schedule": "cached", "max_logits_bytes": BUDGET // 2}, FP16, {"converted", "recomputed"},
-    ),
-    "in_forward": ({"schedule": "in_forward"}, torch.float32, {"kept"}),
-    "in_forward chunks": (
-        {"schedule": "in_forward", "max_logits_bytes": BUDGET // 4}, BF16, {"kept"},
-    ),
-    "in_forward lent": (
-        {"schedule": "in_forward", "max_logits_bytes": BUDGET}, torch.float32,
-        {"kept", "recomputed"},
-    ),
-}  # fmt: skip
-"""Options, dtype, and where D comes from."""
-COPIES = {"recompute fp16", "mixed", "mixed bf16", "mixed fp16", "in_forward lent"}
-"""Cases in which columns are recomputed from hidden after it was scaled for dweight."""
+CASES: dict[str, tuple[Schedule, int | None, torch.dtype]] = {
+    "recompute": ("recompute", None, torch.float32),
+    "recompute bf16": ("recompute", None, BF16),
+    "recompute fp16": ("recompute", None, FP16),
+    "cached": ("cached", None, torch.float32),
+    "cached bf16": ("cached", None, BF16),
+    "cached fp16": ("cached", None, FP16),
+    "mixed": ("cached", BUDGET, torch.float32),
+    "mixed bf16": ("cached", BUDGET // 2, BF16),
+    "mixed fp16": ("cached", BUDGET // 2, FP16),
+    "in_forward": ("in_forward", None, torch.float32),
+    "in_forward lent, chunks": ("in_forward", BUDGET // 4, BF16),
+    "in_forward lent, mixed": ("in_forward", BUDGET, torch.float32),
+}
+"""Schedule, max_logits_bytes and dtype."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -62,58 +49,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "_TILE": 16, "_MIN_WINDOW": 32, "_MAX_WINDOW": 32,
-        "_MOST_RECOMPUTED": 0.4, "_SPLIT_FROM": 16,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(lending, "FIRST_LENT", 16)
+def small_windows() -> Iterator[None]:
+    with plan_sizes(
+        tile=16, min_window=32, max_window=32, most_recomputed=0.4, split_from=16, first_lent=16
+    ):
+        yield
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Where D came from, and "copy" if the right factor of dweight got a buffer of its own."""
-    seen: set[str] = set()
-    dweight_factor, dlogits = gradients.dweight_factor, gradients.dlogits
-
-    def noting_memory(call: Any, chunk: Any, *args: Any) -> Any:
-        factor, row = dweight_factor(call, chunk, *args)
-        if factor is not chunk.logits.hidden:
-            seen.add("copy")
-        return factor, row
-
-    def noting_origin(call: Any, chunk: Any, rows: RowGradient, windows: Any) -> Any:
-        cached = "converted" if call.rescales_cache else "kept"
-        seen.update("recomputed" if window.cached is None else cached for window in windows)
-        return dlogits(call, chunk, rows, windows)
-
-    monkeypatch.setattr(gradients, "dweight_factor", noting_memory)
-    monkeypatch.setattr(gradients, "dlogits", noting_origin)
-    return seen
+@pytest.mark.parametrize("case", CASES)
+def test_cases_are_what_they_are_called(case: str) -> None:
+    schedule, budget, dtype = CASES[case]
+    chosen = plan(
+        T=T, V=254, itemsize=dtype.itemsize, schedule=schedule, max_logits_bytes=budget,
+        converts=dtype == FP16, dweight_row_bytes=(H * dtype.itemsize, 4 * H),
+    )  # fmt: skip
+    assert (chosen.cached_v == 0) == ("recompute" in case)
+    assert (0 < chosen.cached_v < 254) == ("mixed" in case)
+    assert (len(chosen.chunks()) > 1) == ("chunks" in case)
+    assert bool(getattr(chosen, "lending", ())) == ("lent" in case)
 
 
 def problem_of(case: str, options: str, ranks: int) -> tuple[Problem, dict[str, Any]]:
     """Return the problem, whose ignored tokens hold NaN and infinities, and its options."""
-    how, dtype, _ = CASES[case]
+    schedule, budget, dtype = CASES[case]
     problem = Problem(T=T, H=H, V_all=254 * ranks - 1, dtype=dtype, options=OPTIONS[options])
     hidden, _, _, labels = problem.tensors
     anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=dtype)
     hidden[labels == -100] = anything.repeat(H // 4)
-    return problem, how
+    return problem, {"schedule": schedule, "max_logits_bytes": budget}
 
 
 def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
     """What a rank computes; a second backward must give the same bits, and operands keep theirs."""
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
-    given = share[:3]
-    leaves = [x.clone().requires_grad_() for x in given]
-    hidden, weight, bias = leaves
-    loss = linear_cross_entropy(
-        hidden, weight, share.labels, bias=bias, vocab_size=problem.V_all,
-        vocab_range=share.vocab_range, tp_group=group, sequence_parallel=sequence_parallel,
-        **problem.options, **how,
-    )  # fmt: skip
+    given, leaves = [x.clone() for x in share[:3]], share.leaves()
+    loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)
     upstream = problem.upstream.to(loss.dtype)
     first = dhidden, dweight, dbias = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, upstream)
@@ -133,16 +103,11 @@ def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -
         if options != "softcap, smoothing" or case.startswith("recompute")
     ),
 )
-def test_gradients(
-    sources: set[str], case: str, options: str, sequence_parallel: bool, ranks: int
-) -> None:
+def test_gradients(case: str, options: str, sequence_parallel: bool, ranks: int) -> None:
     problem, how = problem_of(case, options, ranks)
     how = {"sequence_parallel": sequence_parallel, **how}
     outcomes = run_ranks(lambda group: step(group, problem, **how), ranks)
     assert misses(joined(outcomes, sequence_parallel=sequence_parallel), problem) == []
-    assert sources - {"copy"} == CASES[case][2]
-    gathered = sequence_parallel and ranks > 1
-    assert ("copy" in sources) == (not gathered or case in COPIES)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""Each error of checks.py about tensors and groups, word by word."""
+"""Each error of checks.py, word by word; test_check_options.py has the values of options."""
 
 import re
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import checks
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.testing import run_ranks
-from tests.check_arguments import H, T, V, arguments
+from tests.parallel_problem import complaint
 
+T, V, H = 6, 11, 4
 FLOAT_DTYPES = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: None, "be a torch.Tensor, got NoneType"),
-    "a string": (lambda: "hidden", "be a torch.Tensor, got str"),
     "a list": (lambda: [0.0], "be a torch.Tensor, got list"),
     "sparse": (
         lambda: torch.eye(H).to_sparse(), "be a dense tensor (torch.strided), got torch.sparse_coo"
@@ -39,126 +39,107 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "meta": (lambda: torch.zeros(T, H, device="meta"), "hold data, got a tensor on device meta"),
 }  # fmt: skip
-TENSORS: list[tuple[dict[str, Any], str]] = [
-    ({"hidden": torch.zeros(())}, "hidden must be [..., H] with H >= 1, got ()"),
-    ({"hidden": torch.zeros(T, 0)}, "hidden must be [..., H] with H >= 1, got (6, 0)"),
-    ({"weight": torch.zeros(V, 3)}, "weight must be [V, H] with H = 4 from hidden, got (11, 3)"),
-    ({"weight": torch.zeros(H)}, "weight must be [V, H] with H = 4 from hidden, got (4,)"),
-    (
-        {"weight": torch.zeros(V, H).bfloat16()},
-        "weight must have hidden's dtype torch.float32, got torch.bfloat16: pass "
-        "weight.to(torch.float32) or hidden.to(torch.bfloat16), or call under torch.autocast; "
-        "the gradient of each has the dtype that was passed",
-    ),
-    (
-        {"labels": torch.zeros(T)},
-        "labels must be one of torch.int64, torch.int32, got torch.float32",
-    ),
-    ({"bias": torch.zeros(V, 1)}, "bias must be [V] with V = 11 from weight, got (11, 1)"),
-    (
-        {"bias": torch.zeros(V).half()},
-        "bias must have hidden's dtype torch.float32, got torch.float16: pass "
-        "bias.to(torch.float32) or hidden.to(torch.float16), or call under torch.autocast; "
-        "the gradient of each has the dtype that was passed",
-    ),
-    (
-        {"token_weight": torch.ones(T, 1)},
-        "token_weight must have labels' shape (6,), got (6, 1)",
-    ),
-    (
-        {"token_weight": torch.ones(T, dtype=torch.bool)},
-        f"token_weight must be one of {FLOAT_DTYPES}, got torch.bool",
-    ),
-    (
-        {"token_weight": torch.ones(T, requires_grad=True)},
-        "token_weight must have requires_grad=False, since it gets no gradient, got True",
-    ),
-]
 
-GROUP: list[tuple[dict[str, Any], str]] = [
-    (
-        {"sequence_parallel": True},
-        "sequence_parallel=True needs a tp_group, got tp_group=None",
-    ),
-    (
-        {"tp_group": "tp"},
-        "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
-        "got 'tp'",
-    ),
-    (
-        {"tp_group": -100},  # torch.distributed.GroupMember.NON_GROUP_MEMBER, of other ranks
-        "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
-        "got -100",
-    ),
-]
+ANOTHER_DTYPE = (
+    "{0} must have hidden's dtype torch.float32, got {1}: pass {0}.to(torch.float32) or "
+    "hidden.to({1}), or call under torch.autocast; the gradient of each has the dtype that was "
+    "passed"
+)
+NO_MEMBER = (
+    "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, got "
+)
+OTHER_ROWS = "vocab_range must be half-open (start, end) with end - start = 11 from weight, got "
+BOTH_SUM = "leaves the sum over ranks to the caller"
 
-SHAPES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"labels": torch.zeros(T + 1, dtype=torch.int64)},
-        "labels must be (6,) from hidden (6, 4), got (7,)",
-    ),
-    (
-        {"hidden": torch.zeros(2, 3, H)},
-        "labels must be (2, 3) from hidden (2, 3, 4), got (6,)",
-    ),
-    (
-        {"weight": torch.zeros(0, H)},
-        "weight must have at least one row without vocab_range, got V = 0",
-    ),
-    (
-        {"vocab_size": 12},
-        "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 12",
-    ),
-    (
-        {"vocab_range": (0, 11)},
-        "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
-        "got None",
-    ),
-    (
-        {"vocab_range": (0, 10), "vocab_size": 11},
-        "vocab_range must be half-open (start, end) with end - start = 11 from weight, got (0, 10)",
-    ),
-    (
-        {"vocab_range": (-1, 10), "vocab_size": 11},
-        "vocab_range must be half-open (start, end) with end - start = 11 from weight, "
-        "got (-1, 10)",
-    ),
-    (
-        {"vocab_range": (1, 12), "vocab_size": 11},
-        "vocab_range of the 1 ranks must cover [0, 11), got (1, 12) on rank 0",
-    ),
-    (
-        {"vocab_range": (0, 11), "vocab_size": 12},
-        "vocab_range of the 1 ranks must cover [0, 12), got (0, 11) on rank 0",
-    ),
-]
+# What each ValueError says, and the arguments that cause it.
+VALUE_ERRORS: dict[str, dict[str, Any]] = {
+    # tensors
+    "hidden must be [..., H] with H >= 1, got ()": {"hidden": torch.zeros(())},
+    "hidden must be [..., H] with H >= 1, got (6, 0)": {"hidden": torch.zeros(T, 0)},
+    "weight must be [V, H] with H = 4 from hidden, got (11, 3)": {"weight": torch.zeros(V, 3)},
+    "weight must be [V, H] with H = 4 from hidden, got (4,)": {"weight": torch.zeros(H)},
+    ANOTHER_DTYPE.format("weight", "torch.bfloat16"): {"weight": torch.zeros(V, H).bfloat16()},
+    "labels must be one of torch.int64, torch.int32, got torch.float32": {"labels": torch.zeros(T)},
+    "bias must be [V] with V = 11 from weight, got (11, 1)": {"bias": torch.zeros(V, 1)},
+    ANOTHER_DTYPE.format("bias", "torch.float16"): {"bias": torch.zeros(V).half()},
+    "token_weight must have labels' shape (6,), got (6, 1)": {"token_weight": torch.ones(T, 1)},
+    "token_weight must have requires_grad=False, since it gets no gradient, got True": {
+        "token_weight": torch.ones(T, requires_grad=True)
+    },
+    # groups; -100 is torch.distributed.GroupMember.NON_GROUP_MEMBER
+    "sequence_parallel=True needs a tp_group, got tp_group=None": {"sequence_parallel": True},
+    f"{NO_MEMBER}'tp'": {"tp_group": "tp"},
+    f"{NO_MEMBER}-100": {"tp_group": -100},
+    # shapes
+    "labels must be (6,) from hidden (6, 4), got (7,)": {"labels": torch.zeros(T + 1).long()},
+    "labels must be (2, 3) from hidden (2, 3, 4), got (6,)": {"hidden": torch.zeros(2, 3, H)},
+    "weight must have at least one row without vocab_range, got V = 0": {
+        "weight": torch.zeros(0, H)
+    },
+    "vocab_size must be within [1, 11], the rows of 1 shards of 11, got 12": {"vocab_size": 12},
+    "vocab_size must be given with vocab_range, since one rank's rows do not determine it, got "
+    "None": {"vocab_range": (0, 11)},
+    f"{OTHER_ROWS}(0, 10)": {"vocab_range": (0, 10), "vocab_size": 11},
+    f"{OTHER_ROWS}(-1, 10)": {"vocab_range": (-1, 10), "vocab_size": 11},
+    "vocab_range of the 1 ranks must cover [0, 11), got (1, 12) on rank 0": {
+        "vocab_range": (1, 12), "vocab_size": 11
+    },
+    # labels
+    "labels must be within [0, 11) or ignore_index -100, got 11 at token 2": {
+        "labels": torch.tensor([0, 1, 11, 2, 12, -100])
+    },
+    "labels must be within [0, 11) or ignore_index -100, got -1 at token 3": {
+        "labels": torch.tensor([0, 1, 2, -1, 2, -100])
+    },
+    "labels must be within [0, 11) or ignore_index -1, got -100 at token 0": {
+        "labels": torch.tensor([-100, 1, 2, 3, 2, 1]), "ignore_index": -1
+    },
+    "labels must be within [0, 9) or ignore_index -100, got 9 at token 4": {
+        "labels": torch.tensor([0, 1, 2, 3, 9, 1]), "vocab_size": 9
+    },
+    # options that contradict each other
+    f"reduce_dhidden=False {BOTH_SUM}, but sequence_parallel=True makes it part of the "
+    "reduce-scatter; drop one of the two": {"sequence_parallel": True, "reduce_dhidden": False},
+    f"reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False {BOTH_SUM}; "
+    "drop one of the two": {"reduce_in_fp32": True, "reduce_dhidden": False},
+}  # fmt: skip
 
-LABELS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"labels": torch.tensor([0, 1, 11, 2, 12, -100])},
-        "labels must be within [0, 11) or ignore_index -100, got 11 at token 2",
-    ),
-    (
-        {"labels": torch.tensor([0, 1, 2, -1, 2, -100])},
-        "labels must be within [0, 11) or ignore_index -100, got -1 at token 3",
-    ),
-    (
-        {"labels": torch.tensor([-100, 1, 2, 3, 2, 1]), "ignore_index": -1},
-        "labels must be within [0, 11) or ignore_index -1, got -100 at token 0",
-    ),
-    (
-        {"labels": torch.tensor([0, 1, 2, 3, 9, 1]), "vocab_size": 9},
-        "labels must be within [0, 9) or ignore_index -100, got 9 at token 4",
-    ),
-]
-VALUE_ERRORS = [*TENSORS, *GROUP, *SHAPES, *LABELS]
+CAPPED = {"softcap": 5.0, "label_smoothing": 0.1}
+NEEDS_LOGITS = (
+    "schedule='{}' keeps exponentials, but label_smoothing with softcap needs the logits; use "
+    "schedule='recompute'"
+)
+DOUBLES = {"hidden": torch.zeros(T, H).double(), "weight": torch.zeros(V, H).double()}
+NOT_IMPLEMENTED: dict[str, dict[str, Any]] = {
+    "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
+    "schedule='recompute' or 'cached'": {"schedule": "in_forward", "reduction": "none"},
+    NEEDS_LOGITS.format("cached"): {"schedule": "cached", **CAPPED},
+    NEEDS_LOGITS.format("in_forward"): {"schedule": "in_forward", **CAPPED},
+    "filtered.schedule needs softcap=None, since a softcap's slope differs between the columns of "
+    "a tile, got softcap=5.0": {"schedule": filtered.schedule(0.0), "softcap": 5.0},
+    "filtered.schedule needs tp_invariant=False, since tiles are counted from the first row of "
+    "each rank, got tp_invariant=True": {"schedule": filtered.schedule(0.1), "tp_invariant": True},
+    "impl='triton' computes in float32, bfloat16 and float16; hidden is torch.float64: use "
+    "impl='eager'": {"impl": "triton", **DOUBLES},
+}
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Valid arguments, but for ``changes``."""
+    return {
+        "hidden": torch.zeros(T, H, requires_grad=True),
+        "weight": torch.zeros(V, H, requires_grad=True),
+        "labels": torch.zeros(T, dtype=torch.int64),
+        **changes,
+    }
 
 
 @pytest.mark.parametrize("call", [linear_cross_entropy, linear_cross_entropy_with_metrics])
-@pytest.mark.parametrize(("changes", "message"), VALUE_ERRORS, ids=[m for _, m in VALUE_ERRORS])
-def test_value_errors(changes: dict[str, Any], message: str, call: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        call(**arguments(**changes))
+@pytest.mark.parametrize("message", [*VALUE_ERRORS, *NOT_IMPLEMENTED])
+def test_words_of_each_error(message: str, call: Any) -> None:
+    error = ValueError if message in VALUE_ERRORS else NotImplementedError
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call(**arguments(**{**VALUE_ERRORS, **NOT_IMPLEMENTED}[message]))
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantized tensor")
@@ -175,62 +156,56 @@ def test_tensors_of_another_kind(name: str, kind: str) -> None:
         return
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            with pytest.raises(ValueError) as error:
-                linear_cross_entropy(**arguments(**{name: value}))
-            assert str(error.value) == f"{name} must {message}"
+            said = complaint(linear_cross_entropy, **arguments(**{name: value}))
+        assert said == f"{name} must {message}"
+
+
+ALL_OF_TWO = "for the tokens of all 2 ranks, got"
+BY_SEQUENCE = (
+    "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with sequence_dim=1, "
+    "since flattening would give tokens other labels"
+)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "labels", "message"),
+    ("hidden", "labels", "sequence_dim", "message"),
     [
-        (
-            (3, H), (3,),
-            "labels must be (6,) from hidden (3, 4) for the tokens of all 2 ranks, got (3,)",
-        ),
-        ((H,), (), "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
+        ((3,), (3,), 0, f"labels must be (6,) from hidden (3, 4) {ALL_OF_TWO} (3,)"),
+        ((), (), 0, "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
+        ((3, 4), (3, 8), 0,
+         f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
+        ((3, 4), (24,), 0,
+         f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (24,){BY_SEQUENCE}"),
+        ((12,), (3, 8), 0,
+         f"labels must be (24,) from hidden (12, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
+        ((3, 4), (3, 4), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4)"),
+        ((12,), (12,), 1, "hidden must be [B, S / P, ..., H] with sequence_dim=1 under "
+         "sequence_parallel=True, got (12, 4)"),
     ],
 )  # fmt: skip
 def test_shapes_under_sequence_parallelism(
-    hidden: tuple[int, ...], labels: tuple[int, ...], message: str
+    hidden: tuple[int, ...], labels: tuple[int, ...], sequence_dim: int, message: str
 ) -> None:
-    changes = {
-        "hidden": torch.zeros(hidden),
-        "labels": torch.zeros(labels, dtype=torch.int64),
-        "sequence_parallel": True,
-    }
+    def rank(group: dist.ProcessGroup) -> str:
+        given = arguments(hidden=torch.zeros(*hidden, H), labels=torch.zeros(labels).long())
+        options: dict[str, Any] = {"sequence_parallel": True, "sequence_dim": sequence_dim}
+        return complaint(linear_cross_entropy, **given, tp_group=group, **options)
 
-    def rank(tp_group: torch.distributed.ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            linear_cross_entropy(**arguments(tp_group=tp_group, **changes))
-
-    run_ranks(rank, 2)
+    assert run_ranks(rank, 2) == [message] * 2
 
 
-def test_shards_must_cover_the_vocabulary() -> None:
-    def rank(tp_group: torch.distributed.ProcessGroup) -> str:
-        start = 11 * tp_group.rank() + 1 - tp_group.rank()
-        with pytest.raises(ValueError) as error:
-            linear_cross_entropy(
-                **arguments(tp_group=tp_group, vocab_size=23, vocab_range=(start, start + 11))
-            )
-        return str(error.value)
+def test_rows_of_two_ranks() -> None:
+    def rank(group: dist.ProcessGroup) -> tuple[str, str]:
+        start = (1, 11)[group.rank()]
+        given = arguments(tp_group=group, vocab_size=23)
+        return (
+            complaint(linear_cross_entropy, **given, vocab_range=(start, start + V)),
+            complaint(linear_cross_entropy, **given),
+        )
 
-    first, last = run_ranks(rank, 2)
-    assert first == "vocab_range of the 2 ranks must cover [0, 23), got (1, 12) on rank 0"
-    assert last == "vocab_range of the 2 ranks must cover [0, 23), got (11, 22) on rank 1"
-
-
-def test_vocab_size_counts_the_rows_of_all_ranks() -> None:
-    message = "vocab_size must be within [1, 22], the rows of 2 shards of 11, got 23"
-
-    def rank(tp_group: torch.distributed.ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            linear_cross_entropy(**arguments(tp_group=tp_group, vocab_size=23))
-
-    run_ranks(rank, 2)
-
-
-def test_labels_of_every_kind_pass() -> None:
-    labels = torch.tensor([0, V - 1, -100, 3, -100, 5])
-    checks.check_labels(labels, V, -100)
-    checks.check_labels(labels[:0], V, -100)
+    too_many = "vocab_size must be within [1, 22], the rows of 2 shards of 11, got 23"
+    uncovered = "vocab_range of the 2 ranks must cover [0, 23), got {} on rank {}"
+    assert run_ranks(rank, 2) == [
+        (uncovered.format((1, 12), 0), too_many),
+        (uncovered.format((11, 22), 1), too_many),
+    ]

@@ -7,7 +7,6 @@ import torch
 
 from flce_dist import filtered
 from flce_dist.kernels import gemm
-from flce_dist.op import plan
 from flce_dist.testing import relative_rms
 from tests.parallel_problem import TINY, misses, on_threads
 from tests.problems import (
@@ -21,6 +20,7 @@ from tests.problems import (
     each_dtype,
     each_schedule,
     make_inputs,
+    plan_sizes,
     run_op,
     run_reference,
 )
@@ -35,9 +35,7 @@ from tests.problems import (
         ("dhidden", (16, 4096, 32), "cached", 4096 * 16),
     ],
 )
-def test_errors_do_not_grow_with_chunks_and_windows(
-    gradient, shape, schedule, budget, dtype, monkeypatch
-):
+def test_errors_do_not_grow_with_chunks_and_windows(gradient, shape, schedule, budget, dtype):
     T, V, hidden_size = shape
     inputs = make_inputs(T, V, hidden_size, dtype)
     truth = run_reference(inputs.to(torch.float64), Upstream())[gradient]
@@ -46,9 +44,8 @@ def test_errors_do_not_grow_with_chunks_and_windows(
         return relative_rms(run_op(inputs, Upstream(), impl="eager", **options)[gradient], truth)
 
     whole = [error(schedule=schedule), error(schedule="cached")]
-    monkeypatch.setattr(plan, "_MIN_WINDOW", 256)
-    monkeypatch.setattr(plan, "_MAX_WINDOW", 256)
-    assert error(schedule=schedule, max_logits_bytes=budget) <= 1.2 * min(whole) + 1e-7
+    with plan_sizes(min_window=256, max_window=256):
+        assert error(schedule=schedule, max_logits_bytes=budget) <= 1.2 * min(whole) + 1e-7
 
 
 # --- nothing to sum

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from flce_dist import filtered
-from tests.test_api_random_cases import SETTINGS, Drawn, check_on_ranks, plain_call
+from tests.test_api_random_cases import SETTINGS, Drawn, check_on_ranks
 from tests.test_gpu_oracle import CUDA
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
@@ -69,7 +69,7 @@ def call(name: str, drawn: dict[str, Any]) -> Drawn:
     schedule = name.split()[1]
     how = "schedule", filtered.schedule(2.0**-9) if schedule == "filtered" else schedule
     chosen = {**COMBINATIONS, **FILTERED}[name]
-    return plain_call(**{**chosen, **drawn, "how": (how, *chosen.get("how", ()))})
+    return Drawn(**{**chosen, **drawn, "how": (how, *chosen.get("how", ()))})
 
 
 NO_TOKENS = {"tokens": 0, "batch": 3, "V_all": 61}

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import launching
-from flce_dist.op import plan
 from flce_dist.testing import run_ranks
 from tests.invariant_problem import (
     ROWS,
@@ -29,7 +28,7 @@ from tests.invariant_problem import (
     statistics,
 )
 from tests.parallel_problem import complaint
-from tests.problems import Inputs, Upstream, compare, each_dtype, interpreted, run_op
+from tests.problems import Inputs, Upstream, compare, each_dtype, interpreted, plan_sizes, run_op
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
@@ -100,16 +99,11 @@ def check_cuts(
         (torch.float16, ALL, 1),
     ],
 )
+@plan_sizes(tile=32, min_window=32)
 def test_any_cut(
-    monkeypatch: pytest.MonkeyPatch,
-    merged_sums: list[Tensor],
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    ranks: int,
+    merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any], ranks: int
 ) -> None:
     """Windows of 32 and 64 columns, chunks of 32 and 8 tokens, segments of 1 and 3 tiles."""
-    monkeypatch.setattr(plan, "_TILE", 32)
-    monkeypatch.setattr(plan, "_MIN_WINDOW", 32)
     budgets, tile = (4 * T * 64, 4 * T * 160, 4 * T * 288), 4 * (1 + 2 * 3) * T
     check_cuts(
         problem(dtype), options, ranks=(ranks,), budgets=budgets, part_bytes=(tile, 3 * tile),

@@ -7,12 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flce_dist.op import lending
-from flce_dist.op import plan as planning
 from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import Plan, plan
 from tests.parallel_problem import Problem, misses, on_threads
-from tests.problems import Upstream, both, check, make_inputs, pairwise, poisoned_memory
+from tests.problems import Upstream, both, check, make_inputs, pairwise, plan_sizes, poisoned_memory
 from tests.test_plan import make
 
 sizes = st.integers(1, 60_000)
@@ -55,10 +53,6 @@ def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
 @pytest.fixture
 def small_windows(monkeypatch):
     """Windows sized for a small problem; returns the list of plans made."""
-    monkeypatch.setattr(lending, "FIRST_LENT", 16)
-    monkeypatch.setattr(planning, "_TILE", 8)
-    monkeypatch.setattr(planning, "_MIN_WINDOW", 8)
-    monkeypatch.setattr(planning, "_MOST_RECOMPUTED", 0.35)
     made: list[Plan] = []
 
     def noting(**kwargs):
@@ -66,7 +60,8 @@ def small_windows(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr("flce_dist.op.prepare.plan", noting)
-    return made
+    with plan_sizes(tile=8, min_window=8, most_recomputed=0.35, first_lent=16):
+        yield made
 
 
 @both

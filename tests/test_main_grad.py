@@ -17,9 +17,6 @@ from torch._subclasses import FakeTensorMode
 from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
-from flce_dist.op import compiled, plan
-from flce_dist.op.prepare import Arguments
-from flce_dist.options import LossOptions
 from flce_dist.testing import error_budget, relative_rms
 from tests.problems import (
     SCHEDULES,
@@ -32,6 +29,7 @@ from tests.problems import (
     each_schedule,
     make_inputs,
     pairwise,
+    plan_sizes,
     run_reference,
 )
 
@@ -124,13 +122,9 @@ def assert_rest_untouched(weight: Any) -> None:
     ),
     ids=str,
 )
-def test_dweight_is_added_within_the_budget(
-    impl, schedule, dtypes, name, few_bytes, apart, monkeypatch
-):
+@plan_sizes(tile=16, min_window=256, max_window=256)
+def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name, few_bytes, apart):
     """By two microbatches; with few bytes in several chunks or windows."""
-    for size in ("_MIN_WINDOW", "_MAX_WINDOW"):
-        monkeypatch.setattr(plan, size, 256)
-    monkeypatch.setattr(plan, "_TILE", 16)
     dtype, main = dtypes
     given, options = problem(dtype), {"vocab_size": REAL, "reduction": "sum", **OPTIONS[name]}
     how = {"impl": impl, "schedule": schedule, "max_logits_bytes": 1 if few_bytes else None}
@@ -226,13 +220,3 @@ def test_a_wrong_main_grad_is_refused():
         for call in (linear_cross_entropy, check_ranks):
             with pytest.raises(ValueError, match=match):
                 call(inputs.hidden, weight, inputs.labels, accumulate_dweight=True)
-
-
-def test_compiled_code_refuses():
-    """Dynamo then breaks the graph and calls it uncompiled, or raises with fullgraph=True."""
-    inputs = problem()
-    weight = parameter(inputs)
-    options = LossOptions(accumulate_dweight=True)
-    arguments = Arguments(inputs.hidden, weight, inputs.labels, None, None, options, None)
-    with pytest.raises(NotImplementedError, match=r"not supported under torch\.compile"):
-        compiled.apply(arguments, [True, True, False])

@@ -29,6 +29,7 @@ from tests.problems import (
     inputs,
     interpreted,
     make_inputs,
+    plan_sizes,
     poisoned_memory,
     run_op,
     with_logits,
@@ -90,14 +91,13 @@ def test_segments_change_nothing(
     [(4, [4, 4, 2]), (6, [6, 2, 2])],
     ids=["whole segments", "within a segment"],
 )
+@plan_sizes(min_window=64, max_window=64)
 def test_a_cache_that_ends_before_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, mutate: Patch, merged_tiles: list[int], tiles: int,
     segments: list[int],
 ) -> None:  # fmt: skip
     """The window of backward takes 64 columns' budget, the cache what is left of it."""
     given = inputs()
-    monkeypatch.setattr("flce_dist.op.plan._MIN_WINDOW", 64)
-    monkeypatch.setattr("flce_dist.op.plan._MAX_WINDOW", 64)
     options: dict[str, Any] = {"schedule": "auto", "max_logits_bytes": 4 * T * (512 + 64)}
     caches: list[int] = []
 

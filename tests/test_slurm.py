@@ -41,15 +41,13 @@ def start(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]
     )
 
 
-def torchrun_arguments(folder: Path, *args: str, **environment: str) -> list[str]:
+def torchrun_options(folder: Path, *args: str, **environment: str) -> dict[str, str]:
+    """Return the values of torchrun's and the run's options that the script gives."""
     process = start(folder, *args, **environment)
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    return (folder / "torchrun").read_text().splitlines()
-
-
-def value_of(arguments: list[str], option: str) -> str:
-    return arguments[arguments.index(option) + 1]
+    arguments = (folder / "torchrun").read_text().splitlines()
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
 def test_options_for_slurm_come_before_any_command() -> None:
@@ -61,22 +59,24 @@ def test_options_for_slurm_come_before_any_command() -> None:
 
 
 def test_it_names_files_that_exist_and_all_nodes_meet_on_the_first(tmp_path: Path) -> None:
-    arguments = torchrun_arguments(tmp_path)
-    assert importlib.util.find_spec(value_of(arguments, "-m")) is not None
-    assert (ROOT / value_of(arguments, "--config")).is_file()
+    options = torchrun_options(tmp_path)
+    assert importlib.util.find_spec(options.pop("-m")) is not None
     named = re.findall(r"(?:configs|docs)/[\w./-]+", SCRIPT.read_text())
-    assert named and [name for name in named if not (ROOT / name).is_file()] == []
-    # All nodes meet on the first.
-    assert value_of(arguments, "--nnodes") == "3"
-    assert value_of(arguments, "--nproc-per-node") == "gpu"
-    assert value_of(arguments, "--rdzv-endpoint") == "n1:23456"
-    assert value_of(arguments, "--rdzv-id") == "123456.0"
+    assert named and all((ROOT / name).is_file() for name in [*named, options.pop("--config")])
+    assert options == {
+        "--nnodes": "3",
+        "--nproc-per-node": "gpu",
+        "--rdzv-id": "123456.0",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": "n1:23456",
+        "--max-restarts": "3",
+    }
 
 
 def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path: Path) -> None:
-    arguments = torchrun_arguments(tmp_path, "a b.yaml", "--steps", "7", SLURM_RESTART_COUNT="2")
-    assert arguments[-4:] == ["--config", "a b.yaml", "--steps", "7"]
-    assert value_of(arguments, "--rdzv-id") == "123456.2"
+    options = torchrun_options(tmp_path, "a b.yaml", "--steps", "7", SLURM_RESTART_COUNT="2")
+    assert list(options.items())[-2:] == [("--config", "a b.yaml"), ("--steps", "7")]
+    assert options["--rdzv-id"] == "123456.2"
 
 
 @pytest.mark.parametrize("status", [0, 3])

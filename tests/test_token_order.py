@@ -29,7 +29,7 @@ from tests.parallel_problem import (
     rank_step,
     small_pieces,
 )
-from tests.test_api_random_cases import check_on_ranks, plain_call
+from tests.test_api_random_cases import Drawn, check_on_ranks
 
 
 def forked_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
@@ -95,12 +95,9 @@ def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
 
 def test_metrics_and_their_gradients():
     """Metrics of each token are in the caller's order."""
+    step = Drawn(P=4, tokens=6, sequence_parallel=True, reduction="none", metric_gradients=True)
     with small_pieces():
-        check_on_ranks(
-            plain_call(
-                P=4, tokens=6, sequence_parallel=True, reduction="none", metric_gradients=True
-            )
-        )
+        check_on_ranks(step)
 
 
 def test_the_order_by_an_example():

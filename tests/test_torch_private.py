@@ -22,12 +22,8 @@ STORE = "_get_process_group_store"
 names_torch = pytest.raises(NotImplementedError, match=f"which torch {torch.__version__[:4]}")
 
 
-@pytest.fixture
-def lacks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def remove(owner: Any, name: str) -> None:
-        monkeypatch.delattr(owner, name, raising=False)  # a newer torch may lack it already
-
-    return remove
+def lacks(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    monkeypatch.delattr(owner, name, raising=False)  # a newer torch may lack it already
 
 
 def gone(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
@@ -37,8 +33,8 @@ def gone(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_without_word_of_retain_graph_saved_gradients_are_kept(lacks):
-    lacks(torch._C._autograd, "_get_current_graph_task_keep_graph")
+def test_without_word_of_retain_graph_saved_gradients_are_kept(monkeypatch):
+    lacks(monkeypatch, torch._C._autograd, "_get_current_graph_task_keep_graph")
     given = inputs()
     hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, given.labels, schedule="in_forward")
@@ -50,8 +46,8 @@ def test_without_word_of_retain_graph_saved_gradients_are_kept(lacks):
         assert torch.equal(one, other) and relative_rms(one, expected[name]) < 1e-6
 
 
-def test_without_the_id_of_a_backward_only_overwriting_raises(lacks):
-    lacks(torch._C, "_current_graph_task_id")
+def test_without_the_id_of_a_backward_only_overwriting_raises(monkeypatch):
+    lacks(monkeypatch, torch._C, "_current_graph_task_id")
     given = inputs()
     hidden, weight, labels = given.hidden, given.weight.requires_grad_(), given.labels
     weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
@@ -62,8 +58,8 @@ def test_without_the_id_of_a_backward_only_overwriting_raises(lacks):
         loss.backward()
 
 
-def test_without_an_assertion_on_the_device_the_host_waits(lacks):
-    lacks(torch, "_assert_async")
+def test_without_an_assertion_on_the_device_the_host_waits(monkeypatch):
+    lacks(monkeypatch, torch, "_assert_async")
     torch_private.assert_soon(torch.tensor(True), "labels")
     with pytest.raises(RuntimeError, match="labels"):
         torch_private.assert_soon(torch.tensor(False), "labels")
@@ -77,8 +73,8 @@ def test_without_an_assertion_on_the_device_the_host_waits(lacks):
         ("__create_chunk_list__", lambda: torch_private.place_of(torch.ones(2))),  # has none
     ],
 )
-def test_what_nothing_replaces_raises(lacks, name, use):
-    lacks(c10d, name)
+def test_what_nothing_replaces_raises(monkeypatch, name, use):
+    lacks(monkeypatch, c10d, name)
     with names_torch:
         use()
 
@@ -89,14 +85,14 @@ def test_without_async_tensors_there_are_none(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["none", "module", "empty", "rendezvous", "store"])
-def test_without_symmetric_memory_tokens_travel_by_collectives(monkeypatch, lacks, name):
+def test_without_symmetric_memory_tokens_travel_by_collectives(monkeypatch, name):
     memory = pytest.importorskip("torch.distributed._symmetric_memory")
     for there, part in ((memory, "empty"), (memory, "rendezvous"), (c10d, STORE)):
         monkeypatch.setattr(there, part, None, raising=False)
     if name == "module":
         gone(monkeypatch, "torch.distributed._symmetric_memory")
     elif name != "none":
-        lacks(c10d if name == "store" else memory, STORE if name == "store" else name)
+        lacks(monkeypatch, c10d if name == "store" else memory, STORE if name == "store" else name)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -119,8 +115,8 @@ def test_without_a_groups_timeout_it_is_that_of_torch(lacking):
     assert found == (minute if lacking == "nothing" else default_pg_timeout)
 
 
-def test_without_a_world_only_forks_with_groups_raise(monkeypatch, lacks):
-    lacks(c10d, "_World")
+def test_without_a_world_only_forks_with_groups_raise(monkeypatch):
+    lacks(monkeypatch, c10d, "_World")
     torch_private.forget_groups()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with names_torch:

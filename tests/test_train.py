@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,20 +33,19 @@ def output_of(run: Running, status: int = 0) -> str:
     return output
 
 
-def train_and_signal(
-    folder: Path, *overrides: str, after_step: int, strike: Callable[[list[int]], object]
-) -> tuple[int, str]:
-    """Start a run and, once it has recorded ``after_step``, ``strike`` at the processes.
+def train_and_signal(folder: Path, after_step: int, number: int, victim: int) -> tuple[int, str]:
+    """Start an endless run; once it has recorded ``after_step``, send a signal to one process.
 
-    ``strike`` gets torchrun's process id and the ranks'. Returns torchrun's status and the output,
-    after all processes have ended.
+    The processes are torchrun and then the ranks. Returns torchrun's status and the output, after
+    all have ended.
     """
     out_dir = folder / "run"
-    with started(torchrun(*program(folder), *overrides), folder / "logs", forks=True) as run:
+    endless = torchrun(*program(folder), "--steps", "1000000")
+    with started(endless, folder / "logs", forks=True) as run:
         run.until(f"step {after_step}", lambda: last_step(out_dir) >= after_step)
         processes = descendants(run.processes[0].pid)
         try:
-            strike(processes)
+            os.kill(processes[victim], number)
             run.finish()
             run.until("the end of ranks", lambda: not any(map(is_running, processes)), ended=True)
         except BaseException:  # pytest.fail's, too
@@ -95,19 +93,10 @@ def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
 @needs_proc
 def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
-    endless = ["--steps", "1000000"]
-    # SIGKILL for torchrun alone: its ranks end with it.
-    train_and_signal(
-        tmp_path, *endless, after_step=5, strike=lambda pids: os.kill(pids[0], signal.SIGKILL)
-    )
-    killed = last_step(out_dir)
-    # SIGTERM for one rank: all end.
-    status, output = train_and_signal(
-        tmp_path,
-        *endless,
-        after_step=killed + 2,
-        strike=lambda pids: os.kill(pids[-1], signal.SIGTERM),
-    )
+    # torchrun alone is killed: its ranks end with it.
+    train_and_signal(tmp_path, 5, signal.SIGKILL, victim=0)
+    # One rank is ended: all end.
+    status, output = train_and_signal(tmp_path, last_step(out_dir) + 2, signal.SIGTERM, victim=-1)
     assert "ended without giving" in output and "taking it over" in output
     assert f"continuing {out_dir / 'checkpoints' / 'step-'}" in output
     assert status == 1 and re.search(r"exitcode +: -15 ", output), output
@@ -145,7 +134,7 @@ def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
     out_dir, held = tmp_path / "run", tmp_path / "held"
     train_step = Trainer.train_step
 
-    def held_step(trainer: Trainer) -> tuple[float, float]:
+    def held_step(trainer: Trainer) -> dict[str, float]:
         if trainer.step == 5 and os.environ["RANK"] == "1" and not held.is_symlink():
             held.symlink_to(str(os.getpid()))  # to be killed
             signal.pause()

@@ -1,6 +1,5 @@
 """Checkpoints are whole or skipped, whatever a kill or a disk did to them."""
 
-import errno
 import json
 import os
 import pickle
@@ -93,11 +92,8 @@ def be_of_step_10(manifest: Path) -> None:
     [
         ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
         ("rank-00001.pt", Path.unlink, "rank-00001.pt cannot be read: No such file"),
-        ("rank-00001.pt", be_a_folder, "rank-00001.pt cannot be read: Is a directory"),
-        (MANIFEST, Path.unlink, "manifest.json cannot be read: No such file"),
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
         (MANIFEST, write("[]"), "manifest.json must hold a JSON object, got []"),
-        (MANIFEST, write('"text"'), "manifest.json must hold a JSON object, got 'text'"),
         (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
         (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
         (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
@@ -177,8 +173,10 @@ def rank_error(group: Any, directory: Path, fault: str = "") -> str:
             raise KeyboardInterrupt
         return gathered[-1]
 
-    if fault == "apart":  # as on nodes with no common file system
-        directory = directory / str(group.rank())
+    if fault == "apart" and group.rank() == 1:  # as on nodes with no common file system
+        directory = directory.with_name("elsewhere")
+    if fault == "no folder":
+        directory = directory / "step-00000015" / MANIFEST
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_synced", on_a_full_disk)
         patch.setattr(checkpoint, "together", together)
@@ -199,31 +197,25 @@ def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
     assert names(directory) == ["step-00000015", "step-00000020"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("where", ["rank-00001.pt", MANIFEST])
-def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
-    ranks: RankPool, directory: Path, where: str
+FULL = r"{}/step-00000020.tmp: No space left on device; it needs 19216 bytes, \d+ are free"
+"""1200 + 1 int64 of each rank."""
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        pytest.param("rank-00001.pt", f"cannot write {FULL}", marks=needs_full),
+        pytest.param(MANIFEST, f"cannot write {FULL}", marks=needs_full),
+        ("no folder", "cannot write .*/step-00000020.tmp: {}/.*/manifest.json is not a directory"),
+        ("apart", "checkpoints must lie where all ranks see them, .* find rank-00001.pt of .*"),
+    ],
+)
+def test_a_failed_save_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
+    ranks: RankPool, directory: Path, fault: str, expected: str
 ) -> None:
-    before = names(directory)
-    expected = f"cannot write {directory}/step-00000020.tmp: {os.strerror(errno.ENOSPC)}; "
-    expected += r"it needs 19216 bytes, \d+ are free"  # 1200 + 1 int64 of each rank
-    for message in ranks.run(rank_error, directory, where):
-        assert re.fullmatch(expected, message), message
-    assert names(directory) == before and newest(directory) == (15, [])
+    for message in ranks.run(rank_error, directory, fault):
+        assert re.fullmatch(expected.format(directory), message), message
+    assert names(directory) == ["step-00000010", "step-00000015"]
+    assert newest(directory) == (15, [])
     assert ranks.run(rank_error, directory) == ["saved"] * 2
-
-
-def test_a_folder_that_cannot_be_written_is_one_error(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for message in ranks.run(rank_error, tmp_path / "file" / "checkpoints"):
-        assert "checkpoints/step-00000020.tmp: " in message
-        assert message.endswith(f"{tmp_path}/file is not a directory")
-
-
-def test_directories_that_ranks_do_not_share_are_refused_on_every_rank(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    for message in ranks.run(rank_error, tmp_path, "apart"):
-        assert message.startswith("checkpoints must lie where all ranks see them")
-        assert "rank-00001.pt" in message
-    assert names(tmp_path / "0") == []

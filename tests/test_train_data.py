@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import __main__ as program
 from flce_dist.launch.train import data as data_module
+from flce_dist.launch.train import ranks
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import load_tokenizer, open_corpus, tokenise
 from flce_dist.testing import RankPool
@@ -73,13 +74,13 @@ def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
 
 def rank_main(group: Any, text: Path, *options: str) -> str:
     """The program on one rank, in the group that there is."""
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     options = (*options, "--parallel.tensor", "1", "--device", "cpu", "--data.text", str(text))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ranks.items():
+        for name, value in alone.items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["train", *options, "--out-dir", str(text.parent / "runs/one")])
-        patch.setattr(program, "join_ranks", lambda device: None)
+        patch.setattr(ranks, "join_ranks", lambda device: None)
         with pytest.raises(RunError) as error:
             program.main()
     return str(error.value)

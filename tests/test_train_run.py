@@ -34,7 +34,7 @@ def trainer_of(config: RunConfig, text: str = "one") -> Trainer:
 
 def steps_of(trainer: Trainer, steps: int) -> list[float]:
     """Losses and gradient norms."""
-    return [number for _ in range(steps) for number in trainer.train_step()]
+    return [number for _ in range(steps) for number in trainer.train_step().values()]
 
 
 def rank_train(group: Any, config: RunConfig) -> Trained:
@@ -50,7 +50,7 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
         shards = [weight.detach()]
         if getattr(weight, "tensor_model_parallel", False):
             shards = [torch.empty_like(weight) for _ in range(config.parallel.tensor)]
-            torch.distributed.all_gather(shards, weight.detach(), group=trainer.groups.tensor)
+            torch.distributed.all_gather(shards, weight.detach(), group=trainer.tensor_group)
         weights[name] = torch.cat(shards, getattr(weight, "partition_dim", 0))
     return numbers, weights
 

@@ -26,9 +26,9 @@ PAIRS = {
 }
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
-    "interpreter", "linear_stats", "merge_stats", "collectives", "main_grad", "main_grad_autograd",
-    "dtensor", "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory",
-    "module", "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
+    "interpreter", "merge_stats", "collectives", "main_grad", "main_grad_autograd", "dtensor",
+    "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory", "module",
+    "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
 
 

@@ -24,15 +24,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def checked_options(**given: Any) -> LossOptions:
     """Return the options of these keywords, checked once for the same keywords."""
     if not torch.compiler.is_compiling():
+        ends = given.get("vocab_range")  # into which typed=True does not look
+        types = map(type, ends) if isinstance(ends, tuple) else ()
         try:
-            return _checked_once(**given)
+            return _checked_once(*types, **given)
         except TypeError:  # a value is not hashable
             pass
     return check_options(LossOptions(**given))
 
 
 @functools.lru_cache(typed=True)
-def _checked_once(**given: Any) -> LossOptions:
+def _checked_once(*_: type, **given: Any) -> LossOptions:
     return check_options(LossOptions(**given))
 
 

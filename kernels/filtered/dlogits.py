@@ -24,13 +24,14 @@ def _kept_dlogits_kernel(
     block_ptr, column_ptr, round_tile_ptr,  # in:  [N], [N], [rounds + 1] int32
     out,  # out: [slots * TILE_T, TILE_V]; like hidden and weight a descriptor if TMA
     T, V, H, rows, round,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    vocab_start_index, ignore_index, logit_scale,
-    SCALED: tl.constexpr, EVEN_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
+    strides,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars,
+    EVEN_V: tl.constexpr, TMA: tl.constexpr,
     TILE_T: tl.constexpr, TILE_V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
+    ignore_index = scalars[0]
     PARTS_V: tl.constexpr = TILE_V // BLOCK_V
     PARTS: tl.constexpr = TILE_T // BLOCK_T * PARTS_V
     first = tl.load(round_tile_ptr + round)
@@ -46,19 +47,18 @@ def _kept_dlogits_kernel(
         column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
         label_value = tl.load(label_value_ptr + offs_t, mask=mask_t, other=0.0)
-        if SCALED:
+        if scale_ptr is not None:
             scale = tl.load(scale_ptr + offs_t, mask=mask_t, other=0.0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
-            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+            strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
         x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
         if not EVEN_V:  # exp(-reference) may be inf there, and inf * 0 is NaN
             x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
         d = exp(x)
-        if SCALED:
+        if scale_ptr is not None:
             d *= scale[:, None]
         d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
         store_tile(out, d, slot * TILE_T + row, col, rows, TILE_V, TILE_V, BLOCK_T, BLOCK_V, TMA)
@@ -85,9 +85,8 @@ def kept_dlogits(
         lists.block, lists.column, lists.round_tile,
         launch.output(matrix),
         logits.T, logits.V, logits.H, len(matrix), round,
-        *logits.strides,
-        logits.vocab_start_index, logits.ignore_index, logits.logit_scale,
-        SCALED=bool(rows.affine),
+        logits.strides,
+        logits.vocab_start_index, logits.scalars,
         EVEN_V=logits.V % TILE_V == 0,
         TILE_T=TILE_T, TILE_V=TILE_V,
         **launch.listed_constexprs,

@@ -93,8 +93,8 @@ def _kept_dweight_kernel(
     q_ptr, hbar_ptr, row_ptr,  # in:  [V], [J, H], [H] fp32
     out,  # out: [V, H]; a descriptor if TMA_OUT
     T, V, H, rows, round,
-    stride_hidden_t, stride_hidden_h, stride_out_v,
-    HAS_ROW: tl.constexpr, ACCUMULATES: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
+    strides,  # of hidden by t and h, of out by v
+    ACCUMULATES: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
     TILE_T: tl.constexpr, TILE_V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_H: tl.constexpr,
 ):  # fmt: skip
@@ -103,6 +103,7 @@ def _kept_dweight_kernel(
     All columns come for GROUP_H blocks of H, then for the next ones, so that the part of hidden
     that is being read fits into L2.
     """
+    stride_hidden_t, stride_hidden_h, stride_out_v = strides
     STEPS: tl.constexpr = TILE_T // BLOCK_T
     PARTS: tl.constexpr = TILE_V // BLOCK_V
     first_tile = tl.load(round_tile_ptr + round)
@@ -139,7 +140,7 @@ def _kept_dweight_kernel(
         q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
         hbar_row = hbar_ptr + j.to(tl.int64) * H + offs_h
         acc += q[:, None] * tl.load(hbar_row, mask=offs_h < H, other=0.0)[None, :]
-        if HAS_ROW:
+        if row_ptr is not None:
             acc += tl.load(row_ptr + offs_h, mask=offs_h < H, other=0.0)[None, :]
         if ACCUMULATES:
             # Not the GEMM's first value: tensor cores truncate, and a sum over many microbatches
@@ -156,7 +157,7 @@ def _add_kept_dbias_kernel(
     round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
     out_ptr,  # in and out: [V] fp32
     T, V, round,
-    SCALED: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program sums BLOCK_V rows of one column of tiles, if the round has it."""
     j = tl.load(round_column_ptr + round) + tl.program_id(0)
@@ -167,7 +168,7 @@ def _add_kept_dbias_kernel(
         for tile in range(tl.load(first_tile_ptr + j), tl.load(first_tile_ptr + j + 1)):
             offs = (tile - first_tile).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
             x = tl.load(d_ptr + offs[:, None] * TILE_V + offs_v[None, :]).to(tl.float32)
-            if SCALED:
+            if scale_ptr is not None:
                 offs_t = tl.load(block_ptr + tile) * TILE_T + tl.arange(0, TILE_T)
                 x *= tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)[:, None]
             acc += x
@@ -231,8 +232,8 @@ def kept_dweight(
         q, hbar, row,
         matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
         len(hidden), V, H, len(packed), round,
-        *hidden.stride(), out.stride(0),
-        HAS_ROW=row is not None, ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
+        (*hidden.stride(), out.stride(0)),
+        ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
         TILE_T=TILE_T, TILE_V=TILE_V,
         BLOCK_V=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_T=config.BLOCK_K,
         GROUP_H=config.GROUP,
@@ -252,7 +253,7 @@ def add_kept_dbias(
         lists.round_tile, lists.round_column,
         out,
         T, len(out), round,
-        SCALED=scale is not None, TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_V=BLOCK_V,
+        TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_V=BLOCK_V,
     )  # fmt: skip
 
 

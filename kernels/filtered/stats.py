@@ -73,9 +73,8 @@ def _profile_kernel(
     sample_ptr, lse_ptr, kept_ptr,  # in:  [N] int64, [T] fp32, [blocks, J] uint8
     total_ptr,  # out: [V] fp32
     N, V, H, J,
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-    logit_scale,
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr, HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
+    strides, scalars,  # of ShardLogits
+    TILE_T: tl.constexpr, TILE_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program sums probabilities over the tokens of the sample whose tile is not kept."""
@@ -89,8 +88,7 @@ def _profile_kernel(
         left_out = tl.load(tiles, mask=offs_t >= 0, other=1) == 0
         z = logits_tile(
             hidden, weight, bias_ptr, start, start_v, N, V, H,
-            stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h,
-            logit_scale, 1.0, HAS_BIAS, False, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
+            strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
         p = exp(tl.where(left_out[:, None], z - lse[:, None], -float("inf")))
         total += tl.sum(p, axis=0)
@@ -103,13 +101,13 @@ def _normalise_kernel(
     bias_ptr,  # in:  [V]
     q_ptr,  # in and out: [V] fp32
     V,
-    HAS_BIAS: tl.constexpr, TILE_V: tl.constexpr,
+    TILE_V: tl.constexpr,
 ):  # fmt: skip
     """A program divides a tile of q by its sum; if that is 0, all rows not banned share equally."""
     offs_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
     q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
     even = tl.where(offs_v < V, 1.0, 0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
         even = tl.where(bias == -float("inf"), 0.0, even)
     q = tl.where(tl.sum(q, axis=0) > 0, q, even)
@@ -196,8 +194,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
         sample, lse, kept.view(torch.uint8),
         q,
         len(sample), logits.V, logits.H, kept.shape[1],
-        *logits.strides,
-        logits.logit_scale,
+        logits.strides, logits.scalars,
         TILE_T=TILE_T, TILE_V=TILE_V,
         **launch.listed_constexprs,
     )  # fmt: skip
@@ -205,7 +202,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
         logits.bias,
         q,
         logits.V,
-        HAS_BIAS=logits.bias is not None, TILE_V=TILE_V,
+        TILE_V=TILE_V,
     )  # fmt: skip
     return q
 

@@ -3,13 +3,13 @@
 A checkpoint is a directory ``step-00000050`` with one file of tensors per rank and
 ``manifest.json``: the step, the position in the data, the configuration, size and SHA-256 of each
 file, and the SHA-256 of the manifest itself. A process killed at any moment leaves at most
-directories ``.tmp`` (being written) and ``.old`` (being removed), which the next start removes. The
-directory must be shared by all ranks. Nothing that a file holds is run: tensors are read with
-``weights_only``.
+directories ``.tmp`` (being written) and ``.old`` (being removed), which the next start removes. All
+ranks must share the directory. Loading runs nothing that a file holds (``weights_only``).
 """
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.files import digest, remove, sync_directory, write_synced
 from flce_dist.launch.train.ranks import on_rank_0, together
-from flce_dist.launch.write import writing
+from flce_dist.launch.write import write_synced, writing
 
 MANIFEST = "manifest.json"
+NAME = r"step-(\d{8}|[1-9]\d{8,})"
 
 
 @dataclass(frozen=True)
@@ -54,46 +54,43 @@ class Checkpoint:
 def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None:
     """Write a checkpoint and remove all but the ``keep`` newest; collective over all ranks.
 
-    Args:
-        state: what this rank writes into the file of its own.
-
-    Raises:
-        RunError: on every rank, if one cannot write, or rank 0 does not find what others wrote.
-            What was written of this checkpoint is removed, older ones stay.
+    ``state`` is what this rank writes into the file of its own. Raises ``RunError`` on every rank
+    if one cannot write, or rank 0 does not find what others wrote; older checkpoints stay.
     """
     partial = checkpoint.path.with_suffix(".tmp")
     needed = sum(together(lambda: sum(tensor.nbytes for tensor in state.values())))
 
+    @writing(partial, needed)
     def prepare() -> None:
-        with writing(partial, needed):
-            remove(partial)
-            partial.mkdir(parents=True)
+        _remove(partial)
+        partial.mkdir(parents=True)
 
+    @writing(partial, needed)
     def write() -> dict[str, Any]:
-        with writing(partial, needed):
-            partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
-            return write_synced(partial / shard_name(dist.get_rank()), state)
+        partial.mkdir(parents=True, exist_ok=True)  # rank 0's, if the ranks share it
+        return write_synced(partial / shard_name(dist.get_rank()), state)
 
-    def finish(files: dict[str, Any]) -> None:
+    @writing(partial, needed)
+    def finish() -> None:
+        files = {shard_name(rank): found for rank, found in enumerate(digests)}
         unseen = [name for name in files if not (partial / name).exists()]
         if unseen:
             raise RunError(
                 f"checkpoints must lie where all ranks see them, but rank 0 does not find "
                 f"{', '.join(unseen)} of other ranks in {partial}"
             )
-        with writing(partial, needed):
-            values = {key: getattr(checkpoint, key) for key in ("step", "samples", "config")}
-            write_synced(partial / MANIFEST, _render({**values, "files": files}))
-            sync_directory(partial)
-            partial.rename(checkpoint.path)
-            sync_directory(checkpoint.directory)
-            for old in _named(checkpoint.directory)[:-keep]:
-                remove(old)
+        values = {key: getattr(checkpoint, key) for key in ("step", "samples", "config")}
+        write_synced(partial / MANIFEST, _render({**values, "files": files}))
+        _sync_directory(partial)
+        partial.rename(checkpoint.path)
+        _sync_directory(checkpoint.directory)
+        for old in _named(checkpoint.directory)[:-keep]:
+            _remove(old)
 
     try:
         on_rank_0(prepare)
         digests = together(write)
-        on_rank_0(lambda: finish({shard_name(rank): d for rank, d in enumerate(digests)}))
+        on_rank_0(finish)
     except RunError:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -103,10 +100,7 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
 def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose manifest and files agree; ``say`` which were skipped.
 
-    For one rank; it changes nothing on disk.
-
-    Raises:
-        RunError: if there are checkpoints and all are damaged.
+    For one rank; it changes nothing on disk. Raises ``RunError`` if all that are there are damaged.
     """
     damaged = []
     for path in reversed(_named(directory)):
@@ -115,10 +109,9 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | No
         except _Damaged as error:
             damaged.append(f"checkpoint step {_step(path)} is damaged: {error}")
             continue
-        for message in damaged:
-            say(message)
         if damaged:
-            say(f"going back to checkpoint step {_step(path)}")
+            for message in [*damaged, f"going back to checkpoint step {_step(path)}"]:
+                say(message)
         return checkpoint
     if damaged:
         raise RunError(
@@ -134,7 +127,7 @@ def clean(directory: Path, resumed: Checkpoint | None, say: Callable[[str], None
     For one rank, at the start of a run: a damaged checkpoint must not count among those to keep.
     """
     for path in directory.iterdir():
-        if path.is_dir() and re.fullmatch(_NAME + r"\.(tmp|old)", path.name):
+        if path.is_dir() and re.fullmatch(NAME + r"\.(tmp|old)", path.name):
             if path.suffix == ".tmp":
                 say(f"checkpoint {path} was never finished; removing it")
             shutil.rmtree(path)
@@ -170,21 +163,17 @@ def _verify(path: Path) -> Checkpoint:
         if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
             raise _Damaged(f"{MANIFEST} does not list the file of every rank")
         for name, expected in files.items():
-            if digest(path / name) != expected:
+            if _digest(path / name) != expected:
                 raise _Damaged(f"{name} has other contents than {MANIFEST} says")
-    except OSError as error:
-        raise _Damaged(f"{name} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f"{name} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _Damaged(f"{name} cannot be read: {reason}") from error
     return found
-
-
-_NAME = r"step-(\d{8}|[1-9]\d{8,})"
 
 
 def _named(directory: Path) -> list[Path]:
     """Return the directories that are named as checkpoints are, oldest first."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(_NAME, path.name)]
+    found = [path for path in directory.glob("step-*") if re.fullmatch(NAME, path.name)]
     return sorted((path for path in found if path.is_dir()), key=_step)
 
 
@@ -196,3 +185,28 @@ def _render(manifest: dict[str, Any]) -> bytes:
     """Return the one text of a manifest: any other bytes with the same values are damaged."""
     sha256 = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps({**manifest, "sha256": sha256}, indent=1).encode()
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, if it is there, so that a reader sees all of it or nothing."""
+    if path.exists():
+        old = path.with_suffix(".old")
+        path.rename(old)
+        shutil.rmtree(old)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    """Return what ``write_synced`` did for this content."""
+    with path.open("rb") as file:
+        sha256 = hashlib.sha256()
+        while block := file.read(1 << 20):
+            sha256.update(block)
+        return {"bytes": file.tell(), "sha256": sha256.hexdigest()}

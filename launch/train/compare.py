@@ -18,6 +18,7 @@ from torch import Tensor
 from flce_dist import check_ranks
 from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.launch.about import about, caption
+from flce_dist.launch.process_group import reduced
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.write import write_figure, write_json
 from flce_dist.memory import peak_memory, release_shared_memory
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 TIMED_ROUNDS = 3
+ROWS = (
+    ("loss", "mean loss", ".6f"),
+    ("loss_difference", "largest difference of a token's loss", ".1e"),
+    ("dhidden_relative_rms", "difference of dhidden", ".1e"),
+    ("dweight_relative_rms", "difference of dweight", ".1e"),
+    ("time_ms", "time, ms", ".1f"),
+    ("peak_mib", "peak memory, MiB", ".1f"),
+)
+"""Of the table: a head's number, its name and its format."""
 
 Head = Callable[[], Tensor]
+"""Returns the loss [b, s], or its sum; collective over the tensor-parallel group."""
 
 
 class HeadResult(NamedTuple):
@@ -41,8 +52,7 @@ class HeadResult(NamedTuple):
 class HeadAlone:
     """What reaches a model's output layer for one batch, and heads to compute its loss by.
 
-    A head is a function without arguments that returns the loss [b, s], or its sum. Making one, and
-    ``run`` and ``time_ms``, are collective over ``group``.
+    Making one, ``run`` and ``time_ms`` are collective over ``group``.
 
     Attributes:
         hidden: [s, b, H]; under sequence parallelism this rank's [s / P, b, H]. A leaf.
@@ -52,17 +62,16 @@ class HeadAlone:
 
     def __init__(self, model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup):
         self.model, self.layer, self.labels, self.group = model, model.output_layer, labels, group
-        caught: list[tuple[Tensor, Tensor | None]] = []
-
-        def catch(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            caught.append((args[0] if args else kwargs["input_"], kwargs.get("weight")))
-
-        handle = self.layer.register_forward_pre_hook(catch, with_kwargs=True)
+        calls: list[Any] = []
+        handle = self.layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
         with torch.no_grad():
             token_losses(model, tokens, labels)
         handle.remove()
-        hidden, weight = caught[0]
-        self.hidden = hidden.detach().clone().requires_grad_()
+        args, kwargs = calls[0]
+        hidden, weight = args[0] if args else kwargs["input_"], kwargs.get("weight")
+        self.hidden: Tensor = hidden.detach().clone().requires_grad_()
         self.weight: Tensor = self.layer.weight if weight is None else weight
 
     def ours(self, **changes: Any) -> Tensor:
@@ -88,8 +97,7 @@ class HeadAlone:
         with peak_memory(self.hidden.device) as peak:
             results = self._differentiate(head)
         peak_bytes = torch.tensor(peak.bytes + peak.shared_bytes, device=self.hidden.device)
-        dist.all_reduce(peak_bytes, dist.ReduceOp.MAX, group=self.group)
-        return HeadResult(*results, int(peak_bytes))
+        return HeadResult(*results, int(reduced(peak_bytes, self.group, dist.ReduceOp.MAX)))
 
     def time_ms(self, head: Head) -> float:
         """Return the time of one forward and backward, until the slowest rank is done."""
@@ -119,8 +127,7 @@ class HeadAlone:
 def head_peak_mib(alone: HeadAlone, is_ours: bool) -> float:
     """Return the peak memory of the model's own head; collective.
 
-    Raises:
-        ValueError: on every rank, if the ranks' heads would not be called alike.
+    Raises ``ValueError`` on every rank if the ranks' heads would not be called alike.
     """
     if is_ours:
         check_ranks(
@@ -157,15 +164,22 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
     for _ in range(TIMED_ROUNDS):  # in turns, so that a busy machine is busy for all
         for name, head in heads.items():
             times_ms[name].append(alone.time_ms(head))
-
     theirs = results["Megatron"]
 
-    def differences(mine: HeadResult) -> dict[str, float | None]:
+    def relative_rms(a: Tensor, b: Tensor) -> float:
+        squares = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
+        difference, norm = reduced(squares, alone.group)
+        return float((difference / norm).sqrt())
+
+    def numbers(name: str, mine: HeadResult) -> dict[str, float | None]:
         is_sum = mine.loss.dim() == 0
         return {
+            "loss": mine.loss.sum().item() / tokens,
+            "time_ms": statistics.median(times_ms[name]),
+            "peak_mib": mine.peak_bytes / MIB,
             "loss_difference": None if is_sum else (mine.loss - theirs.loss).abs().max().item(),
-            "dhidden_relative_rms": _relative_rms(mine.dhidden, theirs.dhidden, alone.group),
-            "dweight_relative_rms": _relative_rms(mine.dweight, theirs.dweight, alone.group),
+            "dhidden_relative_rms": relative_rms(mine.dhidden, theirs.dhidden),
+            "dweight_relative_rms": relative_rms(mine.dweight, theirs.dweight),
         }
 
     return {
@@ -177,15 +191,7 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
         "ranks": alone.group.size(),
         "logits_mib": logits_bytes / MIB,
         "gradients_mib": (theirs.dhidden.nbytes + theirs.dweight.nbytes) / MIB,
-        "heads": {
-            name: {
-                "loss": result.loss.sum().item() / tokens,
-                "time_ms": statistics.median(times_ms[name]),
-                "peak_mib": result.peak_bytes / MIB,
-                **differences(result),
-            }
-            for name, result in results.items()
-        },
+        "heads": {name: numbers(name, result) for name, result in results.items()},
     }
 
 
@@ -195,20 +201,8 @@ def _named(schedule: str, max_logits_bytes: int | None, **others: Any) -> str:
     return f"{schedule}{budget}"
 
 
-def _relative_rms(a: Tensor, b: Tensor, group: dist.ProcessGroup) -> float:
-    squares = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
-    dist.all_reduce(squares, group=group)
-    return float((squares[0] / squares[1]).sqrt())
-
-
 def report_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
     """Print a table; write compare.json and compare.png."""
-    _print_table(numbers)
-    write_json(out_dir / "compare.json", numbers)
-    write_figure(out_dir / "compare.png", comparison_figure(numbers), dpi=120)
-
-
-def _print_table(numbers: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -217,19 +211,14 @@ def _print_table(numbers: dict[str, Any]) -> None:
     table.add_column("")
     for name in numbers["heads"]:
         table.add_column(name, justify="right")
-    for key, label, form in (
-        ("loss", "mean loss", ".6f"),
-        ("loss_difference", "largest difference of a token's loss", ".1e"),
-        ("dhidden_relative_rms", "difference of dhidden", ".1e"),
-        ("dweight_relative_rms", "difference of dweight", ".1e"),
-        ("time_ms", "time, ms", ".1f"),
-        ("peak_mib", "peak memory, MiB", ".1f"),
-    ):
-        values = (head[key] for head in numbers["heads"].values())
+    heads = numbers["heads"].values()
+    for key, label, form in ROWS:
+        values = (head[key] for head in heads)
         table.add_row(label, *("" if value is None else format(value, form) for value in values))
-    gradients = f"{numbers['gradients_mib']:.1f}"
-    table.add_row("of it the gradients, MiB", *[gradients] * len(numbers["heads"]))
+    table.add_row("of it the gradients, MiB", *(f"{numbers['gradients_mib']:.1f}" for _ in heads))
     Console().print(table)
+    write_json(out_dir / "compare.json", numbers)
+    write_figure(out_dir / "compare.png", comparison_figure(numbers), dpi=120)
 
 
 def comparison_figure(numbers: dict[str, Any]) -> "Figure":

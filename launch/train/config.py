@@ -1,8 +1,7 @@
 """The configuration of a training run: a YAML file gives the values, the command line overrides.
 
-``RunConfig`` is the schema of both. Everything that can be wrong with a configuration is found
-here, by ``load_config``, without a process group: an unknown key, a value of the wrong type, a
-combination that does not fit.
+``RunConfig`` is the schema of both. ``load_config`` finds all that can be wrong with a
+configuration, before there is a process group.
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ from flce_dist.launch.yaml_config import (
     ConfigError,
     check_ranges,
     from_command_line,
+    require,
 )
 from flce_dist.options import POSITIVE, Range
 
@@ -149,14 +149,9 @@ def load_config(
 ) -> RunConfig:
     """Return the configuration of ``--config FILE [--overrides]``, checked.
 
-    Args:
-        argv: command line without the program's name.
-        world_size: number of ranks; None for one replica.
-        show_errors: whether a wrong command line is explained on stderr before ``SystemExit``.
-
-    Raises:
-        ConfigError: names the wrong key, value or combination.
-        SystemExit: for ``--help`` and for a wrong command line.
+    ``world_size`` is the number of ranks; None for those of one replica. A wrong command line
+    raises SystemExit, and says why if ``show_errors``; a wrong value or combination raises
+    ConfigError, which names it.
     """
     config = from_command_line(
         RunConfig,
@@ -172,23 +167,26 @@ def load_config(
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, tensor, rate, head = config.model, config.parallel.tensor, config.optimizer, config.head
-
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            raise ConfigError(message)
-
-    def divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
-        message = f"{key} must be divisible by {divisor_key} = {divisor}, got {value}"
-        require(value % divisor == 0, message)
-
-    divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
-    ranks = "the number of ranks that torchrun starts"
-    divides("parallel.tensor", tensor, ranks, world_size)
-    divides("parallel.tensor", tensor, "model.num_heads", model.num_heads)
-    divides("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+    model, rate, head = config.model, config.optimizer, config.head
+    ranks, tensor = "the number of ranks that torchrun starts", "parallel.tensor"
+    flat = {**flatten(config), ranks: world_size}
+    multiples = [
+        ("model.hidden_size", "model.num_heads"),
+        (ranks, tensor),
+        ("model.num_heads", tensor),
+        ("model.ffn_hidden_size", tensor),
+    ]
     if config.parallel.sequence_parallel:
-        divides("parallel.tensor", tensor, "model.seq_length", model.seq_length)
+        multiples.append(("model.seq_length", tensor))
+    for key, divisor in multiples:
+        must = f"{key} must be divisible by {divisor} = {flat[divisor]}, got {flat[key]}"
+        require(flat[key] % flat[divisor] == 0, must)
+    for key, limit in (
+        ("optimizer.min_lr", "optimizer.lr"),
+        ("optimizer.warmup_steps", "optimizer.decay_steps"),
+    ):
+        must = f"{key} must be at most {limit} = {flat[limit]}, got {flat[key]}"
+        require(flat[key] <= flat[limit], must)
     head_size = model.hidden_size // model.num_heads
     require(
         head_size % 2 == 0,
@@ -196,15 +194,6 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
     )
     text = config.data.text
     require(text is None or os.path.isfile(text), f"data.text must be a file, got {text}")
-    require(
-        rate.min_lr <= rate.lr,
-        f"optimizer.min_lr must be at most optimizer.lr = {rate.lr}, got {rate.min_lr}",
-    )
-    require(
-        rate.warmup_steps <= rate.decay_steps,
-        f"optimizer.warmup_steps must be at most optimizer.decay_steps = {rate.decay_steps}, "
-        f"got {rate.warmup_steps}",
-    )
     require(
         rate.lr * rate.weight_decay < 1,
         f"optimizer.weight_decay must be below 1 / optimizer.lr = {1 / rate.lr}, got "

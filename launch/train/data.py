@@ -7,6 +7,7 @@ number, and a resumed run reads what an uninterrupted one would.
 import functools
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
 from flce_dist.launch.write import replacing
-from flce_dist.launch.yaml_config import ConfigError, read_utf8
+from flce_dist.launch.yaml_config import read_utf8, require
 
 PART = 1 << 20
 """Characters that one thread encodes, up to the end of a line."""
@@ -58,8 +59,6 @@ class Corpus:
 
 class Tokens(NamedTuple):
     path: Path  # an int32 file of NumPy
-    rows: int  # sequences that they make
-    validation_rows: int  # of these, at the end
     vocab_size: int
     sources: dict[str, str]  # digests of text and vocabulary
 
@@ -68,40 +67,48 @@ def tokenise(config: RunConfig) -> Tokens:
     """Tokenise the text with Tekken's 131,072-entry vocabulary, which mistral-common carries.
 
     For one rank. The file lies in a folder ``tokens`` beside ``out_dir`` and is named by the
-    digests, for later runs.
-
-    Raises:
-        ConfigError: if the text is not UTF-8 or too short; then nothing is written.
-        RunError: if the file cannot be written.
+    digests, for later runs. A text that is not UTF-8 or too short raises ``ConfigError`` before
+    anything is written.
     """
     tokenizer, vocabulary = load_tokenizer()
-    text = read_text(config.data.text)
+    if config.data.text is None:  # the manual inside CPython: prose, PSF licence
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+    else:
+        text = read_utf8(config.data.text, "data.text")
     sources = {
         TEXT_SHA256: hashlib.sha256(text.encode()).hexdigest(),
         "vocabulary.sha256": hashlib.sha256(vocabulary).hexdigest(),
     }
     name = "-".join(digest[:16] for digest in sources.values())
     path = config.out_dir.parent / "tokens" / f"{name}.npy"
-    ids = np.load(path, mmap_mode="r") if path.exists() else encode(tokenizer, text)
-    width, fraction = config.model.seq_length + 1, config.data.validation_fraction
-    rows, validation = len(ids) // width, max(1, int(len(ids) * fraction) // width)
-    if rows <= validation:
-        raise ConfigError(
-            f"model.seq_length must leave one training and one validation sequence in the text's "
-            f"{len(ids)} tokens, got {config.model.seq_length}"
-        )
-    if not path.exists():
+    known = path.exists()
+    ids = np.load(path, mmap_mode="c") if known else encode(tokenizer, text)
+    cut(ids, config)
+    if not known:
         with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
             np.save(file, ids)
-    return Tokens(path, rows, validation, tokenizer.n_words, sources)
+    return Tokens(path, tokenizer.n_words, sources)
 
 
 def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
-    """Cut tokens into sequences; they stay in the file until a batch needs them."""
-    ids, width = torch.from_numpy(np.load(tokens.path, mmap_mode="c")), config.model.seq_length + 1
-    sequences = ids[: tokens.rows * width].view(tokens.rows, width)
-    train, validation = sequences.tensor_split([-tokens.validation_rows])
-    return Corpus(train, validation, tokens.vocab_size, config.seed, tokens.sources)
+    """Return sequences that stay in the file until a batch needs them."""
+    sequences = cut(np.load(tokens.path, mmap_mode="c"), config)
+    return Corpus(*sequences, tokens.vocab_size, config.seed, tokens.sources)
+
+
+def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:
+    """Cut a text into training and validation sequences; ``ConfigError`` if it is too short."""
+    width, fraction = config.model.seq_length + 1, config.data.validation_fraction
+    rows, validation = len(ids) // width, max(1, int(len(ids) * fraction) // width)
+    require(
+        rows > validation,
+        f"model.seq_length must leave one training and one validation sequence in the text's "
+        f"{len(ids)} tokens, got {config.model.seq_length}",
+    )
+    sequences = torch.from_numpy(ids)[: rows * width].view(rows, width)
+    return sequences[:-validation], sequences[-validation:]
 
 
 def load_tokenizer() -> tuple[Any, bytes]:
@@ -117,26 +124,12 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
     tiktoken, below it, encodes without the interpreter's lock, and straight into an array.
     """
-    parts, start = [], 0
-    while start < len(text):
-        line_end = text.find("\n", start + PART)
-        end = len(text) if line_end < 0 else line_end + 1
-        parts.append(text[start:end])
-        start = end
+    parts = re.findall(rf"(?s).{{1,{PART}}}[^\n]*\n?", text)
     encode = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
     whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
     return whole.astype(np.int32)
-
-
-def read_text(path: Path | None) -> str:
-    """Return the file's text, or the reference manual inside CPython (prose, PSF licence)."""
-    if path is not None:
-        return read_utf8(path, "data.text")
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _split(sequences: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,7 @@ LOCK = "run.lock"
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process, the one rank that writes most of it.
 
-    Raises:
-        RunError: if another run holds it, or one that was killed on another machine held it.
+    Raises ``RunError`` if another run holds it, or one that was killed on another machine held it.
     """
     path, owner = folder / LOCK, this_run()
     with writing(path):
@@ -37,15 +36,11 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder, _ = _read(path)
-            raise RunError(
-                f"{folder} is in use by {holder}; wait for its end, or use another --out-dir"
-            ) from None
+            use = f"{folder} is in use by {_read(path)[0]}"
+            raise RunError(f"{use}; wait for its end, or use another --out-dir") from None
         except OSError as error:
-            raise RunError(
-                f"cannot lock {path}: {error.strerror}; --out-dir must be on a file system that "
-                "has flock"
-            ) from error
+            must = "--out-dir must be on a file system that has flock"
+            raise RunError(f"cannot lock {path}: {error.strerror}; {must}") from error
         if path.stat().st_size > 0:
             holder, before = _read(path)
             # If any is alike, the run that left its text is over: on this machine flock would tell

@@ -8,39 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.config import RunConfig, flatten
-from flce_dist.launch.write import replacing, strict_json, write_figure, write_json, writing
+from flce_dist.launch.write import replacing, strict_json, write_figure, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
 
 
-def write_origin(config: RunConfig, device: torch.device) -> None:
-    """Write what this run's numbers depend on into run.json."""
-    origin = {
-        **about(device),
-        "ranks": dist.get_world_size(),
-        "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
-        "config": flatten(config),
-    }
-    write_json(config.out_dir / "run.json", origin)
-
-
 class RunLog:
-    """Writes one record per event; a record is on disk (in the page cache) when ``write`` returns.
-
-    A number that is not finite is null, since JSON has no word for it.
+    """Writes one record per event, at once; null stands for numbers that are not finite.
 
     A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
-    and TensorBoard leaves them out. What cannot be written is kept until ``check``, so that the
-    rank that writes goes on beside the others to where all stop.
+    and TensorBoard leaves them out. An error in writing is kept until ``check``, so that the rank
+    that writes goes on beside the others to where all stop.
     """
 
     def __init__(self, out_dir: Path, *, step: int, steps: int, head_mib: float):

@@ -5,7 +5,7 @@ of tensor-parallel ranks, so that runs with different numbers of them start from
 (unless the vocabulary needs padding for one of them).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import require
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
-
-
-class Groups(NamedTuple):
-    """The process groups of this rank; the size of the world is that of one times the other's."""
-
-    tensor: dist.ProcessGroup
-    data: dist.ProcessGroup
 
 
 class ParallelRMSNorm(nn.RMSNorm):
@@ -52,8 +45,13 @@ class CausalAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def initialize_megatron(device: torch.device, seed: int, tensor: int, **sizes: int) -> Groups:
-    """Create megatron-core's process groups and random generators; collective."""
+def initialize_megatron(
+    device: torch.device, seed: int, tensor: int, **sizes: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Create megatron-core's groups and random generators; collective.
+
+    Returns this rank's tensor- and data-parallel group.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -66,9 +64,8 @@ def initialize_megatron(device: torch.device, seed: int, tensor: int, **sizes: i
     model_parallel_cuda_manual_seed(
         seed, inference_rng_tracker=device.type == "cpu", force_reset_rng=True
     )
-    return Groups(
-        parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
-    )
+    data = parallel_state.get_data_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group(), data
 
 
 def build_model(
@@ -83,13 +80,6 @@ def build_model(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model, tensor = config.model, config.parallel.tensor
-
-    def draw(weight: Tensor) -> Tensor:
-        return nn.init.normal_(weight, std=model.init_std)
-
-    def draw_residual(weight: Tensor) -> Tensor:
-        return nn.init.normal_(weight, std=model.init_std / (2 * model.num_layers) ** 0.5)
-
     transformer = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -100,8 +90,7 @@ def build_model(
         params_dtype=getattr(torch, model.dtype),
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=True,
-        init_method=draw,
-        output_layer_init_method=draw_residual,
+        init_method_std=model.init_std,
         add_bias_linear=False,
         activation_func=F.gelu,
         hidden_dropout=0.0,
@@ -118,11 +107,11 @@ def build_model(
     )
     # Each rank holds the same number of rows; our head leaves out those beyond vocab_size.
     rows = -(-vocab_size // tensor) * tensor
-    if not config.head.is_ours and vocab_size % tensor:
-        raise ConfigError(
-            f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
-            f"divide the {vocab_size} entries, got {tensor}"
-        )
+    require(
+        config.head.is_ours or rows == vocab_size,
+        f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
+        f"divide the {vocab_size} entries, got {tensor}",
+    )
     gpt = GPTModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(

@@ -71,26 +71,31 @@ class Optimizer:
         return float(norm)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by names for a checkpoint, no copies."""
+        """Return this rank's parameters by their names in a checkpoint, no copies."""
         return {f"model.{name}": x.detach() for name, x in self.parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's shards and what AdamW knows of them; no other rank holds it."""
-        state = self._shards()
-        for i, values in self.adamw.state_dict()["state"].items():
-            state |= {f"optimizer.{i}.{key}": value for key, value in values.items()}
-        return state
+        shards = [shard for group in self.adamw.param_groups for shard in group["params"]]
+        return {
+            f"optimizer.{i}.{key}": value.detach()
+            for i, shard in enumerate(shards)
+            for key, value in {"fp32": shard, **self.adamw.state[shard]}.items()
+        }
 
-    def restore(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-        """Take over what the functions above returned in an earlier process.
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        """Take over ``weights`` and ``state`` of an earlier process.
 
-        Raises:
-            RunError: if names or shapes are those of another model.
+        Raises ``RunError`` if names or shapes are those of another model.
         """
-        mine = self.weights() | self._shards()
-        saved = weights | {name: x for name, x in state.items() if name.endswith(".fp32")}
+        mine = self.weights() | self.state()
         shapes, others = (
-            {name: (x.shape, x.dtype) for name, x in found.items()} for found in (mine, saved)
+            {
+                name: (x.shape, x.dtype)
+                for name, x in found.items()
+                if name.startswith("model.") or name.endswith(".fp32")
+            }
+            for found in (mine, saved)
         )
         if shapes != others:
             names = sorted({name for name, _ in shapes.items() ^ others.items()})
@@ -98,18 +103,14 @@ class Optimizer:
                 f"the checkpoint was made for another model, which differs in "
                 f"{', '.join(names[:5])}; use the package versions that it was made with"
             )
-        for name, x in mine.items():
-            x.copy_(saved[name])
-        of_shards: dict[int, dict[str, Tensor]] = {}
-        for name, value in state.items():
-            _, i, key = name.split(".")
-            if key != "fp32":
-                of_shards.setdefault(int(i), {})[key] = value
-        self.adamw.load_state_dict(self.adamw.state_dict() | {"state": of_shards})
-
-    def _shards(self) -> dict[str, Tensor]:
-        shards = [shard for group in self.adamw.param_groups for shard in group["params"]]
-        return {f"optimizer.{i}.fp32": shard.detach() for i, shard in enumerate(shards)}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, x in saved.items():
+            if name in shapes:
+                mine[name].copy_(x)
+            else:
+                _, i, key = name.split(".")
+                moments.setdefault(int(i), {})[key] = x
+        self.adamw.load_state_dict(self.adamw.state_dict() | {"state": moments})
 
 
 def _norm(chunk: int, overflow: Tensor, grads: list[list[Tensor]], each: bool) -> Any:

@@ -18,13 +18,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from flce_dist.launch.process_group import gathered
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import RunConfig
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import require
 
 Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent is gone
+# What a rank runs first: seconds before it has imported torch its launcher may be killed.
 RANK = f"""\
 import ctypes, os, runpy, signal, sys
 launcher, module = int(sys.argv[1]), sys.argv[2]
@@ -35,15 +37,13 @@ if os.getppid() != launcher:
 sys.argv[:3] = [module]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""What a rank runs first: seconds before it has imported torch its launcher may be killed."""
 
 
 def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
     """Run ``module`` on ``ranks`` ranks of this host; return the status of the first that failed.
 
-    torchrun's agent runs in this process, without its reports: a rank that fails prints why, in
-    one line or with its traceback, and torchrun's command would add a page for each. The ranks end
-    with this process, however it ends.
+    torchrun's agent runs in this process, without its reports, as a rank that fails prints why. The
+    ranks end with this process, however it ends.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -96,20 +96,14 @@ def is_orphan(parent: int, proc: Path = Path("/proc")) -> bool:
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """Return the device of this rank.
-
-    Raises:
-        ConfigError: if the machine has no GPU for it, or ``head.impl`` cannot run on it.
-    """
+    """Return the device of this rank; ``ConfigError`` if there is no GPU that it needs."""
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     local_rank, local_ranks = (int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE"))
-    if kind == "cuda" and local_ranks > gpus:
-        raise ConfigError(
-            f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
-        )
-    if kind == "cpu" and config.head.impl == "triton":
-        raise ConfigError("head.impl=triton needs GPUs; on CPU use eager or leave it out")
+    needs = f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
+    require(kind == "cpu" or local_ranks <= gpus, needs)
+    needs = "head.impl=triton needs GPUs; on CPU use eager or leave it out"
+    require(kind == "cuda" or config.head.impl != "triton", needs)
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
@@ -131,16 +125,14 @@ def join_ranks(device: torch.device) -> None:
 def together(work: Callable[[], Result]) -> list[Result]:
     """Do ``work`` on every rank and return all results by rank; collective.
 
-    Raises:
-        RunError: on every rank, that of the first rank whose work raised one.
+    Raises, on every rank, the ``RunError`` of the first rank whose work raised one.
     """
     result, message = None, None
     try:
         result = work()
     except RunError as error:
         message = str(error)
-    outcomes: list[tuple[Result, str | None]] = [(result, message)] * dist.get_world_size()  # type: ignore[list-item]
-    dist.all_gather_object(outcomes, (result, message))
+    outcomes = gathered((result, message), dist.group.WORLD)
     for _, failure in outcomes:
         if failure is not None:
             raise RunError(failure)
@@ -164,8 +156,7 @@ def say(message: str) -> None:
 def said(what: str) -> Iterator[None]:
     """Let rank 0 print ``what`` before it starts, and afterwards how long it took."""
     start = time.perf_counter()
-    if dist.get_rank() == 0:
-        say(f"{what} ...")
+    tell = say if dist.get_rank() == 0 else lambda message: None
+    tell(f"{what} ...")
     yield
-    if dist.get_rank() == 0:
-        say(f"{what}: {time.perf_counter() - start:.1f} s")
+    tell(f"{what}: {time.perf_counter() - start:.1f} s")

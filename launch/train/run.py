@@ -2,33 +2,23 @@
 
 import hashlib
 import math
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
+from flce_dist.launch.train import compare, model
 from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
-from flce_dist.launch.train.compare import (
-    HeadAlone,
-    compare_heads,
-    head_peak_mib,
-    report_comparison,
-)
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import Corpus
-from flce_dist.launch.train.log import RunLog, plot_loss_curve, write_origin
-from flce_dist.launch.train.model import (
-    build_model,
-    distribute,
-    filter_shares,
-    initialize_megatron,
-    token_losses,
-)
+from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from flce_dist.launch.train.optimizer import Optimizer
 from flce_dist.launch.train.ranks import on_rank_0, said, say, together
-from flce_dist.launch.write import writing
+from flce_dist.launch.write import write_json, writing
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.memory import shared_bytes
 
@@ -38,47 +28,45 @@ class Trainer:
 
     Attributes:
         model: the ``GPTModel``; ``distributed`` is the same in Megatron's DDP.
-        filtered: ``filter_shares`` of the latest step, means over all ranks.
         identity: what a checkpoint must agree with to be continued.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.corpus, self.device = config, corpus, device
-        self.groups = initialize_megatron(device, config.seed, config.parallel.tensor)
+        groups = model.initialize_megatron(device, config.seed, config.parallel.tensor)
+        self.tensor_group, self.data_group = groups
         order_by = corpus.token_counts() if config.head.vocab_order else None
-        self.model = build_model(config, corpus.vocab_size, device, order_by)
-        self.distributed = distribute(self.model)
+        self.model = model.build_model(config, corpus.vocab_size, device, order_by)
+        self.distributed = model.distribute(self.model)
         self.optimizer = Optimizer(self.distributed, config.optimizer, device)
         self.step = self.samples = 0
-        self.filtered: dict[str, float] = {}
         self.checkpoints = config.out_dir / "checkpoints"
         data = config.data
-        self.samples_per_step = data.batch_size * data.microbatches * self.groups.data.size()
-        order, digest = getattr(self.model.output_layer, "vocab_order", None), None
-        if order is not None:
-            digest = hashlib.sha256(order.row_of_token.numpy()).hexdigest()
+        self.samples_per_step = data.batch_size * data.microbatches * self.data_group.size()
+        order = getattr(self.model.output_layer, "vocab_order", None)
+        rows = b"" if order is None else order.row_of_token.numpy()
         self.identity = {
             **flatten(config),
-            "head.vocab_order": digest,
+            "head.vocab_order": hashlib.sha256(rows).hexdigest() if len(rows) else None,
             **corpus.sources,
             "world_size": dist.get_world_size(),
         }
 
-    def train_step(self) -> tuple[float, float]:
-        """Do one update; return the loss over all ranks' batches and the gradient norm.
+    def train_step(self) -> dict[str, float]:
+        """Do one update; return the mean loss and ``filter_shares``, and the gradient norm.
 
-        Both are the same on every rank, and not finite if any rank's is not.
+        They are the same on every rank, and not finite if any rank's is not.
         """
         from megatron.core.distributed import finalize_model_grads
 
-        data, group, numbers = self.config.data, self.groups.data, []
+        data, group, numbers = self.config.data, self.data_group, []
         self.distributed.zero_grad_buffer()
         for i in range(data.microbatches):
             first = self.samples + (i * group.size() + group.rank()) * data.batch_size
             tokens, labels = self.corpus.train_batch(first, data.batch_size)
             loss = self._token_losses(tokens, labels).sum() / labels.numel()
             (loss / data.microbatches).backward()
-            shares = filter_shares(self.model)
+            shares = model.filter_shares(self.model)
             numbers.append(torch.stack([loss.detach(), *shares.values()]))
         finalize_model_grads([self.distributed])
         self.step += 1
@@ -86,14 +74,13 @@ class Trainer:
         # Ranks of one tensor-parallel group hold the same numbers.
         means = torch.stack(numbers).mean(0) / dist.get_world_size()
         dist.all_reduce(means)
-        mean, *values = means.tolist()
-        self.filtered = dict(zip(shares, values, strict=True))
-        return mean, self.optimizer.step(self.step)
+        found = dict(zip(["loss", *shares], means.tolist(), strict=True))
+        return found | {"gradient_norm": self.optimizer.step(self.step)}
 
     def validate(self) -> float:
         """Return the loss over the validation batches, the same on every rank; collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        data, group = self.config.data, self.groups.data
+        data, group = self.config.data, self.data_group
         with torch.no_grad():
             for i in range(data.validation_batches):
                 batch = i * group.size() + group.rank()
@@ -102,11 +89,11 @@ class Trainer:
         dist.all_reduce(total)
         return total.item() / (data.validation_batches * dist.get_world_size())
 
-    def head_alone(self) -> HeadAlone:
+    def head_alone(self) -> compare.HeadAlone:
         """Return the head's input for the first validation batch, on all replicas; collective."""
         tokens, labels = self.corpus.validation_batch(0, self.config.data.batch_size)
         batch = self._to_device(tokens), self._to_device(labels)
-        return HeadAlone(self.model, *batch, self.groups.tensor)
+        return compare.HeadAlone(self.model, *batch, self.tensor_group)
 
     def memory(self) -> dict[str, float]:
         """Return this GPU's peak memory since the last call, other GPUs' view of it included."""
@@ -117,13 +104,9 @@ class Trainer:
         return {"peak_mib": peak / 2**20}
 
     def save(self) -> None:
-        """Write a checkpoint; collective. The first replica writes the weights.
-
-        Raises:
-            RunError: on every rank, if any rank cannot write.
-        """
+        """Write a checkpoint, as ``checkpoint.save``. The first replica writes the weights."""
         state = self.optimizer.state()
-        if self.groups.data.rank() == 0:
+        if self.data_group.rank() == 0:
             state |= self.optimizer.weights()
         checkpoint = Checkpoint(self.checkpoints, self.step, self.samples, self.identity)
         save(checkpoint, state, keep=self.config.keep_checkpoints)
@@ -131,12 +114,11 @@ class Trainer:
     def resume(self) -> Checkpoint | None:
         """Continue from the newest whole checkpoint, if there is one; collective.
 
-        Raises:
-            RunError: on every rank, if it was made with another configuration, or all are damaged.
+        Raises ``RunError`` on every rank if it is of another configuration, or all are damaged.
         """
         checkpoint = on_rank_0(self._find)
         if checkpoint is not None:
-            together(lambda: self._restore(checkpoint))
+            together(lambda: self.optimizer.restore(self._state_in(checkpoint)))
             self.step, self.samples = checkpoint.step, checkpoint.samples
         return checkpoint
 
@@ -155,20 +137,18 @@ class Trainer:
             clean(self.checkpoints, checkpoint, say)
         return checkpoint
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        mine = checkpoint.load(dist.get_rank())
-        first = mine
-        if self.groups.data.rank() > 0:
-            first = checkpoint.load(dist.get_global_rank(self.groups.data, 0))
-        weights, state = (
-            {name: x for name, x in of.items() if name.startswith(kind)}
-            for of, kind in ((first, "model."), (mine, "optimizer."))
-        )
-        self.optimizer.restore(weights, state)
+    def _state_in(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        state = checkpoint.load(dist.get_rank())
+        if self.data_group.rank() > 0:
+            first = checkpoint.load(dist.get_global_rank(self.data_group, 0))
+            state |= {name: x for name, x in first.items() if name.startswith("model.")}
+        return state
 
     def _token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of sequences [b, s], by token or summed."""
-        return token_losses(self.distributed, self._to_device(tokens), self._to_device(labels))
+        return model.token_losses(
+            self.distributed, self._to_device(tokens), self._to_device(labels)
+        )
 
     def _to_device(self, x: Tensor) -> Tensor:
         """Copy to the device, without waiting for it."""
@@ -176,23 +156,25 @@ class Trainer:
 
 
 def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
-    """Train from wherever the run stands to ``config.steps``, then compare the heads.
+    """Train from wherever the run stands to ``config.steps``, then compare the heads; return 0.
 
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        RunError: on every rank, if one cannot go on, or a number is not finite.
+    Raises ``RunError`` on every rank if one cannot go on, or a number is not finite.
     """
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
         checkpoint = trainer.resume()
-        head_mib = head_peak_mib(trainer.head_alone(), config.head.is_ours)
+        head_mib = compare.head_peak_mib(trainer.head_alone(), config.head.is_ours)
     log: RunLog | None = None
 
     def begin() -> None:
         nonlocal log
-        write_origin(config, device)
+        origin = {
+            **about(device),
+            "ranks": dist.get_world_size(),
+            "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
+            "config": flatten(config),
+        }
+        write_json(config.out_dir / "run.json", origin)
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
@@ -206,8 +188,8 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     on_rank_0(lambda: plot_loss_curve(config.out_dir))
     compared = ""
     if config.compare and config.head.is_ours:
-        numbers = compare_heads(trainer.head_alone())
-        on_rank_0(lambda: report_comparison(config.out_dir, numbers))
+        numbers = compare.compare_heads(trainer.head_alone())
+        on_rank_0(lambda: compare.report_comparison(config.out_dir, numbers))
         compared = ", the comparison of heads compare.png"
     if log:
         print(f"everything is in {config.out_dir}; the loss curve is loss.png{compared}")
@@ -221,18 +203,17 @@ def train(trainer: Trainer, log: RunLog | None) -> None:
     trainer.memory()  # of what comes from here on
     while trainer.step < config.steps:
         start = time.perf_counter()
-        loss, norm = trainer.train_step()
+        numbers = trainer.train_step()
         step_s = time.perf_counter() - start
         if log:
             log.train(
                 trainer.step,
-                loss=loss,
-                gradient_norm=norm,
+                **numbers,
                 step_ms=step_s * 1e3,
                 tokens_per_s=tokens_per_step / step_s,
-                **trainer.filtered,
                 **trainer.memory(),
             )
+        loss, norm = numbers["loss"], numbers["gradient_norm"]
         require_finite(trainer.step, {"loss": loss, "gradient norm": norm})
         last = trainer.step == config.steps
         if last or trainer.step % config.validate_every == 0:

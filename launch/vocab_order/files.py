@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.filtered.vocab_order import VocabOrder, as_vocab_order
-from flce_dist.launch.train.files import write_synced
-from flce_dist.launch.write import replacing
+from flce_dist.launch.write import replacing, write_synced
 from flce_dist.launch.yaml_config import ConfigError, require
 
 State = dict[str, Tensor]
