@@ -79,7 +79,7 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             logits, token, cache=cache, with_sum_z=metrics, with_entropy=metrics,
             others_max=token, sums=sums,
         )  # fmt: skip
-        if logits.group_v is None:
+        if windows and logits.group_v is None:
             gpu.rescue(logits, token, token, sums, cache=cache, with_entropy=metrics)
 
     def label_logit(**changes: Any) -> None:
@@ -88,8 +88,9 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
     def dlogits(*affine: torch.Tensor) -> None:
         gpu.dlogits(logits, token, token, affine, out=out)
 
-    calls: list[tuple[str, Callable[[], Any]]]
-    calls = [("", statistics), (" cached", partial(statistics, out))]
+    calls: list[tuple[str, Callable[[], Any]]] = [(" cached", partial(statistics, out))]
+    if logits.T > 1:
+        calls.insert(0, ("", statistics))  # first, since a kernel is reported once
     if logits.group_v is None and logits.T > 1:
         calls += [
             ("", label_logit),
