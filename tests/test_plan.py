@@ -69,6 +69,7 @@ def test_the_budget_is_held(T, V, itemsize, schedule, budget, H):
 
 
 @given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes)
+@example(9000, 128_256, 2, "in_forward", GIB, 0)
 def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
     chosen = make(T, V, itemsize, schedule, budget, H=H)
     chunks = chosen.chunks()
