@@ -28,7 +28,7 @@ from flce_dist.options import (
     Impl,
     Reduction,
     Schedule,
-    options_of,
+    keywords_of,
 )
 
 _P = ParamSpec("_P")
@@ -204,8 +204,9 @@ def linear_cross_entropy_with_metrics(
     cached columns; with schedule="in_forward" it raises. With ``flce_dist.filtered.schedule`` the
     result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
-    chosen = options_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
-    chosen = checks.checked_options(**vars(chosen))
+    chosen = checks.checked_options(
+        **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
+    )
     arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics

@@ -107,7 +107,14 @@ KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
 
 
 def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any) -> LossOptions:
-    """Build the options of a ``function`` that takes them as ``**given``.
+    """Build the options of a ``function`` that takes them as ``**given``, see ``keywords_of``."""
+    return LossOptions(**keywords_of(function, given, **fixed))
+
+
+def keywords_of(
+    function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
+) -> dict[str, Any]:
+    """Return the keywords of ``LossOptions`` for a ``function`` that takes some as ``**given``.
 
     ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
     the TypeError that Python raises for a keyword that is not in a signature.
@@ -121,4 +128,4 @@ def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: 
             hint = f". Did you mean {close[0]!r}?" if close else ""
             what = f"got an unexpected keyword argument {name!r}"
             raise TypeError(f"{function.__qualname__}() {what}{hint}")
-    return LossOptions(**given, **fixed)
+    return {**given, **fixed}

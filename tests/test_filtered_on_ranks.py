@@ -3,6 +3,7 @@
 T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,22 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
 from tests.parallel_problem import GRADIENTS, joined_by_name
-from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, both, run_op
+from tests.problems import (
+    IGNORE,
+    Inputs,
+    Outcome,
+    Patch,
+    Upstream,
+    assert_same,
+    both,
+    device_of,
+    run,
+    run_op,
+)
+from tests.test_main_grad import parameter, step
 
 EPS = 2.0**-9
+FILTERED = filtered.schedule(EPS)
 
 
 def problem_of(V: int = 1536, dtype: torch.dtype = torch.float64) -> Inputs:
@@ -44,7 +58,7 @@ def on_rank(
     ]
     out = linear_cross_entropy_with_metrics(
         leaves[0], leaves[1], problem.labels, bias=leaves[2], token_weight=problem.token_weight,
-        tp_group=group, vocab_range=(start, end), schedule=filtered.schedule(EPS),
+        tp_group=group, vocab_range=(start, end), schedule=FILTERED,
         **{"vocab_size": len(problem.weight), **options},
     )  # fmt: skip
     out.loss.backward()
@@ -154,7 +168,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
     def step(group: dist.ProcessGroup) -> None:
         hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (200, 1100))
         linear_cross_entropy(
-            hidden, weight, torch.arange(200), tp_group=group, schedule=filtered.schedule(EPS),
+            hidden, weight, torch.arange(200), tp_group=group, schedule=FILTERED,
             max_logits_bytes=200 * 4 * 300,
         ).backward()  # fmt: skip
 
@@ -167,21 +181,21 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
 # --- torch.compile, main_grad
 
 
+def one_loss(call: Any, **given: Any) -> tuple[Tensor]:
+    return (call(**given),)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_computes_the_same_bits(dynamic: bool) -> None:
     compiled = torch.compile(
         linear_cross_entropy, fullgraph=True, dynamic=dynamic, backend="aot_eager"
     )
     for T in (130, 200):
-        problem = zipf_inputs(T, 600, 8)
-        found = []
-        for call in (linear_cross_entropy, compiled):
-            hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
-            loss = call(hidden, weight, problem.labels, schedule=filtered.schedule(EPS))
-            loss.backward()
-            found.append((loss.detach(), hidden.grad, weight.grad))
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one, other)
+        one, other = (
+            run(partial(one_loss, call), zipf_inputs(T, 600, 8), Upstream(), schedule=FILTERED)
+            for call in (linear_cross_entropy, compiled)
+        )
+        assert_same(one, other)
 
 
 def test_compiled_metrics() -> None:
@@ -189,41 +203,26 @@ def test_compiled_metrics() -> None:
     call = linear_cross_entropy_with_metrics
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     arguments: Any = (problem.hidden, problem.weight, problem.labels)
-    for one, other in zip(
-        call(*arguments, schedule=filtered.schedule(EPS)),
-        compiled(*arguments, schedule=filtered.schedule(EPS)),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
+    results = [one(*arguments, schedule=FILTERED) for one in (call, compiled)]
+    assert all(map(torch.equal, *results))
     problem.hidden.requires_grad_()
     with pytest.raises(Exception, match=r"takes schedule='filtered:.*' only without gradients"):
-        compiled(*arguments, schedule=filtered.schedule(EPS))
+        compiled(*arguments, schedule=FILTERED)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
 @both
-def test_dweight_is_added_to_main_grad(impl: Any, main_dtype: torch.dtype) -> None:
+def test_dweight_is_added_to_main_grad(impl: str, main_dtype: torch.dtype) -> None:
     problem = zipf_inputs(200, 1300, 8, torch.bfloat16)
     problem.labels.clamp_(max=1199)
-    plain = run_op(problem, Upstream(), impl=impl, schedule=filtered.schedule(EPS), vocab_size=1200)
-    weight: Any = torch.nn.Parameter(problem.weight.clone())
-    before = 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    weight.main_grad = before.to(main_dtype)
-    before = weight.main_grad.clone()
-    hidden = problem.hidden.clone().requires_grad_()
-    linear_cross_entropy(
-        hidden,
-        weight,
-        problem.labels,
-        schedule=filtered.schedule(EPS),
-        vocab_size=1200,
-        accumulate_dweight=True,
-        impl=impl,
-    ).backward()
-    assert weight.grad is None and hidden.grad is not None
-    assert torch.equal(hidden.grad, plain["dhidden"])
-    added = weight.main_grad.float() - before.float()
+    options: dict[str, Any] = {"impl": impl, "schedule": FILTERED, "vocab_size": 1200}
+    plain = run_op(problem, Upstream(), **options)
+    given = problem.to(device_of(impl))
+    weight = parameter(given, main_dtype, flag=False)
+    assert torch.equal(step(given, weight, **options).cpu(), plain["dhidden"])
+    assert weight.grad is None
+    before, after = weight.before.cpu(), weight.main_grad.cpu()
     wanted = filtered_gradients(problem, EPS, vocab_size=1200)["dweight"]
     rounding = torch.finfo(main_dtype).eps * before.float().norm() / wanted.norm()
-    assert relative_rms(added, wanted) <= 0.005 + float(rounding)
-    assert torch.equal(weight.main_grad[1200:], before[1200:])
+    assert relative_rms(after.float() - before.float(), wanted) <= 0.005 + float(rounding)
+    assert torch.equal(after[1200:], before[1200:])

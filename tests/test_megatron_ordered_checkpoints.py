@@ -10,8 +10,14 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.testing import RankPool
-from tests.megatron_models import VOCAB, megatron
-from tests.ordered_models import EMBEDDING, first_stage, models, order_of
+from tests.megatron_models import (
+    EMBEDDING,
+    VOCAB,
+    first_stage,
+    megatron,
+    order_of,
+    plain_and_ordered,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -66,23 +72,20 @@ def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
     return [entry.global_shape, entry.global_offset, entry.replica_id]
 
 
-@pytest.mark.parametrize("tp, tied", [(1, False), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    "tp, tied, is_first",
+    [(1, False, False), (2, True, False), (2, False, False), (2, True, True)],
+)
 def test_sharded_checkpoints_hold_the_order_once(
-    pools: dict[int, RankPool], tp: int, tied: bool
+    pools: dict[int, RankPool], tp: int, tied: bool, is_first: bool
 ) -> None:
-    entries = pools[tp].run(rank_checkpoint, tied, is_first=False)
-    assert entries == [[(VOCAB,), (0,), (0, rank, 0)] for rank in range(tp)]
-
-
-def test_a_first_stage_checks_the_order_of_a_sharded_checkpoint(
-    pools: dict[int, RankPool],
-) -> None:
-    entries = pools[2].run(rank_checkpoint, True, is_first=True)
-    assert entries == [[(VOCAB,), (0,), (1, rank, 0)] for rank in range(2)]
+    """A first stage holds a copy of it, to check the order that it loads."""
+    entries = pools[tp].run(rank_checkpoint, tied, is_first)
+    assert entries == [[(VOCAB,), (0,), (int(is_first), rank, 0)] for rank in range(tp)]
 
 
 def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
-    plain, model = models(2, True, tied)
+    plain, model = plain_and_ordered(2, True, tied)
     if is_first:
         plain, model = (
             use_linear_cross_entropy(first_stage(2), vocab_order=order)

@@ -1,20 +1,23 @@
 """``flce_dist.filtered.oracle`` on problems that can be computed by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from flce_dist.filtered import filtered_gradients, vocab_order
+from flce_dist.filtered import filtered_gradients
 from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V
 from flce_dist.kernels.filtered import tiles as filter_tiles
 from flce_dist.testing import relative_rms
-from tests.filtered_formula import exact, zipf_inputs
 from tests.filtered_formula import filtered_gradients as by_name
+from tests.filtered_formula import zipf_inputs
+from tests.problems import Upstream, run_reference
 
 
-def test_its_tiles_are_those_of_the_kernels_and_of_orders() -> None:
+def test_its_tiles_are_those_of_the_kernels() -> None:
     """It may not import the kernels, so it has the sizes once more."""
     sizes = filter_tiles.TILE_T, filter_tiles.TILE_V, filter_tiles.SAMPLE
-    assert sizes == (TILE_T, TILE_V, SAMPLE) and vocab_order.TILE == TILE_V
+    assert sizes == (TILE_T, TILE_V, SAMPLE)
 
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
@@ -44,10 +47,9 @@ def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
 @pytest.mark.parametrize("drops", [False, True])
 def test_where_all_tiles_are_kept_it_is_the_gradient_of_the_loss(drops: bool) -> None:
     inputs = zipf_inputs(200, 700, 8, torch.float64, bias=True, token_weight=True)
-    options = {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.7}
-    wanted = exact(inputs, torch.float64, None, **options)
-    found = by_name(inputs, 1e-12, None, drops=drops, **options)
-    for name, gradient in found.items():
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.7}
+    wanted = run_reference(inputs, Upstream(), **options)
+    for name, gradient in by_name(inputs, 1e-12, drops=drops, **options).items():
         assert relative_rms(gradient, wanted[name]) < 1e-12, name
 
 

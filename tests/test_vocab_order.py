@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flce_dist import vocab_range
 from flce_dist.filtered import VocabOrder, frequency_order
-from flce_dist.filtered.vocab_order import TILE, as_vocab_order, rows_of
+from flce_dist.filtered.vocab_order import TILE_V, as_vocab_order, rows_of
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:
@@ -23,7 +23,7 @@ def kept_by_rank(counts: Tensor, order: VocabOrder, P: int, rows: int, tokens: i
     share = torch.cat([share, share.new_zeros(rows - len(share))])
     kept = []
     for rank in range(P):
-        tiles = share[slice(*vocab_range(rows, rank, P))].split(TILE)
+        tiles = share[slice(*vocab_range(rows, rank, P))].split(TILE_V)
         kept.append(sum(1 - (1 - float(tile.sum())) ** tokens for tile in tiles))
     return torch.tensor(kept)
 
@@ -43,9 +43,9 @@ def test_a_tile_has_tokens_of_like_frequency(vocab_size: int) -> None:
     counts = zipf(vocab_size)
     order = frequency_order(counts)
     in_rows = counts[order.token_of_row]
-    by_frequency = sorted(in_rows.split(TILE), key=lambda tile: -int(tile[0]))
+    by_frequency = sorted(in_rows.split(TILE_V), key=lambda tile: -int(tile[0]))
     assert torch.equal(torch.cat(by_frequency), counts.sort(descending=True).values)
-    assert in_rows[-1] == counts.min() or vocab_size % TILE == 0  # a ragged tile is the rarest
+    assert in_rows[-1] == counts.min() or vocab_size % TILE_V == 0  # a ragged tile is the rarest
 
 
 def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
@@ -53,7 +53,7 @@ def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
     counts[700] = 1
     order = frequency_order(counts)
     first = int(order.row_of_token[700])
-    assert first % TILE == 0 and order.token_of_row[first:][:4].tolist() == [700, 0, 1, 2]
+    assert first % TILE_V == 0 and order.token_of_row[first:][:4].tolist() == [700, 0, 1, 2]
     assert all(torch.equal(a, b) for a, b in zip(order, frequency_order(counts), strict=True))
     assert torch.equal(frequency_order(counts.float()).token_of_row, order.token_of_row)
 
@@ -63,7 +63,7 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P: int) -> None:
     """However many of the most frequent tiles are kept."""
     vocab_size = 131072
     counts = vocab_size - torch.arange(vocab_size)
-    level = frequency_order(counts).token_of_row.view(-1, TILE)[:, 0] // TILE
+    level = frequency_order(counts).token_of_row.view(-1, TILE_V)[:, 0] // TILE_V
     rank = torch.arange(len(level)) * P // len(level)
     dealt = torch.nn.functional.one_hot(rank[level.argsort()], P).cumsum(0)
     assert (dealt.max(1).values - dealt.min(1).values).max() <= 1
@@ -101,6 +101,7 @@ def test_rows_of_labels() -> None:
         assert rows.dtype == dtype
         assert rows.tolist() == [[1, 3, 0], [2, -100, 4]]
     assert rows_of(labels.float(), order.row_of_token).dtype == torch.float32
+    assert rows_of(torch.tensor(3), order.row_of_token) == 2
 
 
 @pytest.mark.parametrize(
@@ -119,14 +120,17 @@ def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
         as_vocab_order(order, 3)
 
 
-def test_wrong_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts must be \[V_all\], got \(2, 3\)"):
-        frequency_order(torch.zeros(2, 3))
-    listed: Any = [1, 2, 3]
-    with pytest.raises(ValueError, match=r"counts must be a tensor \[V_all\], got list"):
-        frequency_order(listed)
-    for least in (-3, -0.5, -float("inf")):
-        with pytest.raises(ValueError, match=f"counts must be at least 0, got {least}"):
-            frequency_order(torch.tensor([4, least, 0]))
-    with pytest.raises(ValueError, match="padded_vocab_size must be at least V_all = 5, got 4"):
-        frequency_order(torch.zeros(5), padded_vocab_size=4)
+@pytest.mark.parametrize(
+    ("counts", "padded", "message"),
+    [
+        (torch.zeros(2, 3), None, r"counts must be \[V_all\], got \(2, 3\)"),
+        ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
+        (torch.tensor([4, -3, 0]), None, "counts must be at least 0, got -3"),
+        (torch.tensor([4, -0.5, 0]), None, "counts must be at least 0, got -0.5"),
+        (torch.tensor([4, -torch.inf, 0]), None, "counts must be at least 0, got -inf"),
+        (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
+    ],
+)
+def test_wrong_counts_are_refused(counts: Any, padded: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        frequency_order(counts, padded_vocab_size=padded)

@@ -1,9 +1,8 @@
 """The schedule of filtered gradients: exact in the tiles that are kept, rank one in the others.
 
-A tile is 128 tokens by 256 rows of the vocabulary (``kernels/filtered/tiles.py``). Forward decided
-which are kept, and left each token's probability in the others, its mass s. There p is replaced by
-``s[j, t] q[v]``, with the profile q of tile j, which sums to 1 over its rows. Hence, with
-``D = p - [v = label]`` in the tiles that are kept::
+Forward decides which tiles (``kernels/filtered/tiles.py``) are kept, and saves each token's
+probability in the others, its mass s. There p is replaced by ``s[j, t] q[v]``, with the profile q
+of tile j, which sums to 1 over its rows. Hence, with ``D = p - [v = label]`` in kept tiles::
 
     dhidden_t = scale_t * (sum_v D_tv w_v + sum_j s_jt wbar_j)    wbar_j = sum_v q_v w_v
     dweight_v = sum_t scale_t D_tv h_t + q_v hbar_j               hbar_j = sum_t scale_t s_jt h_t
@@ -12,7 +11,6 @@ T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidd
 [tiles, T], wbar and hbar are [tiles, H]; all of them, and the lists of tiles, are this rank's own.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,12 +24,11 @@ from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Schedule, Sink, Upstream
 from flce_dist.op.gradients import Chunk, Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
-from flce_dist.op.windows import Windows
+from flce_dist.op.windows import Windows, WindowsSaved
 from flce_dist.options import ExtraSchedule, LossOptions
 from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.token_order import TokenOrder
@@ -114,12 +111,11 @@ def planned(name: str, recompute: Schedule) -> "Filtered":
 class Filtered:
     """Recompute, but exact only in tiles that hold a label or a probability of ``eps`` or more.
 
-    D of kept tiles takes as much memory as D of ``recompute``'s window.
-
     Forward: that of recompute, and one pass over the maxima and sums of tiles [2, V / 256, T]. With
     metrics an all-reduce of three numbers.
-    Backward: of three GEMMs of 2 T H V flop the tiles that are kept, and rank-one terms by two
-    GEMMs of 1 / 256 of that. Collectives are those of recompute.
+    Backward: of three GEMMs of 2 T H V flop the tiles that are kept, whose D takes the memory of
+    recompute's window, and rank-one terms by two GEMMs of 1 / 256 of that. Collectives are those of
+    recompute.
     """
 
     eps: float
@@ -146,27 +142,17 @@ class Filtered:
         stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
         loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
-        outputs: Outputs = metrics
-        if call.options.with_metrics:
-            outputs = *metrics, *_approximation(call, one.logits, kept, mass)
-        of_tokens = stats.label_logit, stats.reference, stats.others
-        return loss, outputs, FilteredSaved(one.norm, *of_tokens, kept, mass)
+        outputs = *metrics, *_approximation(call, one.logits, kept, mass)
+        return loss, outputs, FilteredSaved(one.norm, *stats[:3], kept, mass)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
+        saved = WindowsSaved(*self.recompute.saved_like(call, operands))
         if self._is_exact:
-            return self.recompute.saved_like(call, operands)
-        hidden, T = operands.hidden, call.T
-        blocks, tiles = tile_grid(T, call.V)
-
-        def new(*shape: int) -> Tensor:
-            return hidden.new_empty(shape, dtype=call.stats_dtype)
-
-        return FilteredSaved(
-            new() if call.options.reduction == "mean" else None,
-            new(T), new(T), new(T),
-            hidden.new_empty(blocks, tiles, dtype=torch.bool),
-            hidden.new_empty(tiles, T),
-        )  # fmt: skip
+            return saved
+        blocks, tiles = tile_grid(call.T, call.V)
+        kept = operands.hidden.new_empty(blocks, tiles, dtype=torch.bool)
+        mass = operands.hidden.new_empty(tiles, call.T)
+        return FilteredSaved(saved.norm, *saved[3:], kept, mass)
 
     def backward(
         self,
@@ -187,33 +173,31 @@ class Filtered:
             )
         assert operands is not None
         norm, *of_tokens, kept, mass = FilteredSaved(*saved)
-        stats, labels = TokenStats(*of_tokens), operands.labels
+        stats = TokenStats(*of_tokens)
         rows = row_gradient(call, operands, stats, norm, upstream, from_lse=True)
         gather = transport.gather(operands.hidden, call.order, call.sequence_group)
         gather.start_all()
         logits = shard_logits(call, operands, gather.tokens)
         gradients = Gradients.new(call, operands, sink)
-        chunk = Chunk(
-            (0, call.T), labels, stats, rows, ColumnCache(), gather, logits, self.recompute.window_v
-        )
+        tokens, window_v = (0, call.T), self.recompute.window_v
+        chunk = Chunk(tokens, logits.labels, stats, rows, ColumnCache(), gather, logits, window_v)
         if call.V:
             _add_tiles(gradients, chunk, kept, mass)
-        elif gradients.dhidden is not None:  # the other ranks' shares are not empty
-            gradients.new_accumulator(chunk)
-            assert gradients.acc is not None
-            gradients.acc.zero_()
-            gradients.finish_dhidden(chunk, rows)
+        else:  # a share of zeros, for which the other ranks wait
+            gradients.add(chunk)
         gather.wait_all()
         return gradients.finished(sink)
 
 
 def _approximation(
     call: Call, logits: ShardLogits, kept: Tensor, mass: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the share of all ranks' tiles that are kept, and the mean mass in the others.
 
-    All-reduces three numbers.
+    All-reduces three numbers, if metrics are asked for.
     """
+    if not call.options.with_metrics:
+        return ()
     counted = logits.counted.sum()
     sums = counted.new_zeros(3, dtype=logits.stats_dtype)
     sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
@@ -225,22 +209,20 @@ def _approximation(
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients: those of kept tiles a round at a time, added to those of the others.
 
-    Only the lists of tiles, the scaled mass and the sample are made while hidden is still being
-    gathered: the profile needs tokens of every piece, and both rank-one GEMMs need the profile or
-    hidden. The sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
+    What needs no hidden comes first, while that is still being gathered: the profile needs tokens
+    of every piece, and both rank-one GEMMs need the profile or hidden. The sum of dhidden over
+    ranks starts before the last dweight GEMM and overlaps it.
     """
-    call, logits, gather = gradients.call, chunk.logits, chunk.gather
-    assert logits is not None and gather is not None
-    kernels = filter_kernels_of(call.impl)
-    weight = logits.weight
-    blocks, _ = tile_grid(logits.T, logits.V)
-    capacity = max(2, chunk.window_v // TILE_V) * blocks
+    call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
+    assert logits is not None and rows.scale is not None and gather is not None
+    kernels, weight = filter_kernels_of(call.impl), logits.weight
+    capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
-    dbias = None if gradients.dbias is None else _tile_sums(chunk.rows, mass)
-    rows = chunk.rows
-    assert rows.scale is not None
-    counted = (chunk.labels != call.options.ignore_index) & (rows.scale != 0)
-    sample = profile_sample(counted, call.order)
+    sample = profile_sample(logits.counted & (rows.scale != 0), call.order)
+    dbias = None
+    if gradients.dbias is not None:
+        dbias = gradients.dbias[: logits.V]
+        of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
     if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
         mass = torch.mul(mass, rows.scale, out=torch.empty_like(mass))
         rows = rows.folded()
@@ -249,11 +231,9 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     profile = kernels.tile_profile(logits, rows.reference, kept, sample)
     scratch = gradients.new_accumulator(chunk)
     if gradients.acc is not None:
-        means = kernels.tile_means(profile, weight)
-        gemm.add_matmul(gradients.acc, mass.T, means, first=True)
-    factor = functools.cache(lambda: _dweight_terms(call, chunk, rows, mass, scratch))
+        gemm.add_matmul(gradients.acc, mass.T, kernels.tile_means(profile, weight), first=True)
     if dbias is not None:
-        dbias = profile * dbias.repeat_interleave(TILE_V)[: logits.V]
+        torch.mul(profile, of_tiles.repeat_interleave(TILE_V)[: logits.V], out=dbias)
     buffer = kernels.new_kept_buffer(logits, capacity)
     for turn in range(lists.rounds):
         d = kernels.kept_dlogits(logits, rows, lists, turn, out=buffer)
@@ -262,7 +242,11 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if turn == lists.rounds - 1 and scratch is None:
             gradients.finish_dhidden(chunk, rows)
         if gradients.dweight is not None:
-            hidden, row, hbar = factor()
+            if turn == 0:
+                # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
+                hidden, row = dweight_factor(call, chunk, rows, rows.scale is None, scratch)
+                hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
+                gemm.add_matmul(hbar, mass, hidden, first=True)
             kernels.kept_dweight(
                 d, hidden, lists, turn, profile, hbar, row,
                 out=gradients.dweight[: logits.V], accumulates=gradients.accumulates,
@@ -272,19 +256,17 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     if scratch is not None:
         gradients.finish_dhidden(chunk, rows)
     if dbias is not None:
-        assert gradients.dbias is not None
         if rows.uniform is not None:
             dbias += rows.uniform.sum()
-        gradients.dbias[: logits.V] = dbias / call.options.logit_scale
+        dbias /= call.options.logit_scale
 
 
 def profile_sample(counted: Tensor, order: TokenOrder) -> Tensor:
     """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
 
-    ``counted`` [T] bool says which may be taken. In the caller's order, which does not depend on
-    the number of ranks, these are cut into SAMPLE runs of equal length, or one for each token, and
-    each run gives one token. Its place in the run moves by the golden ratio from run to run, so it
-    shares no period with sequences or masks. Integers, so all ranks find the same tokens.
+    ``counted`` [T] bool says which may be taken: in the caller's order, the same for any number of
+    ranks, as ``oracle.py`` says. Places that move by the golden ratio share no period with
+    sequences or masks. Integers, so all ranks find the same tokens.
     """
     ordinal = order.restored(counted).cumsum(0)
     n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=counted.device)
@@ -293,24 +275,3 @@ def profile_sample(counted: Tensor, order: TokenOrder) -> Tensor:
     token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
     gathered = order.restored(torch.arange(len(counted), device=counted.device))
     return F.pad(gathered, (0, 1), value=-1)[token]
-
-
-def _tile_sums(rows: RowGradient, mass: Tensor) -> Tensor:
-    """Return [tiles]: what the tiles that are not kept add to the bias gradient, over all rows."""
-    assert rows.scale is not None
-    return gemm.weighted_row_sum(rows.scale, mass.T)
-
-
-def _dweight_terms(
-    call: Call, chunk: Chunk, rows: RowGradient, mass: Tensor, scratch: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the right factor of dweight [T, H], the row of label smoothing [H], and hbar.
-
-    hbar [tiles, H] is in the accumulation dtype.
-    """
-    # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
-    in_place = rows.scale is None
-    hidden, row = dweight_factor(call, chunk, rows, in_place, scratch)
-    hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
-    gemm.add_matmul(hbar, mass, hidden, first=True)
-    return hidden, row, hbar

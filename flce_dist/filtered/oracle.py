@@ -80,42 +80,25 @@ def filtered_gradients(
         z = z + bias[:V].double()
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
     g = _token_gradients(counted, dloss, reduction, token_weight)
-    sample = None if drops else sampled_tokens(g[:, 0] != 0)
-    p, kept, rank_one_mass = _probabilities(
-        z, is_label, counted, eps, shard_starts, token_order, sample
-    )
-    at_label = (1 - label_smoothing) * is_label.double()
-    lse = z.logsumexp(1, keepdim=True)
-    dz = g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / V)
-    rest = len(weight) - V
-    dweight = logit_scale * dz.T @ hidden
-    return FilteredGradients(
-        dhidden=logit_scale * dz @ weight[:V].double(),
-        dweight=torch.cat((dweight, dweight.new_zeros(rest, dweight.shape[1]))),
-        dbias=None if bias is None else torch.cat((dz.sum(0), dz.new_zeros(rest))),
-        kept=kept,
-        rank_one_mass=rank_one_mass,
-    )
-
-
-def _probabilities(
-    z: Tensor, is_label: Tensor, counted: Tensor, eps: float, shard_starts: Sequence[int],
-    token_order: Tensor, sample: list[int] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Replace the softmax of ``z`` in tiles that are not kept: by mass times profile, or by 0.
-
-    Without a ``sample`` it is 0.
-    ``z`` and ``is_label`` are [T, V], ``counted`` [T, 1]. Returns p [T, V], whose rows of ignored
-    tokens mean nothing, the kept tiles, and the mean mass of counted tokens in the others.
-    """
-    p = z.softmax(1)
-    tiles = _tile_sizes(z.shape[1], shard_starts)
+    p, tiles = z.softmax(1), _tile_sizes(V, shard_starts)
     kept = _kept_tiles(p.where(counted, 0.0)[token_order], is_label[token_order], tiles, eps)
     exact = _spread(kept[token_order.argsort() // TILE_T], tiles)
     rest = p.where(counted & ~exact, 0.0)
-    mass = torch.stack([x.sum(1) for x in rest.split(tiles, 1)], 1)
-    others = 0.0 if sample is None else _spread(mass, tiles) * _profile(z, rest[sample], tiles)
-    return p.where(exact, others), kept, mass.sum() / counted.sum().clamp_min(1)
+    mass = _tile_sums(rest, tiles)
+    profile = _profile(z, rest[sampled_tokens(g[:, 0] != 0)], tiles)
+    p = p.where(exact, 0.0 if drops else _spread(mass, tiles) * profile)
+    at_label = (1 - label_smoothing) * is_label.double()
+    lse = z.logsumexp(1, keepdim=True)
+    dz = g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / V)
+    padding = len(weight) - V
+    dweight = logit_scale * dz.T @ hidden
+    return FilteredGradients(
+        dhidden=logit_scale * dz @ weight[:V].double(),
+        dweight=torch.cat((dweight, dweight.new_zeros(padding, dweight.shape[1]))),
+        dbias=None if bias is None else torch.cat((dz.sum(0), dz.new_zeros(padding))),
+        kept=kept,
+        rank_one_mass=mass.sum() / counted.sum().clamp_min(1),
+    )
 
 
 def sampled_tokens(has_gradient: Tensor) -> list[int]:
@@ -175,8 +158,8 @@ def _tile_sizes(V: int, shard_starts: Sequence[int]) -> list[int]:
 
 
 def _tile_sums(x: Tensor, tiles: list[int]) -> Tensor:
-    """[V] to [tiles]."""
-    return torch.stack([part.sum() for part in x.split(tiles)])
+    """[..., V] to [..., tiles]."""
+    return torch.stack([part.sum(-1) for part in x.split(tiles, -1)], -1)
 
 
 def _tile_maxima(x: Tensor, tiles: list[int]) -> Tensor:

@@ -34,13 +34,13 @@ def agreed_order(
         ValueError: the same on all ranks. It names what each has, and its error if ``make`` raised.
         Exception: what ``make`` raised, if it did so on all ranks and with one message.
     """
-    order, failure = None, None
+    order, failure, mine = None, None, _ERROR
     try:
         order = make()
+        mine = _digest(order)
     except Exception as error:  # of any type: other ranks wait for this one
         failure = error
     meshed = [group for group in groups if group is not None]
-    mine = _ERROR if failure is not None else _digest(order)
     extremes = torch.tensor([mine, -mine], device="cpu")
     for group in meshed:
         extremes = extremes.to(collectives.message_device(like, group))
@@ -48,7 +48,9 @@ def agreed_order(
     largest, smallest = extremes[0].item(), -extremes[1].item()
     if largest == smallest != _ERROR:
         return order
-    text = f"an invalid one ({failure})" if failure is not None else _name(mine)
+    text = "None" if order is None else f"order {mine:x}"
+    if failure is not None:
+        text = f"an invalid one ({failure})"
     with torch.cuda.device_of(like):  # from which NCCL sends
         everyones = _gathered(text, meshed)
     if failure is not None and len(set(everyones)) == 1:
@@ -63,10 +65,6 @@ def _digest(order: VocabOrder | None) -> int:
         return _NO_ORDER
     factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
     return int((order.row_of_token * factors).sum()) % _DIGESTS
-
-
-def _name(digest: int) -> str:
-    return "None" if digest == _NO_ORDER else f"order {digest:x}"
 
 
 def _gathered(text: str, groups: list[dist.ProcessGroup]) -> list[str]:
@@ -86,23 +84,23 @@ def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
         saved: what the checkpoint holds as ``key``, the row of each token, or None.
         own: the layer's order.
     """
+    convert = "convert the checkpoint by python -m flce_dist.launch.vocab_order convert --to"
+    made_alike = f"vocab_order=checkpoint[{key!r}].argsort()"
     if saved is None and own is None:
         return None
     if saved is None:
         return (
             f"the checkpoint has no {key}, so its rows are in the tokenizer's order, but this "
-            "layer has a vocab_order; convert the checkpoint by "
-            "python -m flce_dist.launch.vocab_order convert --to ordered"
+            f"layer has a vocab_order; {convert} ordered"
         )
     if own is None:
         return (
             f"the checkpoint's rows have a vocab_order ({key}), but this layer has none; pass "
-            f"vocab_order=checkpoint[{key!r}].argsort(), or convert the checkpoint by "
-            "python -m flce_dist.launch.vocab_order convert --to plain"
+            f"{made_alike}, or {convert} plain"
         )
     if torch.equal(saved.cpu(), own.row_of_token):
         return None
     return (
         f"the checkpoint's rows have another vocab_order ({key}) than this layer; make the layer "
-        f"with vocab_order=checkpoint[{key!r}].argsort()"
+        f"with {made_alike}"
     )

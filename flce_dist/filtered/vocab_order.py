@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist.kernels.filtered.tiles import TILE_V
 
-TILE = TILE_V
-"""Rows whose gradients are computed, or approximated, together."""
 SHARDS = 64
 """An order gives equal work to P ranks if P divides this."""
 
@@ -60,10 +58,10 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     if rows < V_all:
         raise ValueError(f"padded_vocab_size must be at least V_all = {V_all}, got {rows}")
     tokens = counts.cpu().argsort(descending=True, stable=True)
-    whole = V_all - V_all % TILE
+    whole = V_all - V_all % TILE_V
     token_of_row = tokens.clone()
-    places = torch.tensor(_dealt(whole // TILE, rows), dtype=torch.long, device="cpu")
-    token_of_row[:whole].view(len(places), TILE)[places] = tokens[:whole].view(len(places), TILE)
+    places = torch.tensor(_dealt(whole // TILE_V, rows), dtype=torch.long, device="cpu")
+    token_of_row[:whole].view(-1, TILE_V)[places] = tokens[:whole].view(-1, TILE_V)
     return as_vocab_order(token_of_row, V_all)
 
 
@@ -72,7 +70,7 @@ def _dealt(tiles: int, rows: int) -> list[int]:
     shard_rows = -(-rows // SHARDS)
     places: list[list[int]] = [[] for _ in range(SHARDS)]
     for place in range(tiles):
-        places[(place * TILE + TILE // 2) // shard_rows].append(place)
+        places[(place * TILE_V + TILE_V // 2) // shard_rows].append(place)
     dealt = []
     for number in range(SHARDS * max(map(len, places))):
         # The halves of the shards take turns by the Thue-Morse sequence; so do the halves of each.

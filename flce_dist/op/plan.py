@@ -150,7 +150,7 @@ def _windows(shape: _Shape, caches: bool, budget: int | None, limit: int | None)
     if window > _WAVE:
         window -= window % _WAVE
     window = max(1, min(window, V))
-    if caches and budget is not None and (V + window * converts) * column_bytes > budget:
+    if caches and budget is not None and (V + (window if converts else 0)) * column_bytes > budget:
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
     return Windows(T, V, cached, window, held * column_bytes if T else 0, limit, converts)

@@ -48,15 +48,14 @@ def kept_tiles(
     """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype."""
     maxima, sums = tiles
     lse, counted = stats.lse, logits.counted
+    blocks, J = tile_grid(logits.T, logits.V)
     mass = sums * (first_reference(stats.label_logit) - lse).exp()
     column = logits.labels - logits.vocab_start_index
     label_tile = (column // TILE_V).where(column < logits.V, -1)
-    has_label = torch.arange(len(mass), device=mass.device)[:, None] == label_tile
+    has_label = torch.arange(J, device=mass.device)[:, None] == label_tile
     reached = ((maxima - lse).exp() >= eps) | ~mass.isfinite() | has_label
-    blocks, _ = tile_grid(logits.T, logits.V)
     padded = F.pad(reached & counted, (0, -logits.T % TILE_T))
-    by_block = padded.view(len(mass), blocks, TILE_T)
-    kept = by_block.any(2).T.contiguous()
+    kept = padded.view(J, blocks, TILE_T).any(2).T.contiguous()
     exact = _of_tokens(kept, logits.T).T | ~counted
     return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
 
@@ -71,19 +70,15 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
         columns = torch.arange(start, start + z.shape[1], device=z.device)
         left_out = ~of_tiles[:, columns // TILE_V]
         q[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)
-    even = torch.ones_like(q)
-    if logits.bias is not None:
-        even = even.masked_fill(logits.bias == -torch.inf, 0.0)
+    even = torch.ones_like(q) if logits.bias is None else (logits.bias != -torch.inf).to(q)
     q = q.where(_spread(_tile_sums(q) > 0, logits.V), even)
     return q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
 
 
 def tile_means(q: Tensor, weight: Tensor) -> Tensor:
     """Return [tiles, H] in weight's dtype: each tile's mean row of weight, weighted by q."""
-    means = [
-        q[v : v + TILE_V] @ weight[v : v + TILE_V].to(q.dtype) for v in range(0, len(q), TILE_V)
-    ]
-    return torch.stack(means).to(weight.dtype)
+    tiles = zip(q.split(TILE_V), weight.split(TILE_V), strict=True)
+    return torch.stack([part @ rows.to(q.dtype) for part, rows in tiles]).to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -97,17 +92,10 @@ class TileLists:
     def rounds(self) -> int:
         return -(-self.kept.shape[1] // self.columns)
 
-    def window(self, round: int, V: int) -> slice:
-        """The rows of the vocabulary of a round."""
+    def window(self, round: int, V: int) -> tuple[int, int]:
+        """The first row of the vocabulary of a round, and the first beyond it."""
         width = self.columns * TILE_V
-        return slice(round * width, min((round + 1) * width, V))
-
-
-def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
-    """Return an uninitialised buffer for D of one round."""
-    blocks, _ = tile_grid(logits.T, logits.V)
-    columns = min(logits.V, capacity // blocks * TILE_V)
-    return logits.hidden.new_empty(logits.T, columns)
+        return round * width, min((round + 1) * width, V)
 
 
 def tile_lists(kept: Tensor, capacity: int) -> TileLists:
@@ -115,13 +103,18 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
     return TileLists(kept, capacity // len(kept))
 
 
+def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
+    """Return an uninitialised buffer for D of one round."""
+    blocks, _ = tile_grid(logits.T, logits.V)
+    return logits.hidden.new_empty(logits.T, min(logits.V, capacity // blocks * TILE_V))
+
+
 def kept_dlogits(
     logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
 ) -> Tensor:
     """Write D of the kept tiles of a round to ``out``, and return its part that was written."""
-    window = lists.window(round, logits.V)
-    d = out[:, : window.stop - window.start]
-    part = logits.columns(window.start, window.stop)
+    part = logits.columns(*lists.window(round, logits.V))
+    d = out[:, : part.V]
     dlogits(part, rows.reference, rows.label_value, rows.affine, out=d)
     kept = lists.kept[:, round * lists.columns :][:, : lists.columns]
     d.masked_fill_(~_spread(_of_tokens(kept, logits.T), d.shape[1]), 0.0)
@@ -130,7 +123,8 @@ def kept_dlogits(
 
 def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
     """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H]; weight is [V, H]."""
-    gemm.add_matmul(acc, d, weight[lists.window(round, len(weight))], first=False)
+    rows = slice(*lists.window(round, len(weight)))
+    gemm.add_matmul(acc, d, weight[rows], first=False)
 
 
 def kept_dweight(
@@ -149,16 +143,14 @@ def kept_dweight(
 
     hbar and row are in the accumulation dtype.
     """
-    first = lists.window(round, len(out)).start
-    for part in gemm.slices(d.shape[1], 4 * hidden.shape[1]):
-        d_part = d[:, part]
-        v = first + part.start + torch.arange(d_part.shape[1], device=d.device)
-        rows = slice(first + part.start, first + part.start + d_part.shape[1])
-        total = q[rows, None] * hbar[v // TILE_V]
+    rows = torch.arange(*lists.window(round, len(out)), device=d.device)
+    for part in gemm.slices(len(rows), 4 * hidden.shape[1]):
+        v = rows[part]
+        total = q[v, None] * hbar[v // TILE_V]
         if row is not None:
             total += row
-        gemm.add_matmul(total, d_part.T, hidden, first=False)
-        out[rows] = out[rows] + total if accumulates else total
+        gemm.add_matmul(total, d[:, part].T, hidden, first=False)
+        out[v] = (out[v] + total if accumulates else total).to(out.dtype)
 
 
 def add_kept_dbias(
@@ -166,7 +158,7 @@ def add_kept_dbias(
 ) -> None:
     """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V]; scale None is 1."""
     scale = out.new_ones(len(d)) if scale is None else scale
-    out[lists.window(round, len(out))] += gemm.weighted_row_sum(scale, d)
+    out[slice(*lists.window(round, len(out)))] += gemm.weighted_row_sum(scale, d)
 
 
 def _of_tokens(kept: Tensor, T: int) -> Tensor:

@@ -12,14 +12,9 @@ from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 
 
-class Rounds(Protocol):
-    """Lists of kept tiles, cut into rounds of as many as D is held of at one time."""
-
-    @property
-    def rounds(self) -> int: ...
-
-
 class FilterKernels(Protocol):
+    """Lists of kept tiles are what ``tile_lists`` of the same implementation returns."""
+
     def new_tile_stats(self, logits: ShardLogits) -> Tensor: ...
 
     def kept_tiles(
@@ -32,11 +27,9 @@ class FilterKernels(Protocol):
 
     def tile_means(self, q: Tensor, weight: Tensor) -> Tensor: ...
 
-    def tile_lists(self, kept: Tensor, capacity: int) -> Rounds: ...
+    def tile_lists(self, kept: Tensor, capacity: int) -> Any: ...
 
     def new_kept_buffer(self, logits: ShardLogits, capacity: int) -> Tensor: ...
-
-    # Lists are what ``tile_lists`` of the same implementation returned.
 
     def kept_dlogits(
         self, logits: ShardLogits, rows: RowGradient, lists: Any, round: int, *, out: Tensor
