@@ -62,24 +62,6 @@ def test_autocast_leaves_fp64_alone():
 # --- checkpointing and evaluation
 
 
-@both
-@each_schedule
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(impl, schedule, use_reentrant):
-    inputs = small(impl)
-
-    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(2 * hidden, weight, inputs.labels, impl=impl, schedule=schedule)
-
-    def results(**context: Any) -> tuple[Any, ...]:
-        hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-        loss = checkpoint(layer, hidden, weight, **context) if context else layer(hidden, weight)
-        loss.backward()
-        return loss.detach(), hidden.grad, weight.grad
-
-    assert all(map(torch.equal, results(use_reentrant=use_reentrant), results()))
-
-
 @pytest.mark.parametrize(
     "options, alone, not_reentrant, reentrant",
     [
