@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from flce_dist import linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
@@ -105,29 +104,42 @@ def test_ranks_with_different_random_states_share_one_weight(layout, pools):
     assert any(torch.equal(ranks[0], make(None, seed=seed).weight) for seed in seeds)
 
 
+PROBLEM = Problem(
+    V_all=500, rows=507, ignored=0.0,
+    options={
+        "reduction": "sum", "z_loss_weight": 1e-3, "logit_scale": 0.5, "softcap": 2.0,
+        "token_weight": torch.linspace(0, 2, 24),
+    },
+)  # fmt: skip
+PROBLEM.options["ignore_index"] = int(PROBLEM.tensors[3][5])
+
+
 def step_rank(
     group: dist.ProcessGroup, layout: Layout, problem: Problem, schedule: Any, sp: bool
 ) -> Outcome:
     """The data-parallel ranks have a part of the tokens each; FSDP2 averages over them."""
-    weight, bias = problem.tensors[1:3]
+    options, (weight, bias) = {**problem.options}, problem.tensors[1:3]
+    token_weight = options.pop("token_weight")
     layer = layout.make(
         hidden_size=problem.H, vocab_size=problem.V_all, padded_vocab_size=problem.n_rows,
-        bias=True, reduction="sum", schedule=schedule, sequence_parallel=sp, on_meta=True,
+        bias=True, schedule=schedule, sequence_parallel=sp, on_meta=True, **options,
     )  # fmt: skip
     layer.load_state_dict({"weight": weight, "bias": bias})
     parts = layout.size // layout.tp
     part, tp_rank = divmod(group.rank(), layout.tp)
-    hidden, labels = (problem.tensors[i].chunk(parts)[part] for i in (0, 3))
-    expected = hidden @ weight.T + bias
+    hidden, labels, token_weight = (
+        x.chunk(parts)[part] for x in (problem.tensors[0], problem.tensors[3], token_weight)
+    )
+    expected = 2.0 * torch.tanh((0.5 * hidden @ weight.T + bias) / 2.0)
     hidden = (hidden.chunk(layout.tp)[tp_rank] if sp else hidden).clone().requires_grad_()
-    loss = layer(hidden, labels)
+    loss = layer(hidden, labels, token_weight)
     loss.backward(problem.upstream)
     assert hidden.grad is not None and layer.bias is not None
     assert layer.weight.grad is not None and layer.bias.grad is not None
 
     register_fsdp_forward_method(layer, "forward_with_metrics")
     register_fsdp_forward_method(layer, "logits")
-    metrics = layer.forward_with_metrics(hidden, labels)
+    metrics = layer.forward_with_metrics(hidden, labels, token_weight)
     torch.testing.assert_close(metrics.loss, loss)
     gathered = expected[:, : problem.V_all]
     torch.testing.assert_close(layer.logits(hidden), gathered, rtol=1e-4, atol=1e-5)
@@ -146,14 +158,13 @@ def step_rank(
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @each_layout
 def test_loss_gradients_and_logits(layout, sequence_parallel, schedule, pools):
-    problem = Problem(V_all=500, rows=507, options={"reduction": "sum"})
     sp = sequence_parallel and layout.tp > 1
-    ranks = pools[layout.size].run(step_rank, layout, problem, schedule, sp)
+    ranks = pools[layout.size].run(step_rank, layout, PROBLEM, schedule, sp)
     parts = ranks[:: layout.tp]
     loss = torch.stack([part.loss for part in parts]).sum()
     dhidden = torch.cat([rank.dhidden for rank in (ranks if sp else parts)])
     for i, rank in enumerate(ranks):
-        assert misses(Outcome(loss, dhidden, rank.dweight, rank.dbias), problem) == []
+        assert misses(Outcome(loss, dhidden, rank.dweight, rank.dbias), PROBLEM) == []
         assert torch.equal(rank.loss, parts[i // layout.tp].loss)
 
 
@@ -190,26 +201,6 @@ def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
 
 def test_deep_copies_under_fsdp(pools):
     pools[4].run(copy_under_fsdp_rank)
-
-
-def test_options_are_forwarded():
-    options: dict[str, Any] = dict(
-        reduction="sum", label_smoothing=0.1, z_loss_weight=1e-3, softcap=5.0, logit_scale=0.5
-    )
-    layer = make(None, bias=True, padded_vocab_size=520, ignore_index=-1, **options)
-    hidden, labels = inputs()
-    labels[3] = -1
-    token_weight = torch.rand(labels.shape)
-    assert layer.bias is not None
-    expected = linear_cross_entropy(
-        hidden, layer.weight[:VOCAB], labels, bias=layer.bias[:VOCAB], token_weight=token_weight,
-        ignore_index=-1, **options,
-    )  # fmt: skip
-    torch.testing.assert_close(layer(hidden, labels, token_weight), expected)
-    out = layer.forward_with_metrics(hidden, labels, token_weight)
-    torch.testing.assert_close(out.loss, expected)
-    logits = layer.logits(hidden)
-    torch.testing.assert_close(out.lse[0], logits.logsumexp(-1)[0])
 
 
 def test_repr_shows_the_shard_and_the_options():
