@@ -135,7 +135,7 @@ def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
     options, bias = call.options, operands.bias
     return ShardLogits(
         hidden=hidden,
-        weight=operands.weight[: call.V],
+        weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],
         bias=None if bias is None else bias[: call.V].contiguous(),
         labels=operands.labels,
         vocab_start_index=call.vocab_start_index,
