@@ -50,13 +50,9 @@ class Inputs:
 
     def to(self, target: torch.dtype | torch.device) -> "Inputs":
         """Float operands in another dtype, or everything on another device."""
-        if isinstance(target, torch.device):
-            tensors = {name: x.to(target) for name, x in vars(self).items() if x is not None}
-            return replace(self, **tensors)
-        bias = None if self.bias is None else self.bias.to(target)
-        return replace(
-            self, hidden=self.hidden.to(target), weight=self.weight.to(target), bias=bias
-        )
+        names = vars(self) if isinstance(target, torch.device) else ("hidden", "weight", "bias")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(target) for name, x in given.items() if x is not None})
 
 
 def make_inputs(

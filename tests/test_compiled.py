@@ -82,9 +82,8 @@ def test_one_graph_for_any_number_of_tokens(name, fn, impl):
 
 def test_under_no_grad():
     compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
-    arguments = inputs(9)
     with torch.no_grad():
-        assert torch.equal(compiled(*arguments, {}), plain_loss(*arguments, {}))
+        assert torch.equal(compiled(*inputs(9), {}), plain_loss(*inputs(9), {}))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
