@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op import lending, plan, prepare
+from flce_dist.op.call import Call
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
@@ -49,13 +50,9 @@ class Inputs:
 
     def to(self, target: torch.dtype | torch.device) -> "Inputs":
         """Float operands in another dtype, or everything on another device."""
-        if isinstance(target, torch.device):
-            tensors = {name: x.to(target) for name, x in vars(self).items() if x is not None}
-            return replace(self, **tensors)
-        bias = None if self.bias is None else self.bias.to(target)
-        return replace(
-            self, hidden=self.hidden.to(target), weight=self.weight.to(target), bias=bias
-        )
+        names = vars(self) if isinstance(target, torch.device) else ("hidden", "weight", "bias")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(target) for name, x in given.items() if x is not None})
 
 
 def make_inputs(
@@ -282,8 +279,11 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 @contextmanager
-def plan_sizes(**sizes: float) -> Iterator[None]:
-    """Plan with other sizes than op/plan.py has, by their names there: ``tile=8, min_window=8``."""
+def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
+    """Plan with other sizes than op/plan.py has, by their names there: ``tile=8, min_window=8``.
+
+    Yields the calls that are planned with them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             if name == "first_lent":
@@ -291,5 +291,5 @@ def plan_sizes(**sizes: float) -> Iterator[None]:
             else:
                 patch.setattr(plan, f"_{name.upper()}", value)
         prepare.calls.clear()
-        yield
+        yield prepare.calls
     prepare.calls.clear()

@@ -132,27 +132,23 @@ def test_a_change_in_place_after_forward(schedule, changed):
     if schedule == "in_forward":
         expected = run_op(inputs, Upstream(), impl="eager", schedule=schedule)
         assert torch.equal(torch.autograd.grad(loss, leaves)[0], expected["dhidden"])
-    else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @each_schedule
 def test_metrics_may_be_changed_in_place(schedule):
     """Changing returned tensors does not change backward (or autograd raises)."""
     inputs = small("eager")
-    expected = run_op(inputs, Upstream(), impl="eager", schedule=schedule)
     hidden = inputs.hidden.clone().requires_grad_()
-    out = linear_cross_entropy_with_metrics(
-        hidden, inputs.weight, inputs.labels, bias=inputs.bias, schedule=schedule
-    )
+    out = linear_cross_entropy_with_metrics(hidden, inputs.weight, inputs.labels, schedule=schedule)
     assert out.correct.dtype == torch.bool and not out.correct.requires_grad
+    (expected,) = torch.autograd.grad(out.loss, hidden, retain_graph=True)
     with torch.no_grad():
         out.lse.zero_()
         out.logprob.zero_()
-    out.loss.backward()
-    assert hidden.grad is not None
-    assert torch.equal(hidden.grad, expected["dhidden"])
+    assert torch.equal(torch.autograd.grad(out.loss, hidden)[0], expected)
 
 
 # --- refusals

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,24 +63,6 @@ def test_autocast_leaves_fp64_alone():
 # --- checkpointing and evaluation
 
 
-@both
-@each_schedule
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(impl, schedule, use_reentrant):
-    inputs = small(impl)
-
-    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(2 * hidden, weight, inputs.labels, impl=impl, schedule=schedule)
-
-    def results(**context: Any) -> tuple[Any, ...]:
-        hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-        loss = checkpoint(layer, hidden, weight, **context) if context else layer(hidden, weight)
-        loss.backward()
-        return loss.detach(), hidden.grad, weight.grad
-
-    assert all(map(torch.equal, results(use_reentrant=use_reentrant), results()))
-
-
 @pytest.mark.parametrize(
     "options, alone, not_reentrant, reentrant",
     [
@@ -131,41 +114,30 @@ def test_without_gradients_the_same_loss_and_no_graph(impl, schedule, mode):
 
 # --- the current device, on which Triton launches; test_gpu_execution.py needs two GPUs
 
-Launches = dict[str, set[bool]]
 
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Kernels that ran, and whether the device of their tensors had been made current."""
-    current: list[torch.device] = []
-    seen: Launches = {}
+@each_schedule
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_kernel_runs_on_the_device_of_its_tensors(mutate, monkeypatch, compiled, schedule):
+    current: list[torch.device] = []  # in nested contexts
+    launches: dict[str, set[bool]] = {}
 
     @contextmanager
-    def device_of(x: torch.Tensor) -> Iterator[None]:
+    def device_of(x: Tensor) -> Iterator[None]:
         current.append(x.device)
         yield
         current.pop()
 
-    def spy(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            seen.setdefault(name, set()).add(torch.device("cpu") in current)
-            return kernel(*args, **kwargs)
-
-        return launch
+    def launch(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        launches.setdefault(name, set()).add(torch.device("cpu") in current)
+        return kernel(*args, **kwargs)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     for name in (name for name in vars(gpu) if not name.startswith("_")):
-        monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
-    return seen
-
-
-@each_schedule
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_kernel_runs_on_the_device_of_its_tensors(launches, monkeypatch, compiled, schedule):
+        mutate(eager, name, partial(launch, name))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)  # True: by the operators
     run(our_call, small("eager"), Upstream(), schedule=schedule)
     assert {"linear_stats", "token_loss", "row_gradient"} <= set(launches)
-    assert {name for name, current in launches.items() if current != {True}} == set()
+    assert {name for name, of_tensors in launches.items() if of_tensors != {True}} == set()
 
 
 @pytest.mark.parametrize(

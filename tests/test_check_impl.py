@@ -10,28 +10,19 @@ from unittest import mock
 import pytest
 import torch
 
-from flce_dist.op import checks
-
-
-def test_triton_without_gpu_and_interpreter() -> None:
-    """In a process of its own: this one may be interpreted."""
-    program = """
-import os, torch
-os.environ.pop("TRITON_INTERPRET", None)
 from flce_dist import linear_cross_entropy
-x, y = torch.zeros(2, 16), torch.zeros(2, dtype=torch.int64)
-try:
-    linear_cross_entropy(x, x, y, impl="triton")
-except NotImplementedError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == (
+from flce_dist.op import checks
+from tests.test_checks import arguments
+
+
+def test_triton_without_gpu_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    message = (
         "impl='triton' needs a CUDA device, hidden is on cpu: use impl='eager' "
         "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
     )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        linear_cross_entropy(**arguments(impl="triton"))
 
 
 @pytest.mark.parametrize(

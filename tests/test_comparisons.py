@@ -3,7 +3,6 @@
 T tokens, V vocabulary rows, H hidden size.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from flce_dist.kernels import exact_sums, merge_stats, rescue
 from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.parallel import peer_memory
 from flce_dist.parallel.peer_memory import PeerMemory
-from tests.fake_ranks import Hung, Rank, Wrong, run
+from tests.fake_ranks import Hung, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import check_small_terms, differing, problem, statistics
 from tests.parallel_problem import UNEVEN, joined, misses, on_threads
-from tests.peer_programs import exception, turns
+from tests.peer_programs import turns
 from tests.problems import METRICS, Patch, Upstream, check, compare, each_dtype, inputs, interpreted
 
 RESULTS = ["loss", "dhidden", "dweight", "dbias"]
@@ -77,39 +76,30 @@ def test_ranks_that_differ(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong", "program", "ends"),
+    ("owner", "name", "wrong", "ends"),
     [
-        (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), turns, Wrong),
-        (Rank, "keep", lambda *_: None, partial(exception, at=18), Wrong),
-        (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), turns, Hung),
+        (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), Wrong),
+        (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), Hung),
     ],
-    ids=["arrivals not awaited", "memory not kept", "nobody told"],
+    ids=["arrivals not awaited", "nobody told"],
 )
 def test_a_wrong_order_of_streams(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, program: Any, ends: Any
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, ends: Any
 ) -> None:
     monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
     monkeypatch.setattr(owner, name, wrong, raising=False)
     with pytest.raises(ends):
-        for error in run(2, program, seeds=60):
+        for error in run(2, turns, seeds=60):
             raise error or AssertionError("a rank ended")
 
 
 # --- filtered gradients
 
 
-@pytest.mark.parametrize("name", ["profile", "mass"])
-def test_filtered_gradients_without_a_part(mutate: Patch, name: str) -> None:
-    def wrong(original: Any, *args: Any) -> Any:
-        found = original(*args)
-        return found.roll(1) if name == "profile" else (found[0], torch.zeros_like(found[1]))
-
-    given, eps = zipf_inputs(300, 1300, 16, bias=True), 2.0**-7
-    check_filtered(given, eps)
-    place = {"profile": "tile_profile", "mass": "kept_tiles"}[name]
-    mutate(eager_filter, place, wrong)
+def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
+    mutate(eager_filter, "tile_profile", lambda original, *args: original(*args).roll(1))
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
-        check_filtered(given, eps)
+        check_filtered(zipf_inputs(300, 1300, 16, bias=True), 2.0**-7)
 
 
 # --- statistics that must not depend on how columns are cut

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
+from tests.parallel_autograd_checks import layered, two_heads
 from tests.parallel_problem import UNEVEN, Outcome, Problem, rank_step
 from tests.problems import SCHEDULES, pairwise
+from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,9 +82,8 @@ def test_one_graph_for_any_number_of_tokens(name, fn, impl):
 
 def test_under_no_grad():
     compiled = torch.compile(plain_loss, fullgraph=True, backend="aot_eager")
-    arguments = inputs(9)
     with torch.no_grad():
-        assert torch.equal(compiled(*arguments, {}), plain_loss(*arguments, {}))
+        assert torch.equal(compiled(*inputs(9), {}), plain_loss(*inputs(9), {}))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -159,73 +157,39 @@ def test_two_ranks(ranks, problem, options):
         assert all(map(torch.equal, ours[:4], expected[:4]))
 
 
-def dtensor_step(group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool) -> list[Tensor]:
+def dtensor_step(group: dist.ProcessGroup, sequence_parallel: bool, compiles: bool) -> list[Tensor]:
     torch._dynamo.reset()
-    hidden, weight, _, labels = inputs(8)
-    mesh, split = DeviceMesh.from_group(group, "cpu"), Shard(0)
-    hidden, shard = hidden[0].detach(), weight.detach().chunk(2)[group.rank()]
-    if sequence_parallel:
-        hidden = hidden.chunk(2)[group.rank()]
-    leaves: Any = (
-        DTensor.from_local(hidden, mesh, [split if sequence_parallel else Replicate()]),
-        DTensor.from_local(shard, mesh, [split]),
-    )
-    leaves = [x.requires_grad_() for x in leaves]
+    hidden, weight, bias, labels = operands(
+        mesh_of(2), UNEVEN, hidden=SPLIT if sequence_parallel else WHOLE, **ROWS
+    ).values()
 
-    def step(hidden, shard):
+    def step(hidden, weight, bias):
         return linear_cross_entropy(
-            hidden, shard, labels[0], tp_group=group, sequence_parallel=sequence_parallel
+            hidden, weight, labels, bias=bias, tp_group=group, sequence_parallel=sequence_parallel
         )
 
-    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-    loss = run(*leaves)
-    return [loss.detach(), *(local_part(x)[0] for x in torch.autograd.grad(loss, leaves))]
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+    loss = run(hidden, weight, bias)
+    gradients = torch.autograd.grad(loss, (hidden, weight, bias))
+    return [loss.detach(), *(local_part(x)[0] for x in gradients)]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_with_dtensors(ranks, sequence_parallel):
-    pairs = (ranks.run(dtensor_step, sequence_parallel, compiled) for compiled in (True, False))
+    pairs = (ranks.run(dtensor_step, sequence_parallel, compiles) for compiles in (True, False))
     for ours, expected in zip(*pairs, strict=True):
         assert all(map(torch.equal, ours, expected))
 
 
-def two_heads_step(group: dist.ProcessGroup, backend: str, swapped: int | None) -> list[Tensor]:
-    """dhidden [4, H], and the dweight of two heads with [50, H] or [20, H] here; one graph.
-
-    The rank ``swapped`` calls the second head first.
-    """
+def two_heads_step(group: dist.ProcessGroup, compiles: bool) -> Outcome:
     torch._dynamo.reset()
-    hidden, labels, weights = two_heads()
-    bounds = [(0, 50), (50, V)][group.rank()]
-    hidden = hidden.chunk(2)[group.rank()].clone().requires_grad_()
-    shards = [weight[slice(*bounds)].clone().requires_grad_() for weight in weights]
-    options: dict[str, Any] = {"tp_group": group, "vocab_size": V, "vocab_range": bounds}
-    options |= {"sequence_parallel": True, "schedule": "cached"}
-
-    def step(hidden, first, second):
-        if group.rank() == swapped:
-            two = linear_cross_entropy(hidden.sin(), second, labels.roll(-1), **options)
-            return linear_cross_entropy(hidden, first, labels, **options) + 0.3 * two
-        one = linear_cross_entropy(hidden, first, labels, **options)
-        return one + 0.3 * linear_cross_entropy(hidden.sin(), second, labels.roll(-1), **options)
-
-    run = torch.compile(step, fullgraph=True, backend=backend)
-    return list(torch.autograd.grad(run(hidden, *shards), (hidden, *shards)))
+    run = torch.compile(two_heads, fullgraph=True) if compiles else two_heads
+    return rank_step(group, UNEVEN, call=layered(run), sequence_parallel=True, schedule="cached")
 
 
-def two_heads() -> tuple[Tensor, Tensor, list[Tensor]]:
-    hidden, weight, _, labels = inputs(8)
-    return hidden[0].detach(), labels[0], [weight.detach(), weight.detach().flip(0)]
-
-
-@pytest.mark.parametrize("backend, swapped", [("inductor", None), ("aot_eager", 1)])
-def test_two_heads_in_one_graph_with_uneven_shards(ranks, backend, swapped):
+def test_inductor_keeps_the_order_of_two_heads_with_uneven_shards(ranks):
     """Graphs of ranks differ in sizes; the order of their collectives must not, or it shows."""
-    hidden, labels, weights = two_heads()
-    exact = [x.double().requires_grad_() for x in (hidden, *weights)]
-    one = F.cross_entropy(exact[0] @ exact[1].T, labels)
-    two = F.cross_entropy(exact[0].sin() @ exact[2].T, labels.roll(-1))
-    expected = torch.autograd.grad(one + 0.3 * two, exact)
-    parts = zip(*ranks.run(two_heads_step, backend, swapped), strict=True)
-    for ours, right in zip(parts, expected, strict=True):
-        assert (relative_rms(torch.cat(ours), right) < 1e-5) == (swapped is None)
+    pairs = (ranks.run(two_heads_step, compiles) for compiles in (True, False))
+    for ours, expected in zip(*pairs, strict=True):
+        for mine, right in zip(ours[:4], expected[:4], strict=True):
+            assert relative_rms(mine, right) < 1e-6

@@ -119,21 +119,15 @@ def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
 PRIVATE_OF_OTHERS = {
     "_exit", "_current_frames", "_processes", "_fields", "_make", "_replace", "_asdict", "_modules",
     "_model", "_apply", "_save_to_state_dict", "_load_from_state_dict", "__fsdp_param__",
+    "__version__", "__file__", "__future__", "__wrapped__",
 }  # fmt: skip
 
 
 def private_names(tree: ast.Module) -> list[str]:
     """Names with an underscore that the file neither makes itself nor has from those above."""
-    nodes = list(ast.walk(tree))
-    own = (
-        PRIVATE_OF_OTHERS
-        | set(dir(object))
-        | set(dir(lambda: None))
-        | set(dir(BaseException))
-        | set(dir(sys))
-    )
+    own = PRIVATE_OF_OTHERS.union(*map(dir, (object, private_names, BaseException, sys)))
     used = set()
-    for node in nodes:
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.ImportFrom):
@@ -145,7 +139,6 @@ def private_names(tree: ast.Module) -> list[str]:
             (own if is_own else used).add(node.attr)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             used |= {str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
-    own |= {"__version__", "__file__", "__future__", "__wrapped__"}
     return [f"uses {name}" for name in sorted(used - own) if name.startswith("_")]
 
 

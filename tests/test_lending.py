@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flce_dist.op.in_forward import InForward
-from flce_dist.op.plan import Plan, plan
 from tests.parallel_problem import Problem, misses, on_threads
 from tests.problems import Upstream, both, check, make_inputs, pairwise, plan_sizes, poisoned_memory
 from tests.test_plan import make
@@ -51,17 +50,10 @@ def test_the_default_budget_takes_8192_tokens_of_a_large_vocabulary_at_once():
 
 
 @pytest.fixture
-def small_windows(monkeypatch):
-    """Windows sized for a small problem; returns the list of plans made."""
-    made: list[Plan] = []
-
-    def noting(**kwargs):
-        made.append(plan(**kwargs))
-        return made[-1]
-
-    monkeypatch.setattr("flce_dist.op.prepare.plan", noting)
-    with plan_sizes(tile=8, min_window=8, most_recomputed=0.35, first_lent=16):
-        yield made
+def planned():
+    """The schedules of all calls, with windows for a small problem."""
+    with plan_sizes(tile=8, min_window=8, most_recomputed=0.35, first_lent=16) as calls:
+        yield lambda: [call.schedule for call in calls.values()]
 
 
 @both
@@ -71,47 +63,40 @@ def small_windows(monkeypatch):
     ids=str,
 )
 @poisoned_memory()
-def test_gradients_are_right(small_windows, T, columns, dtype, impl):
+def test_gradients_are_right(planned, T, columns, dtype, impl):
     inputs = make_inputs(T, 150, 32, bias=True, dtype=dtype)
     inputs.labels[3] = -100
     inputs.hidden.data[3] = torch.nan
-    itemsize = dtype.itemsize
+    how = {"schedule": "in_forward", "max_logits_bytes": T * columns * dtype.itemsize - 1}
     for options in ({}, {"label_smoothing": 0.1, "z_loss_weight": 1e-3}):
-        check(
-            inputs,
-            Upstream(0.7),
-            impl=impl,
-            schedule="in_forward",
-            max_logits_bytes=T * columns * itemsize - 1,
-            **options,
-        )
-    lent = [chosen for chosen in small_windows if chosen.lending]
-    assert lent, "no plan borrowed: the test shows nothing"
-    if columns == 72 and T == 70:
-        assert lent[0].cached_v < 150, "no column was computed again"
-    if columns == 48 and T == 70:
-        assert len(lent[0].chunks()) > 1, "no chunk besides the one that borrowed"
+        check(inputs, Upstream(0.7), impl=impl, **how, **options)
+    for chosen in planned():
+        assert chosen.lending, "the test shows nothing"
+        if columns == 72 and T == 70:
+            assert chosen.cached_v < 150, "no column was computed again"
+        if columns == 48 and T == 70:
+            assert len(chosen.chunks()) > 1, "no chunk besides the one that borrowed"
 
 
 @both
-def test_rows_that_overflow_are_rescued_in_borrowed_windows(small_windows, impl):
+def test_rows_that_overflow_are_rescued_in_borrowed_windows(planned, impl):
     inputs = make_inputs(70, 150, 32, bias=False)
     # Logits of few bits are exact, whatever the shape of the GEMM that computes them once more.
     for x in (inputs.hidden.data, inputs.weight.data):
         x.copy_((64 * x).round() / 64)
     inputs.hidden.data[::5] *= 400
     check(inputs, Upstream(), impl=impl, schedule="in_forward", max_logits_bytes=70 * 96 * 4)
-    assert small_windows[0].lending
+    assert planned()[0].lending
 
 
 @both
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_auto_borrows_rather_than_compute_again(small_windows, reduction, impl):
+def test_auto_borrows_rather_than_compute_again(planned, reduction, impl):
     inputs = make_inputs(70, 150, 32, bias=True)
     scalar = reduction != "none"
     weights = Upstream(0.7) if scalar else Upstream(torch.linspace(-1, 1, 70, dtype=torch.float64))
     check(inputs, weights, impl=impl, reduction=reduction, max_logits_bytes=70 * 130 * 4)
-    chosen = small_windows[0]
+    (chosen,) = planned()
     assert (chosen.schedule == "in_forward" and bool(chosen.lending)) == scalar
     assert chosen.cached_v == 150 if scalar else 0 < chosen.cached_v < 150
 
@@ -121,17 +106,10 @@ def test_auto_borrows_rather_than_compute_again(small_windows, reduction, impl):
     ("schedule", "P", "budget"),
     [("in_forward", 2, 22_000), ("in_forward", 4, 16_000), ("auto", 4, 30_000)],
 )
-def test_every_rank_borrows_from_its_own_shard(
-    small_windows, schedule, P, budget, sequence_parallel
-):
+def test_every_rank_borrows_from_its_own_shard(planned, schedule, P, budget, sequence_parallel):
     """Uneven shards: 507 rows over 4 ranks are 126 or 127."""
     problem = Problem(T=64, H=16)
-    outcome = on_threads(
-        P,
-        problem,
-        sequence_parallel=sequence_parallel,
-        schedule=schedule,
-        max_logits_bytes=budget,
-    )
+    how = {"schedule": schedule, "max_logits_bytes": budget}
+    outcome = on_threads(P, problem, sequence_parallel=sequence_parallel, **how)
     assert misses(outcome, problem) == []
-    assert all(chosen.lending for chosen in small_windows)
+    assert len(planned()) == P and all(chosen.lending for chosen in planned())

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from flce_dist import linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
@@ -30,13 +29,8 @@ from tests.parallel_problem import Outcome, Problem, misses
 T = 16
 
 
-def group_or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    return group if group.size() > 1 else None
-
-
 def init_rank(group: dist.ProcessGroup, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = make(group_or_none(group), **kwargs)
-    return layer.weight, torch.rand(4)  # and what the generator gives next
+    return make(group, **kwargs).weight, torch.rand(4)  # and what the generator gives next
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,29 +104,42 @@ def test_ranks_with_different_random_states_share_one_weight(layout, pools):
     assert any(torch.equal(ranks[0], make(None, seed=seed).weight) for seed in seeds)
 
 
+PROBLEM = Problem(
+    V_all=500, rows=507, ignored=0.0,
+    options={
+        "reduction": "sum", "z_loss_weight": 1e-3, "logit_scale": 0.5, "softcap": 2.0,
+        "token_weight": torch.linspace(0, 2, 24),
+    },
+)  # fmt: skip
+PROBLEM.options["ignore_index"] = int(PROBLEM.tensors[3][5])
+
+
 def step_rank(
     group: dist.ProcessGroup, layout: Layout, problem: Problem, schedule: Any, sp: bool
 ) -> Outcome:
     """The data-parallel ranks have a part of the tokens each; FSDP2 averages over them."""
-    weight, bias = problem.tensors[1:3]
+    options, (weight, bias) = {**problem.options}, problem.tensors[1:3]
+    token_weight = options.pop("token_weight")
     layer = layout.make(
         hidden_size=problem.H, vocab_size=problem.V_all, padded_vocab_size=problem.n_rows,
-        bias=True, reduction="sum", schedule=schedule, sequence_parallel=sp, on_meta=True,
+        bias=True, schedule=schedule, sequence_parallel=sp, on_meta=True, **options,
     )  # fmt: skip
     layer.load_state_dict({"weight": weight, "bias": bias})
     parts = layout.size // layout.tp
     part, tp_rank = divmod(group.rank(), layout.tp)
-    hidden, labels = (problem.tensors[i].chunk(parts)[part] for i in (0, 3))
-    expected = hidden @ weight.T + bias
+    hidden, labels, token_weight = (
+        x.chunk(parts)[part] for x in (problem.tensors[0], problem.tensors[3], token_weight)
+    )
+    expected = 2.0 * torch.tanh((0.5 * hidden @ weight.T + bias) / 2.0)
     hidden = (hidden.chunk(layout.tp)[tp_rank] if sp else hidden).clone().requires_grad_()
-    loss = layer(hidden, labels)
+    loss = layer(hidden, labels, token_weight)
     loss.backward(problem.upstream)
     assert hidden.grad is not None and layer.bias is not None
     assert layer.weight.grad is not None and layer.bias.grad is not None
 
     register_fsdp_forward_method(layer, "forward_with_metrics")
     register_fsdp_forward_method(layer, "logits")
-    metrics = layer.forward_with_metrics(hidden, labels)
+    metrics = layer.forward_with_metrics(hidden, labels, token_weight)
     torch.testing.assert_close(metrics.loss, loss)
     gathered = expected[:, : problem.V_all]
     torch.testing.assert_close(layer.logits(hidden), gathered, rtol=1e-4, atol=1e-5)
@@ -151,37 +158,30 @@ def step_rank(
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @each_layout
 def test_loss_gradients_and_logits(layout, sequence_parallel, schedule, pools):
-    problem = Problem(V_all=500, rows=507, options={"reduction": "sum"})
     sp = sequence_parallel and layout.tp > 1
-    ranks = pools[layout.size].run(step_rank, layout, problem, schedule, sp)
+    ranks = pools[layout.size].run(step_rank, layout, PROBLEM, schedule, sp)
     parts = ranks[:: layout.tp]
     loss = torch.stack([part.loss for part in parts]).sum()
     dhidden = torch.cat([rank.dhidden for rank in (ranks if sp else parts)])
     for i, rank in enumerate(ranks):
-        assert misses(Outcome(loss, dhidden, rank.dweight, rank.dbias), problem) == []
+        assert misses(Outcome(loss, dhidden, rank.dweight, rank.dbias), PROBLEM) == []
         assert torch.equal(rank.loss, parts[i // layout.tp].loss)
 
 
-def deep_copy_rank(group: dist.ProcessGroup) -> None:
-    layers = nn.ModuleDict({"head": make(group), "again": make(group)})
-    copied = copy.deepcopy(layers)
-    for name in layers:
-        ours, other = copied[name], layers[name]
-        assert isinstance(ours, LinearCrossEntropy) and isinstance(other, LinearCrossEntropy)
-        assert type(ours) is type(other) and ours.tp_group is other.tp_group is group
-        assert torch.equal(ours.weight, other.weight)
-        assert ours.weight.data_ptr() != other.weight.data_ptr()
-        assert ours.init_method is other.init_method
-        check_attributes(ours)
-    hidden, labels = inputs()
-    loss = copied["head"](hidden, labels)
-    assert torch.equal(loss, layers["head"](hidden, labels))
-    loss.backward()
-    assert copied["head"].weight.grad is not None and layers["head"].weight.grad is None
-
-
 def test_deep_copies_share_the_group():
-    run_ranks(deep_copy_rank, 2)
+    def rank(group: dist.ProcessGroup) -> None:
+        layer = make(group)
+        ours = copy.deepcopy(nn.ModuleDict({"head": layer}))["head"]
+        assert isinstance(ours, LinearCrossEntropy) and ours.init_method is layer.init_method
+        assert ours.tp_group is layer.tp_group is group
+        assert ours.weight.data_ptr() != layer.weight.data_ptr()
+        check_attributes(ours)
+        loss = ours(*inputs())
+        assert torch.equal(loss, layer(*inputs()))
+        loss.backward()
+        assert ours.weight.grad is not None and layer.weight.grad is None
+
+    run_ranks(rank, 2)
 
 
 def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
@@ -203,31 +203,6 @@ def test_deep_copies_under_fsdp(pools):
     pools[4].run(copy_under_fsdp_rank)
 
 
-def test_options_are_forwarded():
-    options: dict[str, Any] = dict(
-        reduction="sum", label_smoothing=0.1, z_loss_weight=1e-3, softcap=5.0, logit_scale=0.5
-    )
-    layer = make(None, bias=True, padded_vocab_size=520, ignore_index=-1, **options)
-    hidden, labels = inputs()
-    labels[3] = -1
-    token_weight = torch.rand(labels.shape)
-    assert layer.bias is not None
-    expected = linear_cross_entropy(
-        hidden,
-        layer.weight[:VOCAB],
-        labels,
-        bias=layer.bias[:VOCAB],
-        token_weight=token_weight,
-        ignore_index=-1,
-        **options,
-    )
-    torch.testing.assert_close(layer(hidden, labels, token_weight), expected)
-    out = layer.forward_with_metrics(hidden, labels, token_weight)
-    torch.testing.assert_close(out.loss, expected)
-    logits = layer.logits(hidden)
-    torch.testing.assert_close(out.lse[0], logits.logsumexp(-1)[0])
-
-
 def test_repr_shows_the_shard_and_the_options():
     text = repr(make(None, padded_vocab_size=512, softcap=30.0, reduce_dhidden=False))
     for part in ("hidden_size=24", "vocab_size=507 (padded to 512)", "rows=[0, 512) of rank 0/1",
@@ -242,7 +217,6 @@ def test_repr_shows_the_shard_and_the_options():
         ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
         ({"vocab_size": 0}, ValueError, r"vocab_size must be an int .*, got 0"),
         ({"padded_vocab_size": 500}, ValueError, r"padded_vocab_size .* vocab_size = 507, got 500"),
-        ({"label_smoothing": "0.1"}, ValueError, r"label_smoothing must .*, got '0\.1'"),
         ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
         ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "a scalar upstream"),
     ],

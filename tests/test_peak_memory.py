@@ -48,17 +48,18 @@ def operands(
     return hidden, weight, torch.randint(V, (T,), generator=g)
 
 
+def saved_by(loss: Any) -> dict[int, int]:
+    """Addresses and bytes of the memory of its saved tensors."""
+    memory = (x.untyped_storage() for x in loss.grad_fn.saved_tensors if x is not None)
+    return {x.data_ptr(): x.nbytes() for x in memory}
+
+
 def step_bytes(tensors: tuple[Tensor, Tensor, Tensor], **options: Any) -> tuple[int, int]:
     """``(peak, saved)``: of forward and backward, and what lives between them beyond operands."""
     hidden, weight, labels = tensors
     with peak_memory("cpu") as peak:
         loss = linear_cross_entropy(hidden, weight, labels, **options)
-        assert loss.grad_fn is not None
-        saved = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-            for x in loss.grad_fn.saved_tensors  # type: ignore[attr-defined]
-            if x is not None
-        }
+        saved = saved_by(loss)
         loss.backward()
     for x in tensors:
         saved.pop(x.untyped_storage().data_ptr(), None)
@@ -173,8 +174,7 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
     loss = linear_cross_entropy(
         hidden, weight, labels, schedule="in_forward", max_logits_bytes=budget
     )
-    assert loss.grad_fn is not None
-    saved = {x.data_ptr() for x in loss.grad_fn.saved_tensors if x is not None}  # type: ignore[attr-defined]
+    saved = saved_by(loss)
     upstream = torch.tensor(0.3)
     with peak_memory("cpu") as peak:
         loss.backward(upstream, retain_graph=retain_graph)

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
 from flce_dist import linear_cross_entropy_with_metrics as with_metrics
-from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import Outcome, Problem, complaint, joined, misses, rank_step
+from tests.parallel_problem import Outcome, Problem, complaint, joined, misses, rank_step, share_of
 
 B, S = 3, 8
 WEIGHTS = torch.linspace(0, 2, B * S)
@@ -91,18 +90,16 @@ def test_a_dtensor_split_along_its_second_dimension(ranks, sequence_dim):
     assert misses(whole(outcomes), NONE) == []
 
 
-def test_metrics_have_the_shape_of_labels():
-    hidden, weight, bias, labels = MEAN.tensors
-    hidden, labels = hidden.view(B, S, -1), labels.view(B, S)
+HIDDEN, LABELS = MEAN.tensors[0].view(B, S, -1), MEAN.tensors[3].view(B, S)
 
+
+def test_metrics_have_the_shape_of_labels():
     def found(group: dist.ProcessGroup | None) -> tuple[Any, Tensor]:
         P, rank = (1, 0) if group is None else (2, group.rank())
-        rows = slice(*vocab_range(MEAN.V_all, rank, P))
-        part = hidden.chunk(P, dim=1)[rank].clone().requires_grad_()
-        out = with_metrics(
-            part, weight[rows], labels, bias=bias[rows], vocab_size=MEAN.V_all, tp_group=group,
-            vocab_range=(rows.start, rows.stop), sequence_parallel=P > 1, sequence_dim=1,
-        )  # fmt: skip
+        part = HIDDEN.chunk(P, dim=1)[rank].clone().requires_grad_()
+        share = share_of(group, MEAN, sequence_parallel=False)
+        share = share._replace(hidden=part, labels=LABELS)
+        out = share.loss(group, MEAN, call=with_metrics, sequence_parallel=P > 1, sequence_dim=1)
         out.entropy.sum().backward()
         assert part.grad is not None
         return out, part.grad
@@ -118,25 +115,23 @@ def test_metrics_have_the_shape_of_labels():
 
 
 def test_the_layer():
-    hidden, labels = MEAN.tensors[0].view(B, S, -1), MEAN.tensors[3].view(B, S)
     whole = LinearCrossEntropy(MEAN.H, MEAN.V_all)
 
     def rank(group: dist.ProcessGroup) -> None:
         options: dict[str, Any] = {"sequence_parallel": True, "sequence_dim": 1}
         mine = LinearCrossEntropy(MEAN.H, MEAN.V_all, tp_group=group, **options)
         mine.weight.data.copy_(whole.weight[slice(*mine.vocab_range)])
-        part = hidden.chunk(group.size(), dim=1)[group.rank()]
-        assert relative_rms(mine(part, labels).detach(), whole(hidden, labels).detach()) < 1e-6
-        assert relative_rms(mine.logits(part), whole.logits(hidden)) < 1e-6
+        part = HIDDEN.chunk(group.size(), dim=1)[group.rank()]
+        assert relative_rms(mine(part, LABELS).detach(), whole(HIDDEN, LABELS).detach()) < 1e-6
+        assert relative_rms(mine.logits(part), whole.logits(HIDDEN)) < 1e-6
 
     run_ranks(rank, 2)
 
 
 def test_without_sequence_parallelism_nothing_is_split():
-    hidden, weight, _, labels = MEAN.tensors
-    hidden, labels = hidden.view(B, S, -1), labels.view(B, S)
-    same = linear_cross_entropy(hidden, weight, labels, sequence_dim=1)
-    assert torch.equal(same, linear_cross_entropy(hidden, weight, labels))
+    whole = HIDDEN, MEAN.tensors[1], LABELS
+    same = linear_cross_entropy(*whole, sequence_dim=1)
+    assert torch.equal(same, linear_cross_entropy(*whole))
 
 
 def test_ranks_that_split_other_dimensions_are_told():

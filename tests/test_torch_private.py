@@ -84,15 +84,16 @@ def test_without_async_tensors_there_are_none(monkeypatch):
     assert torch_private.async_tensors() == ()
 
 
-@pytest.mark.parametrize("name", ["none", "module", "empty", "rendezvous", "store"])
+@pytest.mark.parametrize("name", ["none", "module", "empty", "rendezvous", STORE])
 def test_without_symmetric_memory_tokens_travel_by_collectives(monkeypatch, name):
     memory = pytest.importorskip("torch.distributed._symmetric_memory")
-    for there, part in ((memory, "empty"), (memory, "rendezvous"), (c10d, STORE)):
-        monkeypatch.setattr(there, part, None, raising=False)
+    owners = {"empty": memory, "rendezvous": memory, STORE: c10d}
+    for part, owner in owners.items():
+        monkeypatch.setattr(owner, part, None, raising=False)
     if name == "module":
         gone(monkeypatch, "torch.distributed._symmetric_memory")
-    elif name != "none":
-        lacks(monkeypatch, c10d if name == "store" else memory, STORE if name == "store" else name)
+    elif name in owners:
+        lacks(monkeypatch, owners[name], name)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
