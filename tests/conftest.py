@@ -108,11 +108,13 @@ def ranks(pools: dict[int, RankPool]) -> RankPool:
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans() -> None:
-    """No test uses a call that another test planned after it had patched something."""
-    from flce_dist.op import prepare  # imports triton
+def decided_anew() -> None:
+    """No test uses what another decided after it had patched something."""
+    from flce_dist.kernels import launching  # imports triton
+    from flce_dist.op import prepare
 
     prepare.calls.clear()
+    launching._tile_launch.cache_clear()
 
 
 @pytest.fixture(autouse=True)
