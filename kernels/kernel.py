@@ -14,7 +14,7 @@ import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FOLLOW_T = ("T", "stride_sums", "blocks", "rounds", "step", "round")
+FOLLOW_T = ("T", "N_tokens", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
 no multiple of 16 compiles nothing anew."""
 
