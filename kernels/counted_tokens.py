@@ -49,7 +49,7 @@ def _counted_tokens_kernel(
     counted, label, weight = _counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T)
     ordinal = tl.sum(before, axis=0) + tl.cumsum(counted.to(tl.int32), axis=0)
     n = tl.max(ordinal, axis=0)
-    tl.device_assert(n <= N_tokens, "max_counted must be at least the number of counted tokens")
+    tl.device_assert(n <= N_tokens, "max_counted must be at least the tokens that count")
     to = tl.where(counted, ordinal - 1, T - 1 - offs_t + ordinal)
     mask = (offs_t < T) & (to < N_tokens)
     tl.store(places_ptr + to, offs_t.to(tl.int64), mask=mask)

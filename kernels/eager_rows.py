@@ -6,6 +6,7 @@ One pass over [T] or [T, N] each. T = tokens, V = vocabulary rows here.
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.kernels import gemm
 from flce_dist.kernels.token_gradient_formulas import label_value
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats, loss_of, pick_reference
@@ -25,8 +26,10 @@ def counted_tokens(
     t = torch.arange(len(labels), device=labels.device)
     ordinal = counted.cumsum(0)
     to = torch.where(counted, ordinal - 1, len(labels) - 1 - t + ordinal)
+    torch_private.assert_soon(
+        (ordinal <= N).all(), "max_counted must be at least the tokens that count"
+    )
     places = torch.empty_like(t).scatter_(0, to, t)[:N]
-    places = places.where(~(ordinal > N).any(), len(labels))  # fails as an index
     labels = labels.where(counted, ignore_index)[places]
     if token_weight is not None:
         token_weight = token_weight.where(counted, 0.0)[places]
