@@ -27,12 +27,17 @@ from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.replay import issued
 
 
 def gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None) -> TokenGather:
     """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``."""
     if group is None:
         return TokenGather(x, order)
+    return issued(_gather, x, order, group)
+
+
+def _gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup) -> TokenGather:
     memories = memories_of(group, x.device)
     if memories is not None:
         return PeerGather(x, order, memories.hidden)
@@ -52,13 +57,22 @@ def token_sum(
 
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
     """
-    if group is None or not sequence_parallel:
-        share = torch.empty(shape, dtype=dtype, device=device)
-        return TokenSum(share) if group is None else CollectiveSum(share, group)
-    memories = memories_of(group, device)
+    if group is None:
+        return TokenSum(torch.empty(shape, dtype=dtype, device=device))
+    return issued(_token_sum, shape, dtype, device, order, group, sequence_parallel)
+
+
+def _token_sum(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, order: TokenOrder,
+    group: dist.ProcessGroup, sequence_parallel: bool,
+) -> TokenSum:  # fmt: skip
+    memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
         return PeerScatter(shape, dtype, order, memories.dhidden)
-    return CollectiveScatter(torch.empty(shape, dtype=dtype, device=device), order, group)
+    share = torch.empty(shape, dtype=dtype, device=device)
+    return (
+        CollectiveScatter(share, order, group) if sequence_parallel else CollectiveSum(share, group)
+    )
 
 
 _have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
