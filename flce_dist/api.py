@@ -247,7 +247,7 @@ def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
     call, operands = prepare(arguments, needs)
     operands = counted_operands(call, operands)
     accumulates = needs[1] and call.options.accumulate_dweight
-    sink = captured(weight, call) if accumulates else NewDweight()
+    sink = captured(weight, call) if accumulates else NewDweight(call.dtype)
     loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss

@@ -1,11 +1,10 @@
-"""Which tokens count, and what is needed of them: a stable partition of [T] in one launch.
+"""Which tokens count, and what is needed of them: a stable partition in one launch.
 
-T = tokens, N = how many are computed.
+T_all = tokens, T = how many are computed.
 """
 
 from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,9 +13,9 @@ from flce_dist.kernels.kernel import Kernel
 
 
 @triton.jit
-def _counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T: tl.constexpr):
+def _counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T: tl.constexpr):
     """Return which of these tokens count, their labels and their weights."""
-    mask = offs_t < T
+    mask = offs_t < T_all
     label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
     counted = label != ignore_index
     weight = tl.full((BLOCK_T,), 1.0, tl.float32)
@@ -28,9 +27,9 @@ def _counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T: tl.c
 
 @partial(Kernel, debug=True)  # for the assertion
 def _counted_tokens_kernel(
-    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
-    places_ptr, out_labels_ptr, out_weight_ptr,  # out: [N] int64, [N] int64, [N] fp32
-    T, N_tokens,
+    labels_ptr, token_weight_ptr,  # in:  [T_all] int64, [T_all] fp32
+    places_ptr, out_labels_ptr, out_weight_ptr,  # out: [T] int64, [T] int64, [T] fp32
+    T_all, T,
     ignore_index,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -43,15 +42,17 @@ def _counted_tokens_kernel(
     before = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, first, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
-        counted, _, _ = _counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T)
+        counted, _, _ = _counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T)
         before += counted.to(tl.int32)
     offs_t = first + tl.arange(0, BLOCK_T)
-    counted, label, weight = _counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T)
+    counted, label, weight = _counts(
+        labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T
+    )
     ordinal = tl.sum(before, axis=0) + tl.cumsum(counted.to(tl.int32), axis=0)
     n = tl.max(ordinal, axis=0)
-    tl.device_assert(n <= N_tokens, "max_counted must be at least the tokens that count")
-    to = tl.where(counted, ordinal - 1, T - 1 - offs_t + ordinal)
-    mask = (offs_t < T) & (to < N_tokens)
+    tl.device_assert(n <= T, "max_counted must be at least the tokens that count")
+    to = tl.where(counted, ordinal - 1, T_all - 1 - offs_t + ordinal)
+    mask = (offs_t < T_all) & (to < T)
     tl.store(places_ptr + to, offs_t.to(tl.int64), mask=mask)
     tl.store(out_labels_ptr + to, tl.where(counted, label, ignore_index), mask=mask)
     if out_weight_ptr is not None:
@@ -59,24 +60,23 @@ def _counted_tokens_kernel(
 
 
 def counted_tokens(
-    labels: Tensor, token_weight: Tensor | None, N: int, *, ignore_index: int
+    labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(places, labels, token_weight)`` of N tokens, all that count first, in order.
+    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, in order.
 
-    labels are [T] int64, token_weight [T] fp32. A token counts if its label is not ``ignore_index``
-    and its weight not 0; the others get ``ignore_index`` and 0. Places [N] int64 are each once. If
-    more than N count a device-side assertion fails, whose error arrives with the next
-    synchronisation.
+    labels are [T_all] int64, token_weight [T_all] fp32. A token counts if its label is not
+    ``ignore_index`` and its weight not 0; the others get ``ignore_index`` and 0. Places [T] int64
+    are each once. If more than T count a device-side assertion fails, whose error arrives with the
+    next synchronisation.
     """
-    T = len(labels)
-    places = labels.new_empty(N)
-    out_labels = torch.empty_like(places)
-    out_weight = None if token_weight is None else token_weight.new_empty(N)
-    if T:
-        _counted_tokens_kernel[(triton.cdiv(T, 2048),)](
+    T_all = len(labels)
+    places, out_labels = labels.new_empty(T), labels.new_empty(T)
+    out_weight = None if token_weight is None else token_weight.new_empty(T)
+    if T_all:
+        _counted_tokens_kernel[(-(-T_all // 2048),)](
             labels, token_weight,
             places, out_labels, out_weight,
-            T, N,
+            T_all, T,
             ignore_index,
             BLOCK_T=2048, num_warps=8, sanitize_overflow=False,
         )  # fmt: skip

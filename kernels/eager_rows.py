@@ -13,23 +13,23 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats, loss_of
 
 
 def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return [T] bool: which tokens have a label and a weight."""
+    """Return [T_all] bool: which tokens have a label and a weight."""
     counted = labels != ignore_index
     return counted if token_weight is None else counted & (token_weight != 0)
 
 
 def counted_tokens(
-    labels: Tensor, token_weight: Tensor | None, N: int, *, ignore_index: int
+    labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(places, labels, token_weight)`` of N tokens, all that count first, in order."""
+    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, in order."""
     counted = counts(labels, token_weight, ignore_index)
     t = torch.arange(len(labels), device=labels.device)
     ordinal = counted.cumsum(0)
     to = torch.where(counted, ordinal - 1, len(labels) - 1 - t + ordinal)
     torch_private.assert_soon(
-        (ordinal <= N).all(), "max_counted must be at least the tokens that count"
+        (ordinal <= T).all(), "max_counted must be at least the tokens that count"
     )
-    places = torch.empty_like(t).scatter_(0, to, t)[:N]
+    places = torch.empty_like(t).scatter_(0, to, t)[:T]
     labels = labels.where(counted, ignore_index)[places]
     if token_weight is not None:
         token_weight = token_weight.where(counted, 0.0)[places]

@@ -19,7 +19,7 @@ class Kernels(Protocol):
     """The passes over logits, [T, N] and [T] that every schedule is made of."""
 
     def counted_tokens(
-        self, labels: Tensor, token_weight: Tensor | None, N: int, *, ignore_index: int
+        self, labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
     def label_logit(self, logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None: ...

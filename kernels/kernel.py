@@ -8,17 +8,31 @@ does not specialise on runs what that one compiled.
 import functools
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
+from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FOLLOW_T = ("T", "N_tokens", "stride_sums", "blocks", "rounds", "step", "round")
+from flce_dist.replay import issued
+
+FOLLOW_T = ("T", "T_all", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
 no multiple of 16 compiles nothing anew."""
 
 _MOST_KNOWN = 1024  # launches of one kernel that are remembered
+
+
+class Tiled(NamedTuple):
+    """A matrix that a kernel takes tile by tile: a ``TensorDescriptor`` of checked arguments."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 class Kernel:
@@ -35,39 +49,55 @@ class Kernel:
         self._known: dict[Any, tuple[Any, ...]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self._launch, grid) if self._names else self.jit[grid]
+        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
-        active = driver.active
-        device = active.get_current_device()
+        if not self._names:
+            issued(functools.partial(self._as_triton, self.jit[grid], constexprs), *args)
+            return
+        device = driver.active.get_current_device()
         tensors, numbers = self._picks or self._pick(args)
         key = (
             device, *constexprs, *constexprs.values(), *numbers(args), *map(_fact, tensors(args))
         )  # fmt: skip
-        known = self._known.get(key)
-        hooks = triton.knobs.runtime.launch_enter_hook  # of Triton's profiler
-        if known is None or getattr(hooks, "calls", hooks):
-            compiled = self.jit[grid](*args, **constexprs)
+        compiled = self._known.get(key)
+        if compiled is None:
+            warmup = functools.partial(self.jit.warmup, grid=grid)
+            compiled = self._as_triton(warmup, constexprs, *args)
+            if compiled is None:  # a hook of Triton's has looked at it
+                return
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
-            if compiled is not None:  # else a hook of Triton's has only looked at it
-                rest = tuple(constexprs[name] for name in self._names[len(args) :])
-                self._known[key] = compiled, rest
+            self._known[key] = compiled
+        issued(functools.partial(self._run, compiled, device, grid, constexprs), *args)
+
+    def _run(
+        self, compiled: Any, device: int, grid: tuple[int, ...], constexprs: dict[str, Any],
+        *args: Any,
+    ) -> None:  # fmt: skip
+        hooks = triton.knobs.runtime.launch_enter_hook  # of Triton's profiler
+        if getattr(hooks, "calls", hooks):
+            self._as_triton(self.jit[grid], constexprs, *args)
             return
-        compiled, rest = known
         x, y = grid if len(grid) == 2 else (*grid, 1)
+        rest = [constexprs[name] for name in self._names[len(args) :]]
         compiled.run(
-            x, y, 1, active.get_current_stream(device), compiled.function,
+            x, y, 1, driver.active.get_current_stream(device), compiled.function,
             compiled.packed_metadata, None, None, None, *args, *rest,
         )  # fmt: skip
+
+    @staticmethod
+    def _as_triton(launch: Callable[..., Any], constexprs: dict[str, Any], *args: Any) -> Any:
+        described = [TensorDescriptor(*x) if x.__class__ is Tiled else x for x in args]
+        return launch(*described, **constexprs)
 
     def _pick(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return how to pick the tensors and the numbers on which a kernel may be specialised.
 
         A number of the wrong type is refused by the compiled launch.
         """
-        numbers = [i for i, x in enumerate(args) if isinstance(x, int | float | tuple)]
-        tensors = [i for i in range(len(args)) if i not in numbers]
+        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor | Tiled | None)]
+        numbers = [i for i in range(len(args)) if i not in tensors]
         numbers = [i for i in numbers if self._names[i] not in FOLLOW_T]
         self._picks = _picker(tensors), _picker(numbers)
         return self._picks
@@ -81,6 +111,6 @@ def _fact(x: Any) -> Any:
     """Return what a compiled kernel may depend on in a tensor, a descriptor or None."""
     if x is None:
         return None
-    if x.__class__ is TensorDescriptor:
+    if x.__class__ is Tiled:
         return x.base.dtype, *x.block_shape
     return x.dtype, x.data_ptr() % 16

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import exact_sums, tuning
+from flce_dist.kernels.kernel import Tiled
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 
@@ -119,7 +119,7 @@ def fits_descriptor(x: Tensor) -> bool:
 
 def matrix(x: Tensor, block: tuple[int, int], tma: bool) -> Any:
     """x as a kernel takes it, tile by tile of shape ``block``."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
+    return Tiled(x, list(x.shape), list(x.stride()), list(block)) if tma else x
 
 
 class Segment(NamedTuple):

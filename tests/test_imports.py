@@ -15,20 +15,21 @@ FILES = sorted(
     if not {"kernels", "launch"} & set(path.relative_to(ROOT).parts[1:-1])  # symlinks
 )
 
-# Each folder with those that it may import; itself always. Two files count as folders: "leaf" is
-# options.py, "private" is torch_private.py.
+# Each folder with those that it may import; itself always. Three files count as folders: "leaf" is
+# options.py, "private" is torch_private.py, "replay" is replay.py.
 MAY = {
     "faces": {"leaf", "private", "op", "parallel", "testing", "filtered"},
     "filtered": {"leaf", "private", "op", "parallel", "kernels", "faces"},
-    "op": {"leaf", "private", "parallel", "kernels"},
-    "parallel": {"private"},
-    "kernels": {"private"},
+    "op": {"leaf", "private", "replay", "parallel", "kernels"},
+    "parallel": {"private", "replay"},
+    "kernels": {"private", "replay"},
+    "replay": {"private"},
     "testing": {"private"},
     "leaf": set(),
     "private": set(),
     "launch": {"leaf", "private", "faces", "testing", "filtered"},
 }
-FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private"}
+FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private", "replay": "replay"}
 OTHERS = {folder: {"torch"} for folder in MAY} | {
     "kernels": {"torch", "triton"},
     "leaf": set(),

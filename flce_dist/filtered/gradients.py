@@ -25,7 +25,16 @@ from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Schedule, Sink, Upstream
+from flce_dist.op.call import (
+    Accumulator,
+    Call,
+    Operands,
+    Outputs,
+    Results,
+    Saved,
+    Schedule,
+    Upstream,
+)
 from flce_dist.op.gradients import Chunk, Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.op.windows import Windows, WindowsSaved
@@ -160,12 +169,14 @@ class Filtered:
         operands: Operands | None,
         saved: Saved,
         upstream: Upstream,
-        sink: Sink,
+        accumulator: Accumulator | None,
         *,
         is_last: bool,
     ) -> Results:
         if self._is_exact:
-            return self.recompute.backward(call, operands, saved, upstream, sink, is_last=is_last)
+            return self.recompute.backward(
+                call, operands, saved, upstream, accumulator, is_last=is_last
+            )
         if upstream.of_metrics:
             raise NotImplementedError(
                 "filtered.schedule has gradients of the loss only, and a gradient of lse, logprob "
@@ -178,7 +189,7 @@ class Filtered:
         gather = transport.gather(operands.hidden, call.order, call.sequence_group, operands.places)
         gather.start_all()
         logits = shard_logits(call, operands, gather.tokens)
-        gradients = Gradients.new(call, operands, sink)
+        gradients = Gradients.new(call, operands, accumulator)
         tokens, window_v = (0, call.T), self.recompute.window_v
         chunk = Chunk(tokens, logits.labels, stats, rows, ColumnCache(), gather, logits, window_v)
         if call.V:
@@ -186,7 +197,7 @@ class Filtered:
         else:  # a share of zeros, for which the other ranks wait
             gradients.add(chunk)
         gather.wait_all()
-        return gradients.finished(sink)
+        return gradients.finished()
 
 
 def _approximation(
@@ -274,4 +285,4 @@ def profile_sample(counted: Tensor, order: TokenOrder) -> Tensor:
     place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
     token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
     gathered = order.restored(torch.arange(len(counted), device=counted.device))
-    return F.pad(gathered, (0, 1), value=-1)[token]
+    return F.pad(gathered, (0, 1), value=-1).index_select(0, token)

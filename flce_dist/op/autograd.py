@@ -3,6 +3,7 @@
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Ups
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
+from flce_dist.replay import replayed
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -89,7 +91,10 @@ def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]
     """Return what the call's schedule returns, on the operands' device."""
     with _computing_on(operands.hidden):
         transport.check_same_labels(operands.labels, call.tp_group)
-        return call.schedule.forward(call, operands)
+        issue = partial(call.schedule.forward, call, operands)
+        if call.impl != "triton":  # whose functions may read data
+            return issue()
+        return replayed(call.programs, "forward", operands, issue)
 
 
 def run_backward(
@@ -104,7 +109,22 @@ def run_backward(
     """Return the gradients of hidden, weight and bias, on the upstream gradients' device."""
     upstream = Upstream(*map(as_stored, upstream))
     with _computing_on(next(g for g in upstream if g is not None)):
-        return call.schedule.backward(call, operands, saved, upstream, sink, is_last=is_last)
+        accumulator = None
+        if operands is not None and call.needs.weight:
+            accumulator = sink.opened(operands.weight)
+        out, adds = accumulator or (None, False)
+        issue = partial(
+            call.schedule.backward, call, operands, saved, upstream, accumulator, is_last=is_last
+        )
+        if call.impl != "triton":
+            gradients = issue()
+        else:
+            inputs = *(operands or ()), *saved, *upstream, out
+            gradients = replayed(call.programs, (call.needs, adds, is_last), inputs, issue)
+        dhidden, dweight, dbias = gradients
+        if dweight is not None:
+            dweight = sink.added(dweight) if accumulator is None else sink.closed(dweight)
+        return dhidden, dweight, dbias
 
 
 def _computing_on(x: Tensor) -> AbstractContextManager[Any]:

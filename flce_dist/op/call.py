@@ -7,7 +7,7 @@ V = real vocabulary rows here, H = hidden size, P = ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -65,6 +65,13 @@ class Operands(NamedTuple):
     places: Tensor | None = None  # [T] int64, with max_counted: of these tokens among T_all
 
 
+class Accumulator(NamedTuple):
+    """Where dweight is written: ``out`` [V and padding, H] is added to, or else overwritten."""
+
+    out: Tensor
+    adds: bool
+
+
 class Metrics(NamedTuple):
     """What one pass over the logits yields besides the loss; None if not asked for."""
 
@@ -99,14 +106,15 @@ class Schedule(Protocol):
         operands: Operands | None,
         saved: Saved,
         upstream: Upstream,
-        sink: Sink,
+        accumulator: Accumulator | None,
         *,
         is_last: bool,
     ) -> Results:
         """Return the gradients that the call needs.
 
-        operands is None unless they are kept. At least one upstream gradient is not None. If this
-        backward ``is_last``, what was saved may be overwritten.
+        operands is None unless they are kept; dweight, if needed, is then written to the
+        accumulator. At least one upstream gradient is not None. If this backward ``is_last``, what
+        was saved may be overwritten.
         """
 
 
@@ -122,11 +130,8 @@ def extra_schedule(schedule: object) -> ModuleType | None:
 class Sink(Protocol):
     """Where dweight is accumulated. A sink remembers nothing: backward may run several times."""
 
-    rounds: ClassVar[bool]
-    """Whether a finished dweight is rounded to the operands' dtype before it is taken."""
-
-    def opened(self, weight: Tensor, /) -> tuple[Tensor, bool]:
-        """Return [V, H] for the GEMMs, and whether to add to it (else it is overwritten)."""
+    def opened(self, weight: Tensor, /) -> Accumulator:
+        """Return what the GEMMs write."""
 
     def closed(self, dweight: Tensor) -> Tensor | None:
         """Return what autograd gets for the tensor that ``opened`` returned."""
@@ -152,6 +157,7 @@ class Call:
     impl: str  # "triton" or "eager"
     kernels: Kernels  # of that
     tp_group: dist.ProcessGroup | None
+    programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # replay.py
 
     @cached_property
     def loss_terms(self) -> LossTerms:

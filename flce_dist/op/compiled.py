@@ -137,7 +137,9 @@ def _backward(
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
         tensors = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
-            gradients = run_backward(call, operands, tensors, upstream, NewDweight(), is_last=False)
+            gradients = run_backward(
+                call, operands, tensors, upstream, NewDweight(call.dtype), is_last=False
+            )
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)

@@ -7,7 +7,7 @@ D [T, V] exists one window of columns at a time, from forward's cache or compute
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +17,30 @@ from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import MetricGradients, RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Call, Operands, Results, Sink, Upstream
+from flce_dist.op.call import Accumulator, Call, Operands, Results, Upstream
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather, TokenSum
 from flce_dist.parallel.counted import chosen
 
 
-@dataclass(frozen=True)
-class NewDweight:
-    """The sink that returns dweight to autograd; in ``dtype``, by default weight's."""
+class NewDweight(NamedTuple):
+    """The sink that returns dweight to autograd, in the operands' dtype."""
 
-    dtype: torch.dtype | None = None
-    rounds: ClassVar[bool] = True
+    dtype: torch.dtype
 
-    def opened(self, weight: Tensor) -> tuple[Tensor, bool]:
-        dtype = self.dtype or weight.dtype
-        return torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format), False
+    def opened(self, weight: Tensor) -> Accumulator:
+        return new_accumulator(weight, self.dtype)
 
     def closed(self, dweight: Tensor) -> Tensor:
         return dweight
 
     def added(self, dweight: Tensor) -> Tensor:
-        return dweight
+        return dweight.to(self.dtype)
+
+
+def new_accumulator(weight: Tensor, dtype: torch.dtype) -> Accumulator:
+    contiguous = torch.contiguous_format
+    return Accumulator(torch.empty_like(weight, dtype=dtype, memory_format=contiguous), False)
 
 
 def row_gradient(
@@ -108,15 +110,15 @@ class Gradients:
     acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
 
     @staticmethod
-    def new(call: Call, operands: Operands, sink: Sink) -> "Gradients":
-        """Allocate the gradients that the call needs; dweight is the sink's."""
+    def new(call: Call, operands: Operands, accumulator: Accumulator | None) -> "Gradients":
+        """Allocate the gradients that the call needs; dweight is the accumulator's."""
         weight, dhidden, dweight, dbias, accumulates = operands.weight, None, None, None, False
         if call.needs.hidden:
             dhidden = _sum_of_dhidden(call, operands)
-        if call.needs.weight:
-            dweight, accumulates = sink.opened(weight)
+        if accumulator is not None:
+            dweight, accumulates = accumulator
             if not accumulates and call.V < len(weight):
-                dweight[call.V :] = 0.0
+                dweight[call.V :].zero_()
         if call.needs.bias:
             dbias = torch.zeros(len(weight), dtype=call.stats_dtype, device=weight.device)
         return Gradients(call, weight, dhidden, dweight, dbias, accumulates)
@@ -210,16 +212,15 @@ class Gradients:
         if self.dbias is not None:
             self.dbias[start:end] += dbias_of(self.call, d, rows)
 
-    def finished(self, sink: Sink, *, rounds_dbias: bool = True) -> Results:
-        """Return dhidden of this rank's tokens, summed over ranks, what ``sink`` makes of dweight,
-        and dbias, rounded if asked for.
+    def finished(self, *, rounds_dbias: bool = True) -> Results:
+        """Return dhidden of this rank's tokens, summed over ranks, dweight, and dbias, rounded if
+        asked for.
         """
         dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
-        dweight = None if self.dweight is None else sink.closed(self.dweight)
         dbias = self.dbias
         if dbias is not None and rounds_dbias:
             dbias = dbias.to(self.call.dtype)
-        return dhidden, dweight, dbias
+        return dhidden, self.dweight, dbias
 
 
 def _sum_of_dhidden(call: Call, operands: Operands) -> TokenSum:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
-from flce_dist.op.gradients import Chunk, Gradients, NewDweight
+from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
+from flce_dist.op.gradients import Chunk, Gradients, new_accumulator
 from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
@@ -60,8 +60,11 @@ class InForward(Sizes):
         # fp16.
         late_norm, early_norm = (one.norm, None) if call.is_from_lse else (None, one.norm)
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
-        sink = NewDweight(None if rounds_once else call.stats_dtype)
-        gradients = Gradients.new(call, operands, sink)
+        accumulator = None
+        if call.needs.weight:
+            dtype = call.dtype if rounds_once else call.stats_dtype
+            accumulator = new_accumulator(operands.weight, dtype)
+        gradients = Gradients.new(call, operands, accumulator)
         losses, metrics = [], []
 
         for first, last in self.chunks():
@@ -84,7 +87,7 @@ class InForward(Sizes):
 
         del cache, part  # before dweight exists twice
         loss, of_tokens = one.finished(losses, metrics)
-        dhidden, dweight, dbias = gradients.finished(sink, rounds_dbias=False)
+        dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(_saved_dtype(call.dtype))
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias)
@@ -109,7 +112,7 @@ class InForward(Sizes):
         operands: Operands | None,
         saved: Saved,
         upstream: Upstream,
-        sink: Sink,
+        accumulator: Accumulator | None,
         *,
         is_last: bool,
     ) -> Results:
@@ -121,18 +124,16 @@ class InForward(Sizes):
         norm, dhidden, dweight, dbias = SavedGradients(*saved)
         factor = upstream.loss if norm is None else upstream.loss / norm
 
-        def times_factor(gradient: Tensor | None, *, rounds: bool = True) -> Tensor | None:
+        def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if gradient is None:
                 return None
-            dtype = call.dtype if rounds else gradient.dtype
             in_place = is_last and gradient.dtype == dtype
             result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
             call.kernels.scale(gradient, factor, out=result)
             return result
 
-        dhidden, dbias = times_factor(dhidden), times_factor(dbias)
-        dweight = times_factor(dweight if call.needs.weight else None, rounds=sink.rounds)
-        return dhidden, None if dweight is None else sink.added(dweight), dbias
+        dweight = times_factor(dweight if call.needs.weight else None, _saved_dtype(call.dtype))
+        return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
 
     def _chunk_cache(
         self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]

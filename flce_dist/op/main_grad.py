@@ -5,7 +5,7 @@ Attributes of the weight are those of Megatron and TransformerEngine: ``main_gra
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
 from flce_dist.op import checks
-from flce_dist.op.call import Call
+from flce_dist.op.call import Accumulator, Call
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class MainGrad:
     buffer: Tensor | None
     dtype: torch.dtype
 
-    rounds: ClassVar[bool] = False  # fp16 may overflow, an fp32 main_grad not
-
-    def opened(self, _: Tensor) -> tuple[Tensor, bool]:
+    def opened(self, _: Tensor) -> Accumulator:
         weight: Any = self.weight  # not the operand: autocast may have made that
         main_grad = self.buffer
         if main_grad is None:
@@ -42,12 +40,12 @@ class MainGrad:
             checks.check_main_grad(main_grad, weight, self.dtype)
         weight.main_grad = main_grad  # as Megatron does: buffers may have been exchanged since
         if not getattr(weight, "overwrite_main_grad", self.buffer is None):
-            return main_grad, True
+            return Accumulator(main_grad, True)
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
         task, before = torch_private.backward_id(), getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
-        return main_grad, task == before
+        return Accumulator(main_grad, task == before)
 
     def closed(self, dweight: Tensor) -> Tensor | None:
         """Mark dweight as added; return the dummy gradient that autograd gets in its place.

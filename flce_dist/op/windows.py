@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Call, Metrics, Operands, Results, Saved, Sink, Upstream
+from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
 from flce_dist.op.gradients import Chunk, Gradients, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.parallel import transport
@@ -111,7 +111,7 @@ class Windows(Sizes):
         operands: Operands | None,
         saved: Saved,
         upstream: Upstream,
-        sink: Sink,
+        accumulator: Accumulator | None,
         *,
         is_last: bool,
     ) -> Results:
@@ -137,12 +137,12 @@ class Windows(Sizes):
             gather.start_all()
             logits = shard_logits(call, operands, gather.tokens)
 
-        gradients = Gradients.new(call, operands, sink)
+        gradients = Gradients.new(call, operands, accumulator)
         tokens, labels = (0, call.T), operands.labels
         gradients.add(Chunk(tokens, labels, stats, rows, windows, gather, logits, self.window_v))
         if gather is not None:
             gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
-        return gradients.finished(sink)
+        return gradients.finished()
 
     def _new_cache(self, call: Call, device: torch.device) -> Tensor | None:
         column_bytes = call.T * call.cache_dtype.itemsize

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flce_dist import torch_private
 from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.replay import issued
 
 # torch 2.13 renamed these two, and warns at their old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,7 +65,7 @@ def all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Take the maximum of ``x`` over ranks in place. 2 x bytes(x) on the wire."""
     if tp_group is not None and x.numel():
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=tp_group)
+        issued(dist.all_reduce, x, dist.ReduceOp.MAX, tp_group)
     return x
 
 
@@ -72,6 +73,10 @@ def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
     """Start to sum ``x`` over ranks in place."""
     if tp_group is None or not x.numel():
         return Pending(x)
+    return issued(_started_all_reduce, x, tp_group)
+
+
+def _started_all_reduce(x: Tensor, tp_group: dist.ProcessGroup) -> Pending:
     return Pending(x, (dist.all_reduce(x, group=tp_group, async_op=True),))
 
 

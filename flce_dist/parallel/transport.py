@@ -25,11 +25,12 @@ from flce_dist.parallel.collectives import (
     gather_tokens,
     group_size,
 )
-from flce_dist.parallel.counted import ChosenTokens, PutBackAndScattered, SumPutBack
+from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.replay import issued
 
 
 def gather(
@@ -42,9 +43,15 @@ def gather(
     if places is not None:
         if group is not None:
             x = gather(x, _at_once(group, group_size(group) * len(x)), group).wait_all()
-        return ChosenTokens(x, places, order)
+        gathered = TokenGather(chosen(x, places), order)
+        gathered.owns_tokens = True
+        return gathered
     if group is None:
         return TokenGather(x, order)
+    return issued(_gather, x, order, group)
+
+
+def _gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup) -> TokenGather:
     memories = memories_of(group, x.device)
     if memories is not None:
         return PeerGather(x, order, memories.hidden)
@@ -76,13 +83,22 @@ def token_sum(
         whole = partial(new_sum, (T_all, shape[1]), order=_at_once(group, T_all))
         share = torch.empty(shape, dtype=dtype, device=device)
         return PutBackAndScattered(share, places, whole)
-    if group is None or not sequence_parallel:
-        share = torch.empty(shape, dtype=dtype, device=device)
-        return TokenSum(share) if group is None else CollectiveSum(share, group)
-    memories = memories_of(group, device)
+    if group is None:
+        return TokenSum(torch.empty(shape, dtype=dtype, device=device))
+    return issued(_token_sum, shape, dtype, device, order, group, sequence_parallel)
+
+
+def _token_sum(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, order: TokenOrder,
+    group: dist.ProcessGroup, sequence_parallel: bool,
+) -> TokenSum:  # fmt: skip
+    memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
         return PeerScatter(shape, dtype, order, memories.dhidden)
-    return CollectiveScatter(torch.empty(shape, dtype=dtype, device=device), order, group)
+    share = torch.empty(shape, dtype=dtype, device=device)
+    return (
+        CollectiveScatter(share, order, group) if sequence_parallel else CollectiveSum(share, group)
+    )
 
 
 def _at_once(group: dist.ProcessGroup, T: int) -> TokenOrder:

@@ -186,7 +186,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
     such token has any, rows that no bias of -inf bans share the mass equally. Reads weight once.
     """
-    logits = logits._replace(hidden=logits.hidden[sample.clamp_min(0)])
+    logits = logits._replace(hidden=logits.hidden.index_select(0, sample.clamp_min(0)))
     launch = tile_launch(logits)
     q = lse.new_empty(logits.V)
     _profile_kernel[(launch.num_v,)](

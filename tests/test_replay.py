@@ -1,0 +1,200 @@
+"""Calls that are replayed return what they returned before; what may not be replayed never is."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import filtered, linear_cross_entropy, replay
+from flce_dist.memory import peak_memory
+from flce_dist.testing import run_ranks
+from tests.problems import (
+    Outcome,
+    Upstream,
+    assert_same,
+    make_inputs,
+    metric_upstream,
+    per_token_upstream,
+    run_op,
+)
+
+interpreted = pytest.mark.usefixtures("one_launch_at_a_time")
+T, V, H = 40, 150, 16
+
+CASES: dict[str, tuple[Upstream, dict[str, Any]]] = {
+    "recompute": (Upstream(), {"schedule": "recompute", "max_logits_bytes": T * 64 * 4}),
+    "cached": (Upstream(), {"schedule": "cached", "label_smoothing": 0.1}),
+    "in_forward": (Upstream(0.5), {"schedule": "in_forward", "softcap": 4.0}),
+    "chunks": (Upstream(), {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
+    "filtered": (Upstream(), {"schedule": filtered.schedule(2.0**-5)}),
+    "metrics": (
+        Upstream(per_token_upstream(T), metric_upstream(T, "lse", "entropy")),
+        {"schedule": "cached", "reduction": "none"},
+    ),
+}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Programs that were run, in the order of their calls."""
+    run: list[Any] = []
+    record = replay.Recorder.program
+
+    def noting(self: replay.Recorder, results: Any) -> Any:
+        program = record(self, results)
+        assert program is not None
+
+        def noted(*inputs: Any) -> Any:
+            run.append(program)
+            return program(*inputs)
+
+        return noted
+
+    monkeypatch.setattr(replay.Recorder, "program", noting)
+    return run
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES]
+    + [(case, torch.float16) for case in ("cached", "in_forward", "filtered")],
+)
+def test_one_rank(programs: list[Any], case: str, dtype: torch.dtype) -> None:
+    upstream, options = CASES[case]
+
+    def outcome(seed: int) -> Outcome:
+        inputs = make_inputs(T, V, H, dtype, seed=seed, bias=True, token_weight=True)
+        return run_op(inputs, upstream, impl="triton", **options)
+
+    seen, recorded = outcome(0), outcome(1)
+    assert not programs
+    assert_same(outcome(0), seen)
+    assert_same(outcome(1), recorded)
+    assert len(programs) == 4
+
+
+@interpreted
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("case", ["recompute", "cached", "chunks", "filtered"])
+def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
+    P = 2
+
+    def rank(tp_group: dist.ProcessGroup) -> list[list[Tensor]]:
+        def outcome(seed: int) -> list[Tensor]:
+            whole, r = make_inputs(T, V, H, seed=seed), tp_group.rank()
+            hidden = whole.hidden.chunk(P)[r] if sequence_parallel else whole.hidden
+            hidden, weight = hidden.clone().requires_grad_(), whole.weight.chunk(P)[r].clone()
+            loss = linear_cross_entropy(
+                hidden, weight.requires_grad_(), whole.labels, tp_group=tp_group, impl="triton",
+                sequence_parallel=sequence_parallel, **CASES[case][1],
+            )  # fmt: skip
+            return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+        return [outcome(seed) for seed in (0, 1, 0, 1)]
+
+    for first, recorded, *replays in run_ranks(rank, P):
+        for one, other in zip((*first, *recorded), (*replays[0], *replays[1]), strict=True):
+            assert torch.equal(one, other)
+    assert len(programs) == 4 * P
+
+
+@interpreted
+def test_memory_is_freed_where_it_was(programs: list[Any]) -> None:
+    inputs = make_inputs(T, 600, H)
+
+    def peaks() -> tuple[int, int]:
+        operands = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+        options: dict[str, Any] = {"schedule": "recompute", "max_logits_bytes": T * 64 * 4}
+        with peak_memory("cpu") as forward:
+            loss = linear_cross_entropy(*operands, inputs.labels, impl="triton", **options)
+        with peak_memory("cpu") as backward:
+            torch.autograd.grad(loss, operands)
+        return forward.bytes, backward.bytes
+
+    first, _, third, fourth = (peaks() for _ in range(4))
+    assert len(programs) == 4
+    assert third == fourth <= first
+
+
+# --- any function
+
+
+def calls(issue: Callable[..., Any], *inputs: Tensor | None, facts: Any = None) -> list[Any]:
+    """What three calls return, and how many programs there are then."""
+    programs: dict[Any, Any] = {}
+    results = [replay.replayed(programs, facts, inputs, lambda: issue(*inputs)) for _ in range(3)]
+    return [*results, sum(callable(program) for program in programs.values())]
+
+
+outside = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("issue", "is_replayed"),
+    [
+        pytest.param(lambda x: (x * 2.0, None), True, id="operation"),
+        pytest.param(lambda x: torch.cat([x, *x.split(1)])[1:].t(), True, id="lists and views"),
+        pytest.param(lambda x: x + outside, False, id="a tensor from elsewhere"),
+        pytest.param(lambda x: x * x.sum().item(), False, id="a number that was read"),
+        pytest.param(lambda x: x[x > 1.0] if x.sum() else x, False, id="a branch on data"),
+        pytest.param(lambda x: x[x > 1.0], False, id="a shape that data decides"),
+        pytest.param(lambda x: torch.tensor(3.0) * x, False, id="a tensor made of numbers"),
+    ],
+)
+def test_what_is_replayed(issue: Callable[..., Any], is_replayed: bool) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    *results, programs = calls(issue, x)
+    assert programs == is_replayed
+    for result in results:
+        torch.testing.assert_close(result, issue(x), rtol=0.0, atol=0.0)
+
+
+def test_a_tensor_given_twice_may_be_two_tensors_later() -> None:
+    x, y, programs = torch.ones(3), torch.zeros(3), dict[Any, Any]()
+    for other in (x, x, y):
+        total = replay.replayed(programs, None, (x, other), partial(torch.add, x, other))
+    assert torch.equal(total, x)
+
+
+def test_each_fact_has_its_own_program() -> None:
+    buffer, programs = torch.zeros(64), dict[Any, Any]()
+    inputs = (
+        buffer[:8].view(2, 4), buffer[:8].view(4, 2), buffer[:8].view(2, 4).t(),
+        buffer[1:9].view(2, 4), buffer[:8].view(2, 4).int(),
+    )  # fmt: skip
+    for x, factor in 3 * list(itertools.product(inputs, (1.0, 2.0))):
+        scaled = replay.replayed(programs, factor, (x,), partial(torch.mul, x, factor))
+        assert torch.equal(scaled, x * factor)
+    assert len(programs) == 2 * len(inputs) and all(map(callable, programs.values()))
+
+
+def test_what_is_issued_in_its_own_way() -> None:
+    class Adder:
+        def __init__(self, x: Tensor) -> None:
+            self.total, self._parts = x.clone(), 0
+
+        def add(self, x: Tensor) -> None:
+            self.total, self._parts = self.total + x.sum().item(), self._parts + 1
+
+        def parts(self, x: Tensor) -> Any:
+            for part in x.split(1):
+                self.add(part)
+                yield self._parts
+
+    def issue(x: Tensor) -> Tensor:
+        adder = replay.issued(Adder, x)
+        assert list(adder.parts(x)) == [1, 2, 3]
+        adder.add(2 * x)
+        return adder.total
+
+    x, programs = torch.tensor([1.0, 2.0, 3.0]), dict[Any, Any]()
+    for y in (x, x, 2 * x):
+        total = replay.replayed(programs, None, (y,), partial(issue, y))
+        assert torch.equal(total, y + 3 * y.sum())
+    assert callable(*programs.values())
