@@ -39,14 +39,13 @@ _BINS_PER_NAT = tl.constexpr(LOG2E.value / 38)
 _SUM_Z_UNIT = tl.constexpr(2.0**-16)
 
 
-def headroom(group_v: int) -> int:
-    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``."""
-    return group_v.bit_length() + 1
+@triton.constexpr_function
+def headroom(group_v, limbs):
+    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``.
 
-
-def entropy_headroom(group_v: int) -> int:
-    """The same for terms of ``exp(x) * x``: |x| is at most 104 where fp32 exp(x) is not 0."""
-    return headroom(group_v) + 7
+    3 limbs have terms ``exp(x) * x``, where |x| is at most 104 if fp32 exp(x) is not 0.
+    """
+    return group_v.bit_length() + (8 if limbs == 3 else 1)
 
 
 @triton.jit
@@ -79,8 +78,9 @@ def slice_in(x, bin, HEADROOM: tl.constexpr):
 
 
 @triton.jit
-def slice_sums(terms, bin, HEADROOM: tl.constexpr, LIMBS: tl.constexpr):
+def slice_sums(terms, bin, GROUP_V: tl.constexpr, LIMBS: tl.constexpr):
     """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; middle is 0 if LIMBS is 2."""
+    HEADROOM: tl.constexpr = headroom(GROUP_V, LIMBS)
     rest = terms.to(tl.float64)
     part = slice_in(rest, bin[None, :], HEADROOM)
     high = tl.sum(part, axis=0)
