@@ -23,7 +23,7 @@ from flce_dist.op.prepare import (
     prepare,
     sequence_first,
 )
-from flce_dist.options import options_of
+from flce_dist.options import LossOptions, keywords_of
 
 
 def check_ranks(
@@ -61,23 +61,21 @@ def check_ranks(
             comes before agrees.
             Without a group, what ``linear_cross_entropy`` raises.
     """
-
-    def mine() -> dict[str, Any]:
-        chosen = options_of(check_ranks, options)
-        return _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
-
-    if not isinstance(tp_group, dist.ProcessGroup):
-        mine()
-        return
+    group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
     failure: Exception | None = None
     try:
-        summary = mine()
+        chosen = LossOptions(**keywords_of(check_ranks, options))
+        mine = _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
     except Exception as error:  # of any type, for example TypeError for a wrong argument
-        failure, summary = error, {"error": f"{type(error).__name__}: {error}"}
-    summaries: list[Any] = [None] * tp_group.size()
+        if group is None:
+            raise
+        failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
+    if group is None:
+        return
+    summaries: list[Any] = [None] * group.size()
     # NCCL sends from the current GPU.
     with torch.cuda.device_of(hidden if isinstance(hidden, Tensor) else torch.empty(0)):
-        dist.all_gather_object(summaries, summary, group=tp_group)
+        dist.all_gather_object(summaries, mine, group=group)
     complaint = _complaint(summaries)
     if complaint is not None:
         raise ValueError(complaint) from failure
