@@ -65,10 +65,9 @@ class LossOptions:
 
     @property
     def smoothing_needs_logits(self) -> bool:
-        """Whether the gradient of the smoothing term depends on the logits.
+        """Whether backward needs the logits again for smoothing, whose gradient a softcap scales.
 
         Without a softcap it is the same number in every column, a rank-1 term of ``dlogits``.
-        With one it is that number times ``softcap'(z)``, so backward needs the logits again.
         """
         return self.label_smoothing != 0.0 and self.softcap is not None
 

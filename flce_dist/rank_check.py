@@ -159,10 +159,9 @@ def _differences(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _seams(rows: Sequence[list[int]]) -> list[str]:
-    """Return each rank whose rows do not begin where those of the previous rank end.
+    """Return each rank whose rows below vocab_size do not begin where the previous rank's end.
 
-    The first rank has checked that its rows begin at 0, the last that its rows reach vocab_size.
-    Padding beyond vocab_size is not included and may lie anywhere.
+    The first rank has checked that its rows begin at 0, the last that they reach vocab_size.
     """
     return [
         f"vocabulary rows of rank {rank} must begin at {end}, where those of rank {rank - 1} end, "
@@ -175,8 +174,7 @@ def _seams(rows: Sequence[list[int]]) -> list[str]:
 def _one_weight(weights: Sequence[tuple[int, str | None, int]]) -> str | None:
     """Return an error text if every rank holds the same rows and no label lies beyond them.
 
-    Each has its number of rows, their hash and the largest label. Equal rows alone are no error: a
-    test may initialise all shards from one seed.
+    Equal rows alone are no error: a test may initialise all shards from one seed.
     """
     V, rows, label = weights[0]
     if len(weights) == 1 or rows is None or len(set(weights)) > 1 or not 0 <= label < V:

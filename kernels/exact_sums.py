@@ -17,16 +17,12 @@ The top bin b of a token is that of its largest exponential m so far, the b with
 ``2 ** (BIN_BITS * b) <= m < 2 ** (BIN_BITS * (b + 1))``. Terms are at most
 ``2 ** (headroom - 2) * m``, less than half a unit of bin b + 1, so their slices in higher bins are
 0. When later columns or other ranks raise the top bin, limbs therefore move down, zeros take the
-places above, and each limb is what it would be had m been known before. Limbs depend on the terms
-alone.
+places above, and each limb is what it would be had m been known before.
 
-What is dropped of a term is at most half a unit of the lowest bin. With groups of 32 columns that
-is 2 ** -32 of m with 2 limbs, and 2 ** -63 with 3 limbs and the headroom of an entropy; with groups
-of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb that moves out is multiplied by 0, not
-replaced.
-
-The cost is 7 fp64 operations and a conversion per token and group. GPUs with few fp64 units will
-notice it where groups are small.
+At most half a unit of the lowest bin is dropped of a term: with groups of 32 columns 2 ** -32 of m
+with 2 limbs, 2 ** -63 with 3; with groups of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb
+that moves out is multiplied by 0, not replaced. The cost is 7 fp64 operations and a conversion per
+token and group.
 """
 
 import triton

@@ -6,9 +6,7 @@ call ``logits, _ = self.output_layer(hidden, weight=...)`` and then
 calls once per depth. The layer's class becomes a subclass, which in these calls returns
 ``LazyLogits``, and the method computes the loss of those. Everywhere else the layer returns real
 logits: without labels, in ``compute_mtp_single_step``, for a user's ``output_processor`` and under
-forward hooks.
-Parameters, their names, initialisation and ``sharded_state_dict`` are unchanged, unless
-``vocab_order`` moves rows.
+forward hooks. Only ``vocab_order`` changes parameters or ``sharded_state_dict``.
 """
 
 import functools
