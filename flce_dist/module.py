@@ -133,8 +133,7 @@ class LinearCrossEntropy(VocabShard):
         # Only the last shards are shorter than the first, so padding them keeps ids in order.
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
-        columns = collectives.gather_tokens(columns, group)
-        columns = columns[: self.vocab_size]
+        columns = collectives.gather_tokens(columns, group)[: self.vocab_size]
         if self.row_of_token is not None:
             columns = columns[self.row_of_token]
         return columns.movedim(0, -1)

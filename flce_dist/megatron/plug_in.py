@@ -33,6 +33,8 @@ _FIXED = {
 }
 """Options that the model decides or the output layer does not support."""
 
+_signature = functools.cache(inspect.signature)
+
 
 def use_linear_cross_entropy(
     model: Any,
@@ -122,7 +124,8 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits)
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let the layer be lazy in this call of the model if it has labels."""
-    bound = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs)
+    model_class: Any = type(model)
+    bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
     given = {**kwargs, **bound.arguments}
     labels = given.get("labels", given.get("lm_labels"))  # the latter in a T5Model
     # Megatron's logger of inputs writes the logits to disk.
