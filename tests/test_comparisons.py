@@ -108,7 +108,7 @@ def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
 @interpreted
 def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     headroom = exact_sums.headroom
-    monkeypatch.setattr(exact_sums, "headroom", lambda group_v: headroom(group_v) + 16)
+    monkeypatch.setattr(exact_sums, "headroom", lambda *args: headroom(*args) + 16)
     with pytest.raises(AssertionError, match="not close"):
         check_small_terms(0.01, 15.0)
 

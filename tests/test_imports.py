@@ -40,7 +40,6 @@ OTHERS = {folder: {"torch"} for folder in MAY} | {
 }  # fmt: skip
 LAZILY = {  # inside functions and for type checkers
     "flce_dist/megatron/fused_layer.py": {"megatron"},
-    "flce_dist/megatron/ordered_checkpoints.py": {"megatron"},
     "flce_dist/megatron/refusals.py": {"megatron"},
     "flce_dist/megatron/vocab_rows.py": {"megatron"},
     "flce_dist/op/call.py": {"filtered"},
