@@ -212,7 +212,9 @@ SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Case = TypeVar("Case", bound=tuple[Any, ...])
 
+on_a_gpu = pytest.param("triton", marks=pytest.mark.gpu, id="on a GPU")
 both = pytest.mark.parametrize("impl", ["eager", "triton"])
+everywhere = pytest.mark.parametrize("impl", ["eager", "triton", on_a_gpu])
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 interpreted = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
-from tests.parallel_autograd_checks import layered, two_heads
+from tests.parallel_autograd_checks import layered
 from tests.parallel_problem import UNEVEN, Outcome, Problem, rank_step
 from tests.problems import SCHEDULES, pairwise
 from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
@@ -179,6 +179,10 @@ def test_two_ranks_with_dtensors(ranks, sequence_parallel):
     pairs = (ranks.run(dtensor_step, sequence_parallel, compiles) for compiles in (True, False))
     for ours, expected in zip(*pairs, strict=True):
         assert all(map(torch.equal, ours, expected))
+
+
+def two_heads(layer, hidden, weight, bias):
+    return layer(hidden, weight, bias) + layer(hidden / 2, -weight, bias)
 
 
 def two_heads_step(group: dist.ProcessGroup, compiles: bool) -> Outcome:

@@ -1,4 +1,4 @@
-"""How the op runs on a GPU: no waiting host, streams, autocast, checkpointing, equal bits.
+"""How the op runs on a GPU: no waiting host, streams, equal bits.
 
 What has a meaning on a CPU too runs there as well, and so proves the check.
 """
@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.memory import peak_memory
-from flce_dist.testing import relative_rms
 from tests.problems import (
     METRICS,
     Inputs,
@@ -133,71 +129,6 @@ def test_on_a_side_stream(schedule, device):
     stream = torch.cuda.Stream() if device == "cuda" else None
     for _ in range(2):
         assert_same(step_on_stream(inputs, schedule, stream), expected)
-
-
-# --- autocast
-
-
-@each_device
-@each_schedule
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_over_fp32_parameters(dtype, schedule, device):
-    """Computed in the dtype of autocast, to the bit; gradients arrive in fp32."""
-    inputs = problem(device, torch.float32)
-
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-        with torch.autocast(device, dtype):
-            return our_call(hidden, weight, labels, **options)
-
-    actual = run(call, inputs, Upstream(), schedule=schedule)
-    by_hand = run(our_call, inputs.to(dtype), Upstream(), schedule=schedule)
-    assert_same(actual, {name: x.float() for name, x in by_hand.items()})
-    assert all(x.dtype == torch.float32 for x in actual.values())
-
-
-# --- activation checkpointing
-
-
-def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> tuple[Outcome, int]:
-    """Two layers with a head each over one weight; checkpointed unless ``use_reentrant`` is None.
-
-    Returns results, and the peak of forward and backward in bytes.
-    """
-    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    mixes = [torch.eye(H, dtype=inputs.dtype, device=hidden.device).roll(i, 0) for i in (1, 2)]
-
-    def layer(hidden: Tensor, mix: Tensor) -> Tensor:
-        mixed = torch.nn.functional.gelu(hidden @ mix)
-        return linear_cross_entropy(mixed, weight, inputs.labels, schedule=schedule)
-
-    run_layer: Any = layer
-    if use_reentrant is not None:
-        run_layer = functools.partial(
-            checkpoint, layer, use_reentrant=use_reentrant, preserve_rng_state=False
-        )
-    with peak_memory(hidden.device) as peak:
-        loss = run_layer(hidden, mixes[0]) + run_layer(hidden, mixes[1])
-        loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}, peak.bytes
-
-
-@each_device
-@each_schedule
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant, schedule, device):
-    """The same bits, and what a schedule keeps is kept for one head at a time."""
-    T, V = (1024 if device == "cuda" else 256), 8192
-    inputs = inputs_on(device, T, V, H, torch.bfloat16)
-    two_heads(inputs, schedule, None)  # workspaces that stay
-    plain, plain_peak = two_heads(inputs, schedule, None)
-    saving, peak = two_heads(inputs, schedule, use_reentrant)
-    if use_reentrant and schedule == "in_forward":
-        # Its first forward is one without gradients, which sums tokens in another order.
-        assert relative_rms(saving.pop("loss"), plain.pop("loss")) <= 1e-6
-    assert_same(saving, plain)
-    cache = 2 * T * V
-    assert peak <= plain_peak + (-cache // 2 if schedule == "cached" else cache // 16)
 
 
 # --- equal bits

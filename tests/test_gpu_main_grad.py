@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy
 from flce_dist.memory import peak_memory
 from flce_dist.testing import relative_rms
 from tests.problems import Inputs
-from tests.test_gpu_cases import WAYS, each_way
 from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import each_device, every_schedule, inputs_on, on_cuda, options_of
+from tests.test_gpu_oracle import (
+    EVERY_SCHEDULE,
+    each_device,
+    every_schedule,
+    inputs_on,
+    on_cuda,
+    options_of,
+)
 
 T, V, H = 130, 36_000, 64
 ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
@@ -95,11 +101,11 @@ def test_backward_allocates_nothing_of_the_weights_size(main_dtype, schedule, de
 
 
 @each_device
-@each_way
-def test_a_replayed_graph_adds_again(way, device):
+@pytest.mark.parametrize("schedule", [*EVERY_SCHEDULE, filtered.schedule(2.0**-9)])
+def test_a_replayed_graph_adds_again(schedule, device):
     """To some columns of a wider tensor; its capture would fail if the host waited."""
     inputs = inputs_on(device, T, V, H, torch.bfloat16)
-    options = options_of(way, inputs) if way == "auto" else WAYS[way]
+    options = options_of(schedule, inputs)
     weight, wider = parameter(inputs, torch.float32), torch.zeros(V, 200, device=device)
     weight.main_grad = wider[:, 50 : 50 + H]
     replayed = Replayed(lambda: [step(inputs, weight, accumulate_dweight=True, **options)], device)
