@@ -231,14 +231,5 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
 
 IN_PIECES = Problem(T=48)
 FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
-PIECE_OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "none": {"reduction": "none"},
-    "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, IN_PIECES.T)},
-    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
-    "few bytes": FEW_BYTES,
-}
-
-
 small_pieces = partial(plan_sizes, split_from=16, tile=8, min_window=8)
 """Plan several pieces and chunks for a problem of few tokens."""

@@ -111,7 +111,9 @@ def test_gradients(case: str, options: str, sequence_parallel: bool, ranks: int)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "cached", "mixed"])
+@pytest.mark.parametrize(
+    "case", ["recompute", "recompute bf16", "cached", "mixed", *(x for x in CASES if "lent" in x)]
+)
 def test_gradients_by_triton(case: str, ranks: int) -> None:
     problem, how = problem_of(case, "smoothing", ranks)
     how = {"sequence_parallel": True, "impl": "triton", **how}
