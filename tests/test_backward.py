@@ -14,7 +14,7 @@ import torch
 from flce_dist import plan
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.options import Schedule
-from flce_dist.testing import run_ranks
+from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
 from tests.problems import both, pairwise, plan_sizes
 
@@ -80,7 +80,10 @@ def problem_of(case: str, options: str, ranks: int) -> tuple[Problem, dict[str, 
 
 
 def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
-    """What a rank computes; a second backward must give the same bits, and operands keep theirs."""
+    """What a rank computes; a second backward must give the same bits, and operands keep theirs.
+
+    So must one that adds dweight to a main_grad.
+    """
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
     given, leaves = [x.clone() for x in share[:3]], share.leaves()
     loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)
@@ -89,6 +92,16 @@ def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -
     second = torch.autograd.grad(loss, leaves, upstream)
     for one, other in (*zip(first, second, strict=True), *zip(leaves, given, strict=True)):
         assert torch.equal(one.detach().view(torch.uint8), other.view(torch.uint8))
+
+    weight: Any = leaves[1]
+    weight.main_grad = torch.full_like(weight, 2.0, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    how["accumulate_dweight"] = True
+    loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)
+    for one, other in zip(torch.autograd.grad(loss, leaves, upstream), first, strict=True):
+        assert torch.equal(one, torch.zeros_like(dweight) if other is dweight else other)
+    tolerance = max(2 * torch.finfo(dweight.dtype).eps, 1e-4)
+    assert relative_rms(weight.main_grad - 2.0, dweight) < tolerance
     return Outcome(loss.detach(), dhidden, dweight, dbias)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropy, api, check_ranks, rank_check
+from flce_dist import LinearCrossEntropy, check_ranks, rank_check
 from flce_dist.megatron import refusals, use_linear_cross_entropy
-from flce_dist.op import checks, compiled
+from flce_dist.op import compiled
 from flce_dist.options import LossOptions
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
@@ -106,28 +106,6 @@ def test_signatures_are_the_fields(name: str) -> None:
         assert parameter.annotation == (
             get_args(hint)[0] if get_origin(hint) is Annotated else hint
         )
-
-
-@pytest.mark.parametrize("with_metrics", [False, True])
-def test_public_functions_pass_each_option_on(
-    with_metrics: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def apply(arguments: Any) -> tuple[torch.Tensor, ...]:
-        seen.append(arguments)
-        return (torch.zeros(()),) * 5
-
-    monkeypatch.setattr(api, "_apply", apply)
-    monkeypatch.setattr(checks, "checked_options", LossOptions)  # these do not go together
-    call = api.linear_cross_entropy_with_metrics if with_metrics else api.linear_cross_entropy
-    tensors: dict[str, Any] = {name: torch.zeros(1) for name in TENSORS}
-    group: Any = object()
-    call(**tensors, tp_group=group, **CHANGED)
-    given = seen[0]._asdict()
-    assert all(given[name] is tensor for name, tensor in tensors.items())
-    assert given["tp_group"] is group
-    assert given["options"] == LossOptions(**CHANGED, with_metrics=with_metrics)
 
 
 @pytest.mark.parametrize(("taker", "name"), ACCEPTED)
