@@ -40,7 +40,6 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
-    "exceptions": parallel_device_checks.raised_and_called_again,
     "filtered": parallel_filter_checks.filtered_gradients,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,

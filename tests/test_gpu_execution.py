@@ -4,19 +4,18 @@ What has a meaning on a CPU too runs there as well, and so proves the check.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy_with_metrics
+from tests.parallel_device_checks import step_on_streams
+from tests.parallel_problem import rank_step
+from tests.parallel_ranks import Ranks, differing, problem
 from tests.problems import (
     METRICS,
-    Inputs,
-    Outcome,
     Upstream,
     assert_same,
     each_schedule,
@@ -27,6 +26,7 @@ from tests.test_gpu_oracle import (
     SMALL,
     each_device,
     every_schedule,
+    host_must_not_wait,
     inputs_on,
     on_cuda,
     options_of,
@@ -36,22 +36,7 @@ from tests.test_gpu_oracle import (
 T, V, H = SMALL["cuda"]
 
 
-def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    return inputs_on(device, *SMALL[torch.device(device).type], dtype)
-
-
 # --- no host synchronisation
-
-
-@contextmanager
-def host_must_not_wait() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"reduction": "mean"},
@@ -94,41 +79,16 @@ def test_the_host_never_waits(name, schedule, device):
 # --- streams
 
 
-def step_on_stream(inputs: Inputs, schedule: Any, stream: Any) -> Outcome:
-    """Forward and backward of the op on ``stream``, where its inputs arrive late.
-
-    They are freed after forward, and NaN is written to what the allocator then hands out.
-    """
-    leaves = [(x / 2).requires_grad_() for x in (inputs.hidden, inputs.weight)]
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        stale = [torch.full_like(x, torch.nan) for x in leaves]
-        del stale
-        if stream is not None:
-            torch.cuda._sleep(50_000_000)  # some 30 ms, against one of the host for all launches
-        hidden, weight = (2 * leaf for leaf in leaves)
-        loss = linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
-        del hidden, weight
-        fill = [torch.full_like(leaf, torch.nan) for leaf in leaves for _ in range(3)]
-        loss.backward()
-    del fill
-    if stream is not None:
-        torch.cuda.synchronize()
-    dhidden, dweight = (leaf.grad for leaf in leaves)
-    assert dhidden is not None and dweight is not None
-    return {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
-
-
 @each_device
 @each_schedule
 def test_on_a_side_stream(schedule, device):
-    inputs = problem(device)
-    expected = run(our_call, inputs, Upstream(), schedule=schedule)
-    expected |= {name: 2 * expected[name] for name in ("dhidden", "dweight")}  # of the halves
-    stream = torch.cuda.Stream() if device == "cuda" else None
-    for _ in range(2):
-        assert_same(step_on_stream(inputs, schedule, stream), expected)
+    ranks = Ranks(None, torch.device(device))
+    one, options = problem(ranks.device), {"schedule": schedule}
+    expected = rank_step(None, one, **options)
+    stream = torch.cuda.Stream() if ranks.on_gpu else None
+    for turn in range(2):
+        mine = step_on_streams(ranks, one, turn, stream, None, sequence_parallel=False, **options)
+        assert list(differing("", mine, expected)) == []
 
 
 # --- equal bits

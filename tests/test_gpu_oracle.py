@@ -5,7 +5,8 @@ written out, a chunk of tokens at a time, on the device under test. It is held a
 through ``flce_dist.reference`` here. T tokens, V vocabulary rows, H hidden size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -137,6 +138,16 @@ def assert_close(
             *((loss[rows], expected[rows]) if one_each else (loss, expected.sum()))
         )
         assert error <= 1e-5, f"loss: error {error:.3g} exceeds budget 1e-5"
+
+
+@contextmanager
+def host_must_not_wait() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @each_dtype
