@@ -1,7 +1,4 @@
-"""A rank of gpu_peers_cases.py, what it does with PeerMemory, and what must come of it.
-
-P ranks, T tokens, H hidden size.
-"""
+"""A rank of gpu_peers_cases.py, what it does with PeerMemory, and what must come of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

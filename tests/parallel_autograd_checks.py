@@ -1,8 +1,4 @@
-"""Checks of the op on several ranks: what autograd and its tools do around it.
-
-The same kind of checks as in parallel_checks.py: several calls in flight, checkpointing, compiling.
-T tokens.
-"""
+"""Checks as in parallel_checks.py: several calls in flight, checkpointing, compiling."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,9 +22,8 @@ def heads_in_flight(
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """Call once for each head, with one weight; head i has the i-th part of the problem's tokens.
 
-    So the sum of the losses is the loss of that problem, whose reduction is "sum". Returns the
-    indices of the tokens whose hidden this rank holds, that hidden by head, ``[weight, bias]``, and
-    the losses.
+    Returns the indices of the tokens whose hidden this rank holds, that hidden by head, ``[weight,
+    bias]``, and the losses, whose sum is that of the problem.
     """
     share = share_of(ranks.group, one, sequence_parallel=False)
     heads = mine = torch.arange(one.T, device=ranks.device).tensor_split(HEADS)

@@ -2,7 +2,7 @@
 
 A check runs on every rank at once and yields a message for each thing that is wrong there. It goes
 on after a wrong number, and raises only what the op raises, so that ranks stay in step. All have a
-meaning on a CPU over gloo, too. T tokens, H hidden size, V_all vocabulary, P ranks.
+meaning on a CPU over gloo, too.
 """
 
 import os
@@ -60,10 +60,7 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 
 def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
-    """No tokens; padding so heavy that all ranks but the first hold nothing else; none counted.
-
-    What a rank does not compute, others may still wait for.
-    """
+    """No tokens; padding so heavy that all ranks but the first hold nothing else; none counted."""
     many: Options = {"label_smoothing": 0.1, "z_loss_weight": 1e-3}
     small = problem(ranks.device, T=24 * ranks.P, H=64, V_all=100, options=many)
     empty = {

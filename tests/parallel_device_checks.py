@@ -1,8 +1,6 @@
-"""Checks of the op on several ranks: how it runs there. Streams, graphs, waiting hosts, memory.
+"""Checks as in parallel_checks.py of how the op runs: streams, graphs, waiting hosts, memory.
 
-The same kind of checks as in parallel_checks.py. A CPU has neither streams nor graphs: there the
-steps of these checks just run again, which proves the comparisons; ``no_waiting_host`` needs a GPU.
-T tokens, H hidden size, V vocabulary rows here.
+On a CPU, which has neither streams nor graphs, steps just run again, which proves the comparisons.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,10 +57,7 @@ def poison(ranks: Ranks, one: Problem, like: list[Tensor]) -> None:
 def step_on_streams(
     ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
 ) -> Outcome:
-    """Forward and backward on these streams, in memory that held NaN before and holds it after.
-
-    None is the current stream.
-    """
+    """Forward and backward on these streams (None: the current one), in memory that held NaN."""
     share = share_of(ranks.group, one, sequence_parallel=options["sequence_parallel"])
     leaves = share.leaves()
     streams = [s for s in (forward_on, backward_on) if s is not None]

@@ -1,7 +1,4 @@
-"""One problem, whole and by ranks: what the tests of parallel runs share.
-
-T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
-"""
+"""One problem, whole and by ranks: what the tests of parallel runs share."""
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -189,10 +186,9 @@ def misses(
     rows: slice = slice(None),
     truth: Truth | None = None,
 ) -> list[str]:
-    """Return the results whose error against fp64 exceeds their budget.
+    """Return the results of these tokens and rows whose error against fp64 exceeds their budget.
 
-    ``outcome`` has the gradients of these tokens and vocabulary rows. ``truth``: in place of the
-    problem's own.
+    ``truth`` is the problem's own by default.
     """
     oracle, eager = (whole.part(tokens, rows) for whole in truth or problem.truth)
     found = []

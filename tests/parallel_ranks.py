@@ -1,7 +1,4 @@
-"""What the checks on several ranks share: problems, ways to compute them, and comparisons.
-
-T tokens, H hidden size, V_all vocabulary, P ranks.
-"""
+"""What the checks on several ranks share: problems, ways to compute them, and comparisons."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

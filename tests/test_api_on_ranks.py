@@ -1,8 +1,4 @@
-"""linear_cross_entropy on P simulated ranks gives the results of one process.
-
-tests/test_api_random_cases.py has random problems on threads, tests/gpu_parallel.py those over
-gloo.
-"""
+"""linear_cross_entropy on simulated ranks; test_api_random_cases.py has random problems there."""
 
 from typing import Any
 

@@ -30,10 +30,7 @@ from tests.test_gpu_oracle import our_call
 @everywhere
 @each_schedule
 def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
-    """fp32 parameters and hidden of any dtype give the same bits as explicit casts.
-
-    So they do if backward, too, runs within autocast.
-    """
+    """The bits of explicit casts, for hidden of any dtype, and if backward is within autocast."""
     inputs = small(impl)
     options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
     by_hand = run_op(inputs.to(dtype), Upstream(), **options)

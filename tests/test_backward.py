@@ -1,9 +1,4 @@
-"""Gradients wherever D comes from, and the buffer of dweight's right factor.
-
-It may overwrite gathered hidden states, but never a caller's.
-
-T tokens, V_all vocabulary rows, H hidden size, P ranks.
-"""
+"""Gradients wherever D comes from; gathered hidden may be overwritten, never a caller's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -80,10 +75,7 @@ def problem_of(case: str, options: str, ranks: int) -> tuple[Problem, dict[str, 
 
 
 def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
-    """What a rank computes; a second backward must give the same bits, and operands keep theirs.
-
-    So must one that adds dweight to a main_grad.
-    """
+    """What a rank computes: twice, the same bits; then with a main_grad; operands keep theirs."""
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
     given, leaves = [x.clone() for x in share[:3]], share.leaves()
     loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)

@@ -1,7 +1,4 @@
-"""How the op runs on a GPU: no waiting host, streams, equal bits.
-
-What has a meaning on a CPU too runs there as well, and so proves the check.
-"""
+"""How the op runs on a GPU: no waiting host, streams, equal bits; on a CPU to prove the check."""
 
 import functools
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""tests/gpu_parallel.py under torchrun, on GPUs over NCCL and on a CPU over gloo; planted mistakes.
-
-On two gloo ranks mistakes are planted; each must be found.
-"""
+"""tests/gpu_parallel.py under torchrun, on GPUs over NCCL and on a CPU over gloo; its mistakes."""
 
 import contextlib
 import importlib

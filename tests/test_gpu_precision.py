@@ -61,9 +61,8 @@ def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tupl
 def predictions(kind: str, device: str, V: int, H: int) -> Inputs:
     """512 tokens in bf16, 128 on a CPU, by how their labels are predicted.
 
-    "drawn": labels drawn from peaked predictions, as those of a trained model are (a loss of 2 to
-    4). "confident": a loss of 1e-2 or less. "uninformed": labels that have nothing to do with
-    nearly uniform predictions, as at the first step of a training.
+    "drawn": from peaked predictions, as of a trained model (a loss of 2 to 4). "confident": a loss
+    of 1e-2 or less. "uninformed": nearly uniform predictions, as at the first step of a training.
     """
     spread = {"drawn": 4.0, "confident": 2.0, "uninformed": 1.0}[kind]
     T = 512 if device == "cuda" else 128
@@ -84,10 +83,8 @@ def predictions(kind: str, device: str, V: int, H: int) -> Inputs:
 def test_error_beside_that_of_logits_in_bf16(kind, device, V, H):
     """Exponentials kept in bf16 against logits kept in bf16, and against eager PyTorch.
 
-    What exponentials in bf16 cost does not depend on the prediction: three roundings of a relative
-    eps. A logit in bf16 costs in proportion to its size and to the probability that moves with it,
-    so it costs more wherever predictions are informed, and less where every probability is near 0:
-    there the gradient is minus one hidden state or row, which a dlogit of -1 carries exactly.
+    Exponentials cost three roundings of a relative eps, logits more wherever predictions are
+    informed. Where every probability is near 0 the gradient is minus one hidden state or row.
     """
     inputs = predictions(kind, device, V, H)
     truth = textbook_in_chunks(inputs, torch.float64)

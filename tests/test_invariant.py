@@ -1,7 +1,4 @@
-"""Statistics are the same bits for any number of ranks, however columns and tokens are cut.
-
-T tokens, V_all vocabulary rows, P ranks; invariant_problem.py has the problem.
-"""
+"""Statistics are the same bits for any number of ranks, however columns and tokens are cut."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,11 +48,7 @@ def check_cuts(
     fewer: tuple[int, ...],
     merged_sums: Sequence[Tensor] = (),
 ) -> None:
-    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass.
-
-    ``budgets`` of logits let some or no columns be cached; ``part_bytes`` cut them into segments.
-    These run on each of ``ranks``, 1 and 2.
-    """
+    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass."""
     one = statistics(inputs, schedule="recompute", **options)
     assert all(x.isfinite().all() for x in one)
     for P in RANKS[1:]:

@@ -1,7 +1,6 @@
 """dweight added into ``weight.main_grad``: its contents, flags and memory, without Megatron.
 
-main_grad begins with numbers as large as dweight, so that what is lost, overwritten or added twice
-shows. T tokens, V vocabulary rows, H hidden size.
+main_grad begins with numbers as large as dweight, so that what is lost or added twice shows.
 """
 
 import itertools

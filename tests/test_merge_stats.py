@@ -1,7 +1,7 @@
 """The merge of partial statistics, one segment of columns after another.
 
-A limit on partial statistics far below the real one cuts small problems into several segments.
-T tokens, V vocabulary rows, H hidden size; a tile of the interpreter is 32 tokens x 64 columns.
+A limit on partial statistics far below the real one cuts small problems into several segments; a
+tile of the interpreter is 32 tokens x 64 columns.
 """
 
 from typing import Any

@@ -1,8 +1,4 @@
-"""Tokens of sequence-parallel ranks are gathered in pieces: every order gives the same results.
-
-The size from which a first chunk is split is made small here. Ranks are forked, so that collectives
-really are in flight, or threads, which list their collectives.
-"""
+"""Tokens of sequence-parallel ranks are gathered in pieces: which, and in which order."""
 
 import itertools
 from typing import Any
@@ -17,16 +13,14 @@ from flce_dist.parallel.token_order import TokenOrder
 from tests.parallel_problem import (
     FEW_BYTES,
     IN_PIECES,
-    Outcome,
-    Problem,
     on_threads,
     small_pieces,
 )
 
 
-def in_pieces(problem: Problem, **options: Any) -> Outcome:
+def calls_in_pieces(**options: Any) -> Any:
     with small_pieces():
-        return on_threads(4, problem, sequence_parallel=True, **options)
+        return on_threads(4, IN_PIECES, sequence_parallel=True, **options).calls
 
 
 def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
@@ -37,13 +31,12 @@ def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
     forward = (
         gathers[0], "allreduce SUM float32[8]", gathers[1], "allreduce SUM float32[40]", *sums,
     )  # fmt: skip
-    assert in_pieces(IN_PIECES, schedule="cached").calls == (*forward, *gathers, *scatters)
-    assert in_pieces(IN_PIECES, schedule="in_forward").calls == (*forward, *scatters)
+    assert calls_in_pieces(schedule="cached") == (*forward, *gathers, *scatters)
+    assert calls_in_pieces(schedule="in_forward") == (*forward, *scatters)
 
 
 def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
-    calls = in_pieces(IN_PIECES, schedule="in_forward", **FEW_BYTES).calls
-    kinds = [call.split()[0] for call in calls]
+    kinds = [call.split()[0] for call in calls_in_pieces(schedule="in_forward", **FEW_BYTES)]
     first_scatter = kinds.index("reduce_scatter")
     assert kinds.count("reduce_scatter") == kinds.count("allgather") > 2
     assert "allreduce" in kinds[first_scatter:]
