@@ -80,11 +80,11 @@ def test_the_host_never_waits(name, schedule, device):
 @each_schedule
 def test_on_a_side_stream(schedule, device):
     ranks = Ranks(None, torch.device(device))
-    one, options = problem(ranks.device), {"schedule": schedule}
+    one, options = problem(ranks.device), {"schedule": schedule, "sequence_parallel": False}
     expected = rank_step(None, one, **options)
     stream = torch.cuda.Stream() if ranks.on_gpu else None
     for turn in range(2):
-        mine = step_on_streams(ranks, one, turn, stream, None, sequence_parallel=False, **options)
+        mine = step_on_streams(ranks, one, turn, stream, stream, **options)
         assert list(differing("", mine, expected)) == []
 
 

@@ -1,4 +1,4 @@
-"""All signatures, schemas and docstrings list the same options as the fields of LossOptions."""
+"""All signatures and docstrings list the same options as the fields of LossOptions."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,6 @@ from torch import nn
 import flce_dist
 from flce_dist import LinearCrossEntropy, check_ranks, rank_check
 from flce_dist.megatron import refusals, use_linear_cross_entropy
-from flce_dist.op import compiled
 from flce_dist.options import LossOptions
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
@@ -142,17 +141,3 @@ def test_other_keywords_are_refused_as_python_does(taker: str, name: str, meant:
     ending = "" if meant is None else rf"\. Did you mean '{meant}'\?$"
     with pytest.raises(TypeError, match=f"^{message}{ending}"):
         TAKERS[taker][0](**{name: CHANGED.get(name)})
-
-
-@pytest.mark.parametrize(
-    ("operator", "others"),
-    [
-        ("forward", TENSORS),
-        ("backward", ["dloss", "dlse", "dlogprob", "dentropy", *TENSORS, "saved"]),
-    ],
-)
-def test_schemas_of_the_operators_are_the_fields(operator: str, others: list[str]) -> None:
-    assert compiled  # which defines the operators
-    schema = getattr(torch.ops.flce_dist, operator).default._schema
-    names = [argument.name for argument in schema.arguments]
-    assert names == [*others, *FIELDS, "group_name", "needs"]
