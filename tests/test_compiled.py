@@ -12,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
 from tests.parallel_autograd_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step
-from tests.problems import SCHEDULES, device_of, pairwise
+from tests.problems import DTYPES, SCHEDULES, device_of, pairwise
 from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
+from tests.test_gpu_oracle import each_device, inputs_on
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -130,6 +132,33 @@ def test_transforms_are_refused_by_name():
     gradient = torch.func.grad(lambda weight: linear_cross_entropy(hidden, weight, labels))
     with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
         torch.compile(gradient, backend="eager")(weight)
+
+
+FILTERED = filtered.schedule(2.0**-12)
+EXAMINED = pairwise(
+    (*how, dtype)
+    for how in (
+        *((schedule, "mean", False) for schedule in ("in_forward", FILTERED)),
+        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+    )
+    for dtype in DTYPES
+)
+
+
+@each_device
+@pytest.mark.parametrize(("schedule", "reduction", "with_metrics", "dtype"), EXAMINED, ids=str)
+def test_opcheck(schedule, reduction, with_metrics, dtype, device):
+    """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
+    given = inputs_on(device, 66, 1000, 64, dtype, bias=True, ignored=0.0)
+    leaves = (given.hidden.view(2, 33, 64), given.weight, given.bias)
+    hidden, weight, bias = (x.requires_grad_() for x in leaves if x is not None)
+    options = LossOptions(
+        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5,
+        schedule=schedule, with_metrics=with_metrics,
+    )  # fmt: skip
+    spec = (*dataclasses.astuple(options), None, [True] * 3)
+    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, *spec)
+    opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
 @pytest.mark.parametrize("schedule", ["in_forward", "cached"])

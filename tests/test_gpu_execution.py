@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
-from flce_dist import linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy_with_metrics
 from tests.parallel_device_checks import step_on_streams
 from tests.parallel_problem import rank_step
 from tests.parallel_ranks import Ranks, differing, problem
 from tests.problems import (
     METRICS,
+    SCHEDULES,
     Upstream,
     assert_same,
     each_schedule,
@@ -71,6 +73,23 @@ def test_the_host_never_waits(name, schedule, device):
     with host_must_not_wait():
         actual = step()
     assert_same(actual, expected)
+
+
+@on_cuda
+@pytest.mark.parametrize("schedule", [*SCHEDULES, filtered.schedule(2.0**-12)])
+def test_a_new_number_of_tokens_compiles_no_kernel(schedule, device):
+    compiled: list[str] = []
+
+    def step(T: int) -> None:
+        inputs = inputs_on(device, T, 1000, 64, torch.bfloat16)
+        run(our_call, inputs, Upstream(), schedule=schedule)
+
+    step(1216)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **seen: compiled.append(seen["repr"])
+        for T in (1217, 1232, 1279):
+            step(T)
+    assert not compiled
 
 
 # --- streams
