@@ -86,9 +86,7 @@ def check_cuts(
     [
         (torch.float32, {}, 1),
         (torch.float32, {"softcap": 30.0}, 2),
-        (torch.float32, {"label_smoothing": 0.1}, 2),
-        (torch.float32, ALL, 1),
-        (torch.bfloat16, ALL, 2),
+        (torch.bfloat16, {"label_smoothing": 0.1}, 2),
         (torch.float16, ALL, 1),
     ],
 )
@@ -97,7 +95,7 @@ def test_any_cut(
     merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any], ranks: int
 ) -> None:
     """Windows of 32 and 64 columns, chunks of 32 and 8 tokens, segments of 1 and 3 tiles."""
-    budgets, tile = (4 * T * 64, 4 * T * 160, 4 * T * 288), 4 * (1 + 2 * 3) * T
+    budgets, tile = (4 * T * 64, 4 * T * 288), 4 * (1 + 2 * 3) * T
     check_cuts(
         problem(dtype), options, ranks=(ranks,), budgets=budgets, part_bytes=(tile, 3 * tile),
         fewer=(7,), merged_sums=merged_sums,
