@@ -53,9 +53,7 @@ def rank_bench(group: Any, tmp_path: Path) -> int:
     return bench(tmp_path / str(group.rank()))
 
 
-def test_a_head_is_measured_with_what_it_filters(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_is_measured_with_what_it_filters(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "DROPPED_EPS", EPS)
     assert bench(tmp_path, RUNS + "  - {impl: dropped}\n  - {impl: dropped_dhidden}\n") == 0
     _, exact, filtered, dropped, of_dhidden = records(tmp_path)
@@ -71,7 +69,7 @@ def test_a_head_is_measured_with_what_it_filters(
     assert "kept" in capsys.readouterr().out
 
 
-def test_ranks_split_rows_and_tokens(tmp_path: Path) -> None:
+def test_ranks_split_rows_and_tokens(tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     with RankPool(2) as pool:
@@ -81,7 +79,7 @@ def test_ranks_split_rows_and_tokens(tmp_path: Path) -> None:
     assert filtered.status == "ok" and 0.1 < filtered.kept_share < 0.9
 
 
-def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path: Path) -> None:
+def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path):
     given = content()
     torch.save(given, tmp_path / "head.pt")
     problem = load_head(tmp_path / "head.pt", 2)
@@ -100,9 +98,7 @@ def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("drops_dweight", [True, False])
-def test_dropped_tiles_are_those_of_the_definition(
-    drops_dweight: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_tiles_are_those_of_the_definition(drops_dweight, monkeypatch):
     monkeypatch.setattr(peers, "DROPPED_EPS", EPS)
     given = zipf_inputs(T - 50, V + 70, H, torch.float32, ignored=0.0)  # neither fills its tiles
     wanted = filtered_gradients(given, EPS, drops=True)
@@ -117,7 +113,7 @@ def test_dropped_tiles_are_those_of_the_definition(
     assert relative_rms(exact["dhidden"], wanted["dhidden"]) > 1e-3
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_another_file_is_refused(tmp_path):
     torch.save({"hidden": torch.zeros(1)}, tmp_path / "head.pt")
     (tmp_path / "empty.pt").touch()
     (tmp_path / "text.pt").write_text("no file of torch.save")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench import megatron_peer
-from flce_dist.launch.bench.config import BenchConfig, Mode, RunSpec, ShapeSpec
+from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
 from flce_dist.launch.bench.report import Record, make_records
-from flce_dist.testing import RankPool
 from tests.bench_run import GRID
 from tests.problems import pairwise
 
@@ -64,9 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("P", "what", "sp", "mode"), pairwise(CASES))
-def test_the_head_is_right(
-    pools: dict[int, RankPool], P: int, what: tuple[str, str], sp: bool, mode: Mode
-) -> None:
+def test_the_head_is_right(pools, P, what, sp, mode):
     impl, dtype = what
     run = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
     for record in pools[P].run(rank_record, run, dtype):
@@ -95,7 +91,7 @@ def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_gathered_hidden_states_count_as_memory(ranks: RankPool) -> None:
+def test_gathered_hidden_states_count_as_memory(ranks):
     gathered, dweight = 4 * SHAPE.T * SHAPE.H, 4 * SHAPE.H * SHAPE.V // 2
     for (peak, gradients), (kept, _) in ranks.run(rank_memory, "megatron_unfused"):
         assert gradients == gathered // 2 + dweight
@@ -111,7 +107,7 @@ RUNS = """
 """
 
 
-def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path, monkeypatch):
     from megatron.core import parallel_state
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

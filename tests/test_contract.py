@@ -1,14 +1,12 @@
 """Lines of Megatron's contract for an output layer, on the installed megatron-core; the table."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
-from flce_dist.testing import RankPool
 from tests.contract.compare import LINES, compare
 from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
@@ -25,7 +23,7 @@ def quick() -> list[tuple[Setting, str]]:
 
 
 @pytest.mark.parametrize("at, title", quick(), ids=str)
-def test_a_line_of_the_contract(pools: dict[int, RankPool], at: Setting, title: str) -> None:
+def test_a_line_of_the_contract(pools, at, title):
     one = outcome(pools[2 * at.tp], title, at)
     assert one.result in ("pass", "n/a"), one.reason
 
@@ -40,7 +38,7 @@ def test_a_line_of_the_contract(pools: dict[int, RankPool], at: Setting, title: 
         (None, r"\['x'\]"),
     ],
 )
-def test_a_difference_shows(wrong: Any, message: str) -> None:
+def test_a_difference_shows(wrong, message):
     ours = {} if wrong is None else {"x": wrong}
     with pytest.raises(AssertionError, match=message):
         compare(ours, {"x": torch.ones(3)}, 1e-5)
@@ -53,12 +51,12 @@ def test_a_difference_shows(wrong: Any, message: str) -> None:
 # --- the table
 
 
-def test_the_page_has_the_table_of_the_result_file() -> None:
+def test_the_page_has_the_table_of_the_result_file():
     page = PAGE.read_text()
     assert page == with_table(page)
 
 
-def test_every_line_holds_in_every_release() -> None:
+def test_every_line_holds_in_every_release():
     lines = json.loads(RESULTS.read_text())["lines"]
     assert lines.keys() == LINES.keys()
     for title, versions in lines.items():

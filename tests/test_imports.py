@@ -152,11 +152,11 @@ def reads_launcher(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_only_what_its_folder_may(path: Path) -> None:
+def test_imports_only_what_its_folder_may(path):
     assert violations(path, path.read_text()) == []
 
 
-def test_every_file_is_seen() -> None:
+def test_every_file_is_seen():
     assert {folder_of(path) for path in FILES} == set(MAY)
     assert all((ROOT / name).exists() for name in (*EXCEPTIONS, *LAZILY))
 
@@ -183,5 +183,5 @@ def test_every_file_is_seen() -> None:
         ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),
     ],
 )
-def test_a_violation_is_found(file: str, source: str) -> None:
+def test_a_violation_is_found(file, source):
     assert len(violations(ROOT / file, source)) == 1

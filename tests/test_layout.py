@@ -36,7 +36,7 @@ def modules_of() -> list[str]:
     ]
 
 
-def test_nothing_shadows_another_package() -> None:
+def test_nothing_shadows_another_package():
     for path in (path for name in LINKED for path in (ROOT / name).rglob("*.py")):
         assert path.stem != "__init__", f"{path} makes its folder shadow other packages"
         assert path.stem not in sys.stdlib_module_names, f"{path} is named after one of Python's"
@@ -53,12 +53,12 @@ def copy_sources(copy: Path) -> Path:
     return copy
 
 
-def test_pytest_finds_the_packages_with_nothing_installed(pytestconfig: pytest.Config) -> None:
+def test_pytest_finds_the_packages_with_nothing_installed(pytestconfig):
     assert pytestconfig.getini("testpaths") == ["tests"]
     assert pytestconfig.getini("pythonpath") == [ROOT]
 
 
-def test_constraints_pin_each_requirement_exactly() -> None:
+def test_constraints_pin_each_requirement_exactly():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     names = [pin.split("==")[0] for pin in pins]
@@ -67,7 +67,7 @@ def test_constraints_pin_each_requirement_exactly() -> None:
     assert {"torch", "triton", "megatron-core", "numpy"} <= set(names)
 
 
-def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs() -> None:
+def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     text = (ROOT / "pyproject.toml").read_text()
     (oldest,), ((first, beyond),) = (
         re.findall(pattern, text) for pattern in (r'"torch>=([\d.]+)"', r'"triton>=(.*),<(.*)"')
@@ -148,9 +148,7 @@ def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_module_is_found_in_each_kind_of_install(
-    installs: dict[str, Path], kind: str
-) -> None:
+def test_every_module_is_found_in_each_kind_of_install(installs, kind):
     install = installs[kind]
     output = install.with_name(f"{install.name}.txt").read_text()
     modules = modules_of()
@@ -164,7 +162,7 @@ def test_every_module_is_found_in_each_kind_of_install(
         assert f"{program}: exit status 0\n" in output
 
 
-def test_wheel_contains_every_module_once(installs: dict[str, Path]) -> None:
+def test_wheel_contains_every_module_once(installs):
     (wheel,) = installs["wheel"].parent.glob("wheels/*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     expected = {

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.processes import ROOT
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("marks", [set(), {"gpu"}, {"gpu", "alone"}], ids=["cpu", "gpu", "alone"])
-def test_each_test_belongs_to_one_part(marks: set[str], gpus: int) -> None:
+def test_each_test_belongs_to_one_part(marks, gpus):
     """And that part sees GPUs if and only if the test is for them."""
     has = defaultdict(bool, dict.fromkeys(marks, True))
     chosen = [
@@ -31,9 +30,7 @@ def test_each_test_belongs_to_one_part(marks: set[str], gpus: int) -> None:
 
 
 @pytest.mark.parametrize("visible", [None, "", "0,1,2", "GPU-a,GPU-b,GPU-c"])
-def test_workers_begin_with_different_gpus(
-    visible: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_begin_with_different_gpus(visible, monkeypatch):
     names = visible.split(",") if visible else ["0", "1", "2"]
     for worker in range(5):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -44,7 +41,7 @@ def test_workers_begin_with_different_gpus(
         assert seen[0] == names[worker % 3] and sorted(seen) == names
 
 
-def test_parts_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_run_side_by_side(tmp_path, capsys):
     """Each waits until the other has opened its end of a pipe."""
     os.mkfifo(tmp_path / "pipe")
     ended = program.run_side_by_side({
@@ -60,9 +57,7 @@ def test_parts_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("statuses", "expected"),
     [((0, 0, 0), 0), ((0, 1, 0), 1), ((5, 0, 5), 0), ((5, 5, 5), 5), ((0, 0, -9), -9)],
 )
-def test_one_part_that_fails_fails_all(
-    statuses: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_part_that_fails_fails_all(statuses, expected, monkeypatch):
     left = list(statuses)
     monkeypatch.setattr(
         program, "run_side_by_side", lambda parts: {name: (left.pop(0), "") for name in parts}
@@ -106,7 +101,7 @@ def test_of_two_gpus():
 }
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_what_is_missing_is_one_line(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

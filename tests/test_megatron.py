@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 from flce_dist import filtered
 from flce_dist.megatron import fused_layer, use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
-from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing import relative_rms
 from tests.contract.models import uneven
 from tests.megatron_models import (
     VOCAB,
@@ -61,7 +61,7 @@ def rank_largest(group: Any, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
-def test_the_largest_logit_without_logits(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
+def test_the_largest_logit_without_logits(pools, tp, sp):
     pools[tp].run(rank_largest, sp)
 
 
@@ -90,7 +90,7 @@ def rank_real(group: Any) -> None:
     assert type(logits) is Tensor and logits.shape == (S // 2, 3, VOCAB)
 
 
-def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
+def test_outside_the_models_loss_logits_are_real(ranks):
     ranks.run(rank_real)
 
 
@@ -144,11 +144,11 @@ def rank_tail(group: Any) -> None:
         assert relative_rms(mine, other) < 1e-5
 
 
-def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:
+def test_a_scale_of_the_model_and_an_output_processor(ranks):
     ranks.run(rank_tail)
 
 
-def test_a_scale_after_a_softcap_is_refused() -> None:
+def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
     logits = LazyLogits(mock.Mock(loss_keywords={"softcap": 5.0}), torch.zeros(1), None, None)
     with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
@@ -165,7 +165,7 @@ def rank_padded(group: Any) -> tuple[Tensor, Tensor]:
     return before.detach(), token_losses(model, tokens, labels).detach()
 
 
-def test_padding_of_the_vocabulary_takes_no_part(pools: dict[int, RankPool]) -> None:
+def test_padding_of_the_vocabulary_takes_no_part(pools):
     for before, after in pools[2].run(rank_padded):
         assert torch.equal(before, after)
 
@@ -197,7 +197,7 @@ def rank_two_models(group: Any) -> None:
     assert ours.__name__ == type(plain.output_layer).__name__
 
 
-def test_models_do_not_mix_and_keep_their_metrics(pools: dict[int, RankPool]) -> None:
+def test_models_do_not_mix_and_keep_their_metrics(pools):
     pools[1].run(rank_two_models)
 
 
@@ -249,7 +249,7 @@ def rank_development_branch(group: Any) -> None:
     assert type(layer(hidden[0])[0]) is Tensor
 
 
-def test_the_layer_of_the_development_branch(ranks: RankPool) -> None:
+def test_the_layer_of_the_development_branch(ranks):
     ranks.run(rank_development_branch)
 
 
@@ -282,5 +282,5 @@ def rank_blocks(group: Any, tp: int, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
-def test_blocks_are_of_one_sequence(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
+def test_blocks_are_of_one_sequence(pools, tp, sp):
     pools[tp].run(rank_blocks, tp, sp)

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks 
 
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.parallel.collectives import gather_tokens
-from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing import relative_rms
 from tests.contract.models import uneven
 from tests.megatron_models import (
     EMBEDDING,
@@ -72,9 +72,7 @@ def rank_training(group: Any, sp: bool, tied: bool, how: str) -> Tensor:
     [*((*layout, how) for layout in LAYOUTS for how in ("fused", "real logits")),
      (2, True, True, "two depths")],
 )  # fmt: skip
-def test_loss_and_every_gradient_are_those_without_an_order(
-    pools: dict[int, RankPool], tp: int, sp: bool, tied: bool, how: str
-) -> None:
+def test_loss_and_every_gradient_are_those_without_an_order(pools, tp, sp, tied, how):
     loss, *others = pools[tp].run(rank_training, sp, tied, how)
     assert all(torch.equal(other, loss) for other in others)
 
@@ -88,7 +86,7 @@ def rank_padded(group: Any) -> None:
     check_alike(*(token_losses(model, tokens, labels) for model in given))
 
 
-def test_a_padded_vocabulary(pools: dict[int, RankPool]) -> None:
+def test_a_padded_vocabulary(pools):
     pools[2].run(rank_padded)
 
 
@@ -103,7 +101,7 @@ def rank_ignored(group: Any) -> None:
     check_alike(expected, found)
 
 
-def test_ignore_index_is_a_token_id(pools: dict[int, RankPool]) -> None:
+def test_ignore_index_is_a_token_id(pools):
     pools[2].run(rank_ignored)
 
 
@@ -129,9 +127,7 @@ def rank_logits(group: Any, sp: bool, tied: bool) -> None:
 
 
 @layouts
-def test_real_logits_are_in_the_tokenizers_order(
-    pools: dict[int, RankPool], tp: int, sp: bool, tied: bool
-) -> None:
+def test_real_logits_are_in_the_tokenizers_order(pools, tp, sp, tied):
     pools[tp].run(rank_logits, sp, tied)
 
 
@@ -152,7 +148,7 @@ def rank_largest(group: Any, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, True)])
-def test_the_largest_logit_is_a_tokens(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
+def test_the_largest_logit_is_a_tokens(pools, tp, sp):
     pools[tp].run(rank_largest, sp)
 
 
@@ -175,7 +171,7 @@ def rank_fusion(group: Any, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> None:
+def test_main_grad_has_the_same_rows(pools, tied):
     pools[2].run(rank_fusion, tied)
 
 
@@ -191,7 +187,7 @@ def rank_first_stage(group: Any) -> None:
     assert stage.state_dict().keys() - expected.state_dict().keys() == added
 
 
-def test_a_first_stage_with_a_tied_embedding(pools: dict[int, RankPool]) -> None:
+def test_a_first_stage_with_a_tied_embedding(pools):
     """A stage of a pipeline without an output layer."""
     pools[2].run(rank_first_stage)
 
@@ -213,7 +209,7 @@ def rank_left_alone(group: Any) -> None:
     assert traces(stage) != before
 
 
-def test_a_first_stage_without_an_order_is_left_alone(pools: dict[int, RankPool]) -> None:
+def test_a_first_stage_without_an_order_is_left_alone(pools):
     pools[2].run(rank_left_alone)
 
 
@@ -231,5 +227,5 @@ def rank_refusals(group: Any) -> None:
         use_linear_cross_entropy(model, vocab_order=order_of())
 
 
-def test_wrong_orders_are_refused(pools: dict[int, RankPool]) -> None:
+def test_wrong_orders_are_refused(pools):
     pools[2].run(rank_refusals)

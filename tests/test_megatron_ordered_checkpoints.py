@@ -9,7 +9,6 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import use_linear_cross_entropy
-from flce_dist.testing import RankPool
 from tests.megatron_models import (
     EMBEDDING,
     VOCAB,
@@ -76,9 +75,7 @@ def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
     "tp, tied, is_first",
     [(1, False, False), (2, True, False), (2, False, False), (2, True, True)],
 )
-def test_sharded_checkpoints_hold_the_order_once(
-    pools: dict[int, RankPool], tp: int, tied: bool, is_first: bool
-) -> None:
+def test_sharded_checkpoints_hold_the_order_once(pools, tp, tied, is_first):
     """A first stage holds a copy of it, to check the order that it loads."""
     entries = pools[tp].run(rank_checkpoint, tied, is_first)
     assert entries == [[(VOCAB,), (0,), (int(is_first), rank, 0)] for rank in range(tp)]
@@ -105,7 +102,5 @@ def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
 
 
 @pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
-def test_state_dicts_of_another_order_or_none_are_refused(
-    pools: dict[int, RankPool], tied: bool, is_first: bool
-) -> None:
+def test_state_dicts_of_another_order_or_none_are_refused(pools, tied, is_first):
     pools[2].run(rank_state_dict, tied, is_first)

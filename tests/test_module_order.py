@@ -76,7 +76,7 @@ def test_training_is_the_same_up_to_the_order_of_rows(pools, P, sp, ignore_index
         assert found["again"] == found["loss"]
 
 
-def test_shards_of_logits_stay_in_the_order_of_rows() -> None:
+def test_shards_of_logits_stay_in_the_order_of_rows():
     layer = make(None, vocab_order=ORDER)
     hidden = torch.randn(3, H)
     local, gathered = layer.logits(hidden, gather=False), layer.logits(hidden)
@@ -84,7 +84,7 @@ def test_shards_of_logits_stay_in_the_order_of_rows() -> None:
     assert not torch.equal(gathered, local)
 
 
-def test_labels_out_of_range_are_refused_as_ever() -> None:
+def test_labels_out_of_range_are_refused_as_ever():
     layer = make(None, vocab_order=ORDER, padded_vocab_size=PADDED)
     for label in (VOCAB, PADDED, -1):
         with pytest.raises(ValueError, match=f"labels must be within .*, got {label} at token 1"):
@@ -93,14 +93,14 @@ def test_labels_out_of_range_are_refused_as_ever() -> None:
         layer(torch.randn(2, H), torch.zeros(2))
 
 
-def test_it_compiles() -> None:
+def test_it_compiles():
     layer = make(None, vocab_order=ORDER, reduction="sum")
     hidden, labels = inputs(-100)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(hidden, labels), layer(hidden, labels))
 
 
-def test_copies_and_the_repr_have_the_order() -> None:
+def test_copies_and_the_repr_have_the_order():
     layer = make(None, vocab_order=ORDER.token_of_row)
     assert "vocab_order=True" in repr(layer) and "vocab_order" not in repr(make(None))
     copied = copy.deepcopy(layer)
@@ -127,7 +127,7 @@ def test_all_ranks_refuse_orders_that_differ(pools, layout, other):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_rows_of_another_order_or_none_are_refused(strict: bool) -> None:
+def test_rows_of_another_order_or_none_are_refused(strict):
     layer, without = make(None, vocab_order=ORDER), make(None)
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match=r"no row_of_token.*vocab_order convert --to ordered"):
@@ -147,7 +147,7 @@ def test_rows_of_another_order_or_none_are_refused(strict: bool) -> None:
     assert torch.equal(layer.row_of_token, ORDER.row_of_token)
 
 
-def test_other_layers_load_without_it() -> None:
+def test_other_layers_load_without_it():
     """A state dict of the rest of the model says nothing about rows."""
     layers = {"trunk": torch.nn.Linear(2, 2), "head": make(None, vocab_order=ORDER)}
     model = torch.nn.ModuleDict(layers)

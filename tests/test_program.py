@@ -144,7 +144,7 @@ for run in sys.argv[1:]:
 """
 
 
-def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
+def test_a_program_without_its_packages_names_the_extra(tmp_path):
     """In one line, also for a package that it imports later; and it needs no other extra."""
     extras = {name: EXTRAS.get(name, "train") for name in PROGRAMS}
     runs = [f"{','.join(MODULES['train'])} {name} --help" for name in PROGRAMS]
@@ -166,7 +166,7 @@ def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
     assert list(found) == [[f"{name} 0"] for name in EXTRAS if has_all]
 
 
-def test_extras_are_those_of_pyproject() -> None:
+def test_extras_are_those_of_pyproject():
     """For the messages of programs, and for what tests say about packages that they miss."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
     project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
@@ -208,7 +208,7 @@ for kind in ("much", "little", "help", "bug"):
 """
 
 
-def test_a_reader_that_is_gone_ends_a_program_without_a_word() -> None:
+def test_a_reader_that_is_gone_ends_a_program_without_a_word():
     """As before ``| head``; another pipe that is broken is a bug."""
     command = [sys.executable, "-W", "ignore", "-c", UNREAD]
     done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, check=True)

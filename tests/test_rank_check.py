@@ -92,7 +92,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_every_rank_names_what_differs(case: str) -> None:
+def test_every_rank_names_what_differs(case):
     changes, named = DISAGREEMENTS[case]
     assert say(changes) == BEGINS + "; ".join(
         f"{name} is {usual!r} on ranks 0, 2 and {odd!r} on rank 1"
@@ -107,13 +107,13 @@ def test_every_rank_names_what_differs(case: str) -> None:
         (7, 15, "of rank 2 must begin at 15, where those of rank 1 end, got (14, 20)"),
     ],
 )
-def test_rows_that_do_not_meet_are_named(start: int, end: int, expected: str) -> None:
+def test_rows_that_do_not_meet_are_named(start, end, expected):
     weight, bias = leaf(end - start, H), torch.zeros(end - start)
     said = say(dict(vocab_range=(start, end), weight=weight, bias=bias))
     assert said == f"{BEGINS}vocabulary rows {expected}"
 
 
-def test_one_rank_without_gradients_is_named() -> None:
+def test_one_rank_without_gradients_is_named():
     def rank(group: dist.ProcessGroup) -> str:
         with torch.set_grad_enabled(group.rank() != 1):
             return verdicts(group, 0, {})
@@ -137,7 +137,7 @@ def test_one_rank_without_gradients_is_named() -> None:
         (dict(tp_invariant=True), "NotImplementedError: tp_invariant=True needs impl='triton'"),
     ],
 )
-def test_nobody_waits_for_a_rank_that_cannot_call(changes: dict[str, Any], complaint: str) -> None:
+def test_nobody_waits_for_a_rank_that_cannot_call(changes, complaint):
     said = say(changes)
     expected = f"ranks must call with valid arguments, got on rank 1: {complaint}"
     assert re.match(expected, said), said
@@ -155,7 +155,7 @@ AGREEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("P", [1, 2, 3, 7])
 @pytest.mark.parametrize("case", AGREEMENTS)
-def test_ranks_that_agree_pass(case: str, P: int) -> None:
+def test_ranks_that_agree_pass(case, P):
     def rank(group: dist.ProcessGroup) -> float:
         mine = call(group.rank(), P) | AGREEMENTS[case]
         check_ranks(**mine, tp_group=group)
@@ -164,7 +164,7 @@ def test_ranks_that_agree_pass(case: str, P: int) -> None:
     assert len(set(run_ranks(rank, P))) == 1
 
 
-def test_padding_may_lie_anywhere() -> None:
+def test_padding_may_lie_anywhere():
     def rank(group: dist.ProcessGroup) -> None:
         rows = [(0, 10), (10, 24), (20, 26)][group.rank()]
         weight = leaf(rows[1] - rows[0], H)
@@ -174,11 +174,11 @@ def test_padding_may_lie_anywhere() -> None:
     run_ranks(rank, 3)
 
 
-def test_equal_numbers_of_other_types_agree() -> None:
+def test_equal_numbers_of_other_types_agree():
     assert say(dict(label_smoothing=0, logit_scale=1, labels=torch.arange(T).int())) == ""
 
 
-def test_about_1_kib_of_each_rank_is_gathered() -> None:
+def test_about_1_kib_of_each_rank_is_gathered():
     def rank(group: Any) -> list[str]:
         check_ranks(**call(group.rank(), 2), tp_group=group)
         return group.calls
@@ -189,7 +189,7 @@ def test_about_1_kib_of_each_rank_is_gathered() -> None:
     assert 512 < int(size) < 2048
 
 
-def test_it_sends_from_the_device_of_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sends_from_the_device_of_hidden(monkeypatch):
     def gather(summaries: list[Any], mine: Any, group: dist.ProcessGroup) -> None:
         assert device_of.mock_calls == [mock.call(given["hidden"]), mock.call().__enter__()]
         summaries[:] = [mine]
@@ -201,7 +201,7 @@ def test_it_sends_from_the_device_of_hidden(monkeypatch: pytest.MonkeyPatch) -> 
     assert device_of().__exit__.called
 
 
-def test_alone_only_its_own_arguments_are_checked() -> None:
+def test_alone_only_its_own_arguments_are_checked():
     mine = call(0, 1)
     check_ranks(**mine)
     with pytest.raises(NotImplementedError, match="schedule='in_forward' needs a scalar"):
@@ -210,7 +210,7 @@ def test_alone_only_its_own_arguments_are_checked() -> None:
         check_ranks(**mine, tp_group="world")  # type: ignore[arg-type]
 
 
-def test_all_facts_are_known_here() -> None:
+def test_all_facts_are_known_here():
     """New options of LossOptions are compared automatically; each needs a case above."""
     mine = call(0, 1)
     named = {name: mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight")}
@@ -228,7 +228,7 @@ def test_all_facts_are_known_here() -> None:
     ("name", "other"),
     [("labels", torch.arange(T).flip(0)), ("token_weight", torch.linspace(0, 1, T))],
 )
-def test_values_that_all_must_share_are_compared(name: str, other: torch.Tensor) -> None:
+def test_values_that_all_must_share_are_compared(name, other):
     value = "'[0-9a-f]{16}'"
     expected = f"{BEGINS}hash of {name} is {value} on ranks 0, 2 and {value} on rank 1"
     assert re.fullmatch(expected, say({name: other}))
@@ -244,7 +244,7 @@ def says_of_weight(weight: torch.Tensor, **changes: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("vocab_size", [None, V_ALL])
-def test_a_whole_weight_on_every_rank_is_noticed(vocab_size: int | None) -> None:
+def test_a_whole_weight_on_every_rank_is_noticed(vocab_size):
     (said,) = says_of_weight(WHOLE.clone().requires_grad_(), vocab_size=vocab_size)
     assert said.startswith(
         "weight must be each rank's own rows of the vocabulary, got the same 20 rows on all 3 "
@@ -252,7 +252,7 @@ def test_a_whole_weight_on_every_rank_is_noticed(vocab_size: int | None) -> None
     )
 
 
-def test_equal_weights_that_may_be_shards_pass() -> None:
+def test_equal_weights_that_may_be_shards_pass():
     """Constants; labels of other ranks' rows, or none; rows that differ anywhere in a sample."""
     assert says_of_weight(torch.zeros(V_ALL, H)) == says_of_weight(torch.ones(V_ALL, H)) == {""}
     assert says_of_weight(WHOLE, labels=torch.arange(T) + V_ALL) == {""}

@@ -78,7 +78,7 @@ def assert_alike(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_layout_trains_alike(pools: dict[int, RankPool], tied: bool) -> None:
+def test_every_layout_trains_alike(pools, tied):
     (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
     loss, *_, validation = alone[0]
     assert min(alone[0]) > 0 and validation == pytest.approx(loss, rel=0.5)  # both of a token
@@ -111,15 +111,13 @@ def exact(ranks: RankPool) -> list[Trained]:
     ],
     ids=str,
 )
-def test_every_head_trains_alike(
-    ranks: RankPool, exact: list[Trained], head: dict[str, Any], numbers: float, weights: float
-) -> None:
+def test_every_head_trains_alike(ranks, exact, head, numbers, weights):
     other = replace(layout(2, 1, True, microbatches=2), head=HeadConfig(**head))
     for trained, expected in zip(ranks.run(rank_train, other), exact, strict=True):
         assert_alike(trained, expected, numbers=numbers, weights=weights)
 
 
-def test_bfloat16_trains_close_to_float32(ranks: RankPool, exact: list[Trained]) -> None:
+def test_bfloat16_trains_close_to_float32(ranks, exact):
     config = layout(2, 1, True, microbatches=2, dtype="bfloat16")
     found = ranks.run(rank_train, config)
     for (numbers, weights), (expected, _) in zip(found, exact, strict=True):
@@ -158,9 +156,7 @@ def rank_resume(
     "tensor, data, dtype",
     [(2, 1, "float32"), (1, 2, "float32"), (2, 1, "bfloat16"), (1, 2, "bfloat16")],
 )
-def test_a_resumed_run_makes_the_same_steps(
-    ranks: RankPool, tmp_path: Path, tensor: int, data: int, dtype: str
-) -> None:
+def test_a_resumed_run_makes_the_same_steps(ranks, tmp_path, tensor, data, dtype):
     config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
     copies = []
     for expected, resumed, names, (model, text) in ranks.run(rank_resume, config):
@@ -210,9 +206,7 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
     (first, screen), (second, nothing) = ranks.run(rank_run, tmp_path, "full disk")
     assert first == second
     assert first.startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
@@ -231,8 +225,8 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     ],
 )
 def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
-    ranks: RankPool, tmp_path: Path, event: str, step: int, said: str
-) -> None:
+    ranks, tmp_path, event, step, said
+):
     (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
     assert first == second and first.startswith(f"step {step}: {said}, so the run stops")
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]

@@ -11,7 +11,6 @@ from flce_dist import vocab_range
 from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.filtered.order_checks import agreed_order
 from flce_dist.filtered.vocab_order import TILE_V, as_vocab_order, rows_of
-from flce_dist.testing import RankPool
 from tests.module_layouts import VOCAB, Layout, order_of
 
 
@@ -34,7 +33,7 @@ def kept_by_rank(counts: Tensor, order: VocabOrder, P: int, rows: int, tokens: i
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 507, 1000, 16384, 50257, 128256, 131072])
 @pytest.mark.parametrize("padding", [0, 1, 300])
-def test_an_order_is_a_permutation_and_its_inverse(vocab_size: int, padding: int) -> None:
+def test_an_order_is_a_permutation_and_its_inverse(vocab_size, padding):
     order = frequency_order(zipf(vocab_size), padded_vocab_size=vocab_size + padding)
     ids = torch.arange(vocab_size)
     assert torch.equal(order.token_of_row.sort().values, ids)
@@ -43,7 +42,7 @@ def test_an_order_is_a_permutation_and_its_inverse(vocab_size: int, padding: int
 
 
 @pytest.mark.parametrize("vocab_size", [507, 50257, 131072])
-def test_a_tile_has_tokens_of_like_frequency(vocab_size: int) -> None:
+def test_a_tile_has_tokens_of_like_frequency(vocab_size):
     counts = zipf(vocab_size)
     order = frequency_order(counts)
     in_rows = counts[order.token_of_row]
@@ -52,7 +51,7 @@ def test_a_tile_has_tokens_of_like_frequency(vocab_size: int) -> None:
     assert in_rows[-1] == counts.min() or vocab_size % TILE_V == 0  # a ragged tile is the rarest
 
 
-def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
+def test_equal_counts_go_by_token_id_and_bits_do_not_vary():
     counts = torch.zeros(1000, dtype=torch.long)
     counts[700] = 1
     order = frequency_order(counts)
@@ -63,7 +62,7 @@ def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
 
 
 @pytest.mark.parametrize("P", [1, 2, 4, 8, 16, 32, 64])
-def test_every_rank_gets_the_same_tiles_or_one_more(P: int) -> None:
+def test_every_rank_gets_the_same_tiles_or_one_more(P):
     """However many of the most frequent tiles are kept."""
     vocab_size = 131072
     counts = vocab_size - torch.arange(vocab_size)
@@ -79,9 +78,7 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P: int) -> None:
     [(131072, 0, 1.04), (128256, 768, 1.04), (128256, 0, 1.15), (50257, 47, 1.2)],
 )
 @pytest.mark.parametrize("P", [2, 4, 8])
-def test_ranks_are_expected_to_keep_alike(
-    vocab_size: int, padding: int, limit: float, P: int
-) -> None:
+def test_ranks_are_expected_to_keep_alike(vocab_size, padding, limit, P):
     counts, rows = zipf(vocab_size), vocab_size + padding
     order = frequency_order(counts, padded_vocab_size=rows)
     kept = kept_by_rank(counts, order, P, rows)
@@ -97,7 +94,7 @@ def test_ranks_are_expected_to_keep_alike(
     assert plain.sum() > 1.8 * kept.sum()
 
 
-def test_rows_of_labels() -> None:
+def test_rows_of_labels():
     order = as_vocab_order(torch.tensor([2, 0, 3, 1]), 4)
     labels = torch.tensor([[0, 1, 2], [3, -100, 4]])
     for dtype in (torch.int64, torch.int32):
@@ -119,7 +116,7 @@ def test_rows_of_labels() -> None:
         (torch.tensor([0, 1, -1]), "each of 3 token ids once"),
     ],
 )
-def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
+def test_what_is_no_permutation_is_refused(order, message):
     with pytest.raises(ValueError, match=f"^vocab_order must .*{message}$"):
         as_vocab_order(order, 3)
 
@@ -135,7 +132,7 @@ def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
         (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
     ],
 )
-def test_wrong_counts_are_refused(counts: Any, padded: int | None, message: str) -> None:
+def test_wrong_counts_are_refused(counts, padded, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         frequency_order(counts, padded_vocab_size=padded)
 
@@ -190,9 +187,7 @@ SHAPE = r"vocab_order must have the token of each of vocab_size = 507 rows, got 
         ("twice twice twice twice", ONCE),  # an error of all ranks is raised as it is
     ],
 )  # fmt: skip
-def test_all_ranks_say_the_same(
-    pools: dict[int, RankPool], kinds: str, said: str, layout: Layout
-) -> None:
+def test_all_ranks_say_the_same(pools, kinds, said, layout):
     """And none waits for another."""
     (found,) = {*pools[4].run(agree_rank, kinds, layout)}
     assert re.fullmatch(said, found), found

@@ -23,7 +23,7 @@ def from_yaml(tmp_path: Path, text: str | bytes, *overrides: str, world_size: in
     return load_config(["--config", str(path), *overrides], world_size=world_size)
 
 
-def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -> None:
+def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
     text = "steps: 7\nmodel:\n  hidden_size: 64\n  num_heads: 2\noptimizer:\n  lr: 1\n"
     config = from_yaml(tmp_path, text, "--model.hidden-size", "96", "--head.softcap", "30")
     assert (config.steps, config.model.hidden_size, config.model.num_heads) == (7, 96, 2)
@@ -53,7 +53,7 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -
         ("[]", r"the top level must hold keys and values, got \[\]"),
     ],
 )
-def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_wrong_yaml(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         from_yaml(tmp_path, text)
     assert "\n" not in str(error.value)
@@ -88,7 +88,7 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
 @pytest.mark.parametrize(
     "key, expected, values", [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()]
 )
-def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: list[float]) -> None:
+def test_values_out_of_range(tmp_path, key, expected, values):
     for value in values:
         nested: Any = value
         for name in reversed(key.split(".")):
@@ -115,5 +115,5 @@ def without_range(hint: Any, key: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("schema", [RunConfig, BenchConfig, Settings])
-def test_every_number_declares_its_range(schema: type) -> None:
+def test_every_number_declares_its_range(schema):
     assert list(without_range(schema)) == []
