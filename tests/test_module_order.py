@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.module import LinearCrossEntropy
 from tests.module_layouts import ORDER, PADDED, VOCAB, H, Layout, make, order_of, whole
+from tests.on_ranks import on_ranks
 
 T = 16
 
@@ -43,13 +43,15 @@ def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[s
     return {name: x.detach().clone() for name, x in found.items()}
 
 
-def both_rank(group: dist.ProcessGroup, ignore_index: int, sp: bool) -> list[dict[str, Tensor]]:
-    """Results without an order and with one, the latter back in the tokenizer's order."""
+@pytest.mark.parametrize("ignore_index", [-100, 17])
+@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
+@on_ranks("P")
+def test_training_is_the_same_up_to_the_order_of_rows(group, P, sp, ignore_index):
     options: dict[str, Any] = dict(
         bias=True, padded_vocab_size=PADDED, sequence_parallel=sp, ignore_index=ignore_index,
         label_smoothing=0.1, z_loss_weight=1e-3,
     )  # fmt: skip
-    tp_group = group if group.size() > 1 else None
+    tp_group = group if P > 1 else None
     reference = make(tp_group, **options)
     layer = make(tp_group, seed=1, vocab_order=ORDER, **options)
     bias = torch.randn(PADDED, generator=torch.Generator().manual_seed(3))
@@ -62,18 +64,11 @@ def both_rank(group: dist.ProcessGroup, ignore_index: int, sp: bool) -> list[dic
     found = results(layer, hidden, labels)
     for name in ("dweight", "dbias"):
         found[name] = moved(found[name], ORDER.row_of_token)
-    return [expected, found]
-
-
-@pytest.mark.parametrize("ignore_index", [-100, 17])
-@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
-def test_training_is_the_same_up_to_the_order_of_rows(pools, P, sp, ignore_index):
-    for expected, found in pools[P].run(both_rank, ignore_index, sp):
-        assert found.keys() == expected.keys()
-        assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
-        for name, x in expected.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6, msg=name)
-        assert found["again"] == found["loss"]
+    assert found.keys() == expected.keys()
+    assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6, msg=name)
+    assert found["again"] == found["loss"]
 
 
 def test_shards_of_logits_stay_in_the_order_of_rows():
@@ -110,20 +105,14 @@ def test_copies_and_the_repr_have_the_order():
         make(None, vocab_order=torch.arange(512), padded_vocab_size=512)
 
 
-def disagree_rank(group: dist.ProcessGroup, layout: Layout, orders: list[Any]) -> str:
-    order = orders[group.rank()]
-    with pytest.raises(ValueError, match=r"^vocab_order must be the same on all ranks") as caught:
-        layout.make(vocab_order=order, on_meta=layout.fsdp > 1)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, fsdp=2)])
 @pytest.mark.parametrize("other", [None, order_of(seed=1)], ids=["none", "another"])
-def test_all_ranks_refuse_orders_that_differ(pools, layout, other):
+@on_ranks("layout")
+def test_all_ranks_refuse_orders_that_differ(group, layout, other):
     """None waits for another; over a data-parallel mesh they compare when weights are drawn."""
-    orders = [ORDER] * (layout.size - 1) + [other]
-    (message,) = {*pools[layout.size].run(disagree_rank, layout, orders)}
-    assert message.count(f"rank {layout.size - 1}") == 1
+    last = layout.size - 1
+    with pytest.raises(ValueError, match=rf"^vocab_order must be the same .* on rank {last}$"):
+        layout.make(vocab_order=other if group.rank() == last else ORDER, on_meta=layout.fsdp > 1)
 
 
 @pytest.mark.parametrize("strict", [True, False])

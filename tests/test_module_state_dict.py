@@ -24,6 +24,7 @@ from tests.module_layouts import (
     make,
     whole,
 )
+from tests.on_ranks import on_ranks
 
 UNEVEN = {"large": VOCAB, "tiny": 5}
 UNEVEN_ROWS = {  # of each rank
@@ -90,28 +91,21 @@ def test_checkpoint_reshards(pools, checkpoints, saved, layout):
             assert_same_state(state, expected)
 
 
-def load_plain(
-    group: dist.ProcessGroup, layout: Layout, state: dict[str, torch.Tensor]
-) -> list[dict[str, torch.Tensor]]:
-    """Load the whole, and this tensor-parallel rank's rows of it."""
-    found = []
+@each_layout
+@on_ranks("layout")
+def test_a_plain_weight_loads_into_shards(group, layout):
+    """The whole, and this tensor-parallel rank's rows of it."""
+    state = make(None).state_dict()
     for rows in (slice(None), slice(*layout.make().vocab_range)):
         layer = layout.make(seed=1)
         layer.load_state_dict({name: x[rows] for name, x in state.items()})
-        found.append(whole(layer.state_dict()))
+        assert_same_state(whole(layer.state_dict()), state)
     assert state["weight"].shape == (VOCAB, H)
-    return found
 
 
 @each_layout
-def test_a_plain_weight_loads_into_shards(layout, pools):
-    expected = make(None).state_dict()
-    for found in pools[layout.size].run(load_plain, layout, expected):
-        for state in found:
-            assert_same_state(state, expected)
-
-
-def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
+@on_ranks("layout")
+def test_a_weight_of_another_size_is_refused(group, layout):
     layer = layout.make()
     shapes = (500, H), (600, H), (VOCAB, H + 1), (VOCAB,), (H,)
     wrong = [{"weight": torch.zeros(shape)} for shape in shapes]
@@ -119,8 +113,3 @@ def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
     for state, assign in itertools.product(wrong, (False, True)):
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             layer.load_state_dict(state, assign=assign)
-
-
-@each_layout
-def test_a_weight_of_another_size_is_refused(layout, pools):
-    pools[layout.size].run(wrong_size_rank, layout)
