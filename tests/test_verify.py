@@ -55,13 +55,6 @@ def plant(fault, set_attribute) -> None:
         set_attribute(name, functools.partial(fault, getattr(flce_dist, name)))
 
 
-def zero_gradients(call, hidden, weight, labels, **kwargs):
-    out = call(hidden.detach(), weight.detach(), labels, **kwargs)
-    loss = out if isinstance(out, torch.Tensor) else out.loss
-    attached = loss + 0 * (hidden.nan_to_num().sum() + weight.sum())
-    return attached if loss is out else out._replace(loss=attached)
-
-
 def loss_off_by_1e_4(call, *args, **kwargs):
     out = call(*args, **kwargs)
     return out * 1.0001 if isinstance(out, torch.Tensor) else out._replace(loss=out.loss * 1.0001)
@@ -75,8 +68,7 @@ def raises(call, *args, **kwargs):
     raise RuntimeError("kernel does not compile")
 
 
-MISTAKES = zero_gradients, loss_off_by_1e_4, gradient_off_by_1_percent, raises
-FAULTS = {fault.__name__: fault for fault in MISTAKES}
+FAULTS = {fault.__name__: fault for fault in (loss_off_by_1e_4, gradient_off_by_1_percent)}
 
 
 def test_passes_in_one_process_in_every_dtype(capsys):
@@ -88,9 +80,8 @@ def test_passes_in_one_process_in_every_dtype(capsys):
         assert f"{dtype}, T=24 H=64 V=200: error / budget" in printed
 
 
-@pytest.mark.parametrize("fault", ["zero_gradients", "raises"])
-def test_a_fault_is_found_in_one_process(fault, monkeypatch, capsys):
-    plant(FAULTS[fault], functools.partial(monkeypatch.setattr, verify_checks))
+def test_a_case_that_raises_is_a_miss(monkeypatch, capsys):
+    plant(raises, functools.partial(monkeypatch.setattr, verify_checks))
     assert run(*FEW) == 1
     assert "FAIL: " in capsys.readouterr().out
 
@@ -199,6 +190,7 @@ def test_filtered_gradients_have_cases_of_recompute():
 
 
 def test_a_case_is_called_as_it_says(mutate):
+    """Its truth comes from the same options, so a wrong one would not show."""
     seen: list[dict[str, Any]] = []
 
     def spy(call, *args, **kwargs):
@@ -215,11 +207,10 @@ def test_a_case_is_called_as_it_says(mutate):
             asked = seen.pop()
             options = {"reduction": variant.reduction, **dict(variant.options)}
             options |= {"schedule": case.schedule, "max_logits_bytes": case.max_logits_bytes}
+            options["vocab_range"] = (0, len(data.weight)) if variant.uneven else None
             assert options.items() <= asked.items()
             assert ("bias" in asked) == variant.bias
             assert (asked["token_weight"] is not None) == variant.token_weight
-            assert (asked["vocab_range"] is not None) == variant.uneven
-            assert asked["vocab_size"] == data.vocab_size
     assert not seen
 
 
