@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,9 @@ from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
-from flce_dist.launch.bench.report import Record, make_records
+from flce_dist.launch.bench.report import make_records
 from tests.bench_run import GRID
+from tests.on_ranks import on_ranks
 from tests.problems import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -37,16 +37,6 @@ def measured(problem: Problem, run: RunSpec) -> Measured:
     return found
 
 
-def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any) -> Record:
-    shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
-    try:
-        found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
-        (record,) = make_records(shape, [found])
-        return record
-    finally:
-        megatron_peer.stop()
-
-
 BUDGETS = {
     ("megatron_fused", "fp32"): 4e-3,  # it rounds the gradient of fp32 logits, too, to bf16
     ("megatron_unfused", "fp32"): 1e-6,
@@ -62,17 +52,23 @@ CASES = [
 
 
 @pytest.mark.parametrize(("P", "what", "sp", "mode"), pairwise(CASES))
-def test_the_head_is_right(pools, P, what, sp, mode):
+@on_ranks("P")
+def test_the_head_is_right(group, P, what, sp, mode):
     impl, dtype = what
     run = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
-    for record in pools[P].run(rank_record, run, dtype):
-        assert record.status == "ok", record.message
-        assert record.P == P and record.p50_ms and record.sequence_parallel == sp
-        assert record.loss_error is not None
-        assert record.loss_error < (1e-6 if dtype == "fp32" else 1e-2)
-        for error in (record.dhidden_error, record.dweight_error):
-            assert (error is None) == (mode == "forward")
-            assert error is None or 0 < error < BUDGETS[what]
+    shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
+    try:
+        found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
+    finally:
+        megatron_peer.stop()
+    (record,) = make_records(shape, [found])
+    assert record.status == "ok", record.message
+    assert record.P == P and record.p50_ms and record.sequence_parallel == sp
+    assert record.loss_error is not None
+    assert record.loss_error < (1e-6 if dtype == "fp32" else 1e-2)
+    for error in (record.dhidden_error, record.dweight_error):
+        assert (error is None) == (mode == "forward")
+        assert error is None or 0 < error < BUDGETS[what]
 
 
 def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
 """Orders of the vocabulary: permutations in which every rank keeps as many tiles as the others."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.filtered.order_checks import agreed_order
 from flce_dist.filtered.vocab_order import TILE_V, as_vocab_order, rows_of
 from tests.module_layouts import VOCAB, Layout, order_of
+from tests.on_ranks import on_ranks
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:
@@ -120,23 +120,6 @@ def make_order(kind: str) -> VocabOrder | None:
     return None if kind == "none" else order_of(int(kind))
 
 
-def agree_rank(group: Any, kinds: str, layout: Layout) -> str:
-    """What is raised; nothing if this rank's own order is returned."""
-    tp_group, mesh = layout.meshes()
-    groups = [tp_group, *([] if mesh is None else mesh.get_all_groups())]
-    mine: list[VocabOrder | None] = []
-
-    def make() -> VocabOrder | None:
-        mine.append(make_order(kinds.split()[group.rank()]))
-        return mine[0]
-
-    try:
-        assert agreed_order(make, torch.empty(0), groups) is mine[0]
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 DIFFER = "vocab_order must be the same on all ranks, got "
 ONCE = "vocab_order must contain each of 507 token ids once"
 SHAPE = r"vocab_order must have the token of each of vocab_size = 507 rows, got \(3,\)"
@@ -158,7 +141,20 @@ SHAPE = r"vocab_order must have the token of each of vocab_size = 507 rows, got 
         ("twice twice twice twice", ONCE),  # an error of all ranks is raised as it is
     ],
 )  # fmt: skip
-def test_all_ranks_say_the_same(pools, kinds, said, layout):
-    """And none waits for another."""
-    (found,) = {*pools[4].run(agree_rank, kinds, layout)}
-    assert re.fullmatch(said, found), found
+@on_ranks("layout")
+def test_all_ranks_say_the_same(group, kinds, said, layout):
+    """And none waits for another; this rank's own order is returned if nothing is said."""
+    tp_group, mesh = layout.meshes()
+    groups = [tp_group, *([] if mesh is None else mesh.get_all_groups())]
+    mine: list[VocabOrder | None] = []
+
+    def make() -> VocabOrder | None:
+        mine.append(make_order(kinds.split()[group.rank()]))
+        return mine[0]
+
+    if not said:
+        assert agreed_order(make, torch.empty(0), groups) is mine[0]
+        return
+    with pytest.raises(ValueError) as caught:
+        agreed_order(make, torch.empty(0), groups)
+    assert re.fullmatch(said, str(caught.value))
