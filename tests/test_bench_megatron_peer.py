@@ -22,8 +22,6 @@ from tests.bench_run import GRID
 from tests.on_ranks import on_ranks
 from tests.problems import pairwise
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 CONFIG = BenchConfig(warmup=1, sample_ms=0.1, settle_ms=0.0, check="gradients")
 SHAPE = ShapeSpec(T=64, H=256, V=512, dtype="fp32")
 

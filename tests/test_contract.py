@@ -12,8 +12,6 @@ from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
 from tests.contract.table import PAGE, RESULTS, with_table
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 
 def quick() -> list[tuple[Setting, str]]:
     """Each line under sequence parallelism, and some in the other settings of up to 2 ranks."""
@@ -25,7 +23,7 @@ def quick() -> list[tuple[Setting, str]]:
 @pytest.mark.parametrize("at, title", quick(), ids=str)
 def test_a_line_of_the_contract(pools, at, title):
     one = outcome(pools[2 * at.tp], title, at)
-    assert one.result in ("pass", "n/a"), one.reason
+    assert isinstance(one, float) or one.startswith("n/a: "), one
 
 
 def test_a_difference_shows():
@@ -46,12 +44,9 @@ def test_a_difference_shows():
 # --- the table
 
 
-def test_the_page_has_the_table_of_the_result_file():
+def test_every_line_holds_in_every_release_and_the_page_says_so():
     page = PAGE.read_text()
     assert page == with_table(page)
-
-
-def test_every_line_holds_in_every_release():
     lines = json.loads(RESULTS.read_text())["lines"]
     assert lines.keys() == LINES.keys()
     for title, versions in lines.items():
@@ -59,4 +54,4 @@ def test_every_line_holds_in_every_release():
         for version, found in versions.items():
             assert found.keys() == {str(at) for at in SETTINGS}, (title, version)
             for one in found.values():
-                assert not isinstance(one, str) or one.startswith("n/a: "), (title, version, one)
+                assert isinstance(one, float) or one.startswith("n/a: "), (title, version, one)

@@ -160,15 +160,6 @@ def test_every_module_is_found_in_each_kind_of_install(installs, kind):
     for program in ("train", "bench"):
         assert f"usage: python -m flce_dist.launch.{program}" in output
         assert f"{program}: exit status 0\n" in output
-
-
-def test_wheel_contains_every_module_once(installs):
-    (wheel,) = installs["wheel"].parent.glob("wheels/*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    expected = {
-        f"{package.replace('.', '/')}/{path.name}"
-        for package, folder in packages_of().items()
-        for path in (ROOT / folder).glob("*.py")
-    }
-    assert sorted(name for name in names if name.endswith(".py")) == sorted(expected)
-    assert "flce_dist/py.typed" in names
+    if kind.startswith("wheel"):
+        assert len(list(install.rglob("*.py"))) == len(modules)
+        assert (install / "flce_dist/py.typed").exists()

@@ -35,8 +35,6 @@ from tests.megatron_models import (
 )
 from tests.on_ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 # --- lazy and real logits
 
 

@@ -28,8 +28,6 @@ from tests.megatron_models import (
 )
 from tests.on_ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 LAYOUTS = [(1, False, True), (2, False, False), (2, True, True), (4, True, False), (4, True, True)]
 
 

@@ -19,8 +19,6 @@ from tests.megatron_models import (
 )
 from tests.on_ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 
 @pytest.mark.parametrize(
     "tp, tied, is_first",

@@ -20,9 +20,6 @@ from flce_dist.launch.train.data import load_tokenizer, open_corpus, tokenise
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, corpus
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
 load_once = functools.cache(load_tokenizer)
 
 

@@ -18,8 +18,6 @@ from flce_dist.launch.train.run import run
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, VOCAB, corpus, forget_earlier_runs, records
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
 TILES = VOCAB * SPREAD // 256
 FILTERED = replace(

@@ -12,8 +12,6 @@ from flce_dist.launch.train.compare import comparison_figure
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from tests.figures import RESULTS, assert_readable, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 
 def test_a_continued_run_sets_aside_what_lies_beyond_its_step(tmp_path, capsys):
     log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)

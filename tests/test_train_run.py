@@ -21,9 +21,6 @@ from flce_dist.launch.train.run import Trainer, run
 from flce_dist.testing import RankPool, relative_rms
 from tests.tiny_training import CONFIG, corpus, forget_earlier_runs, records
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
