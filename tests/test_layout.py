@@ -16,24 +16,14 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "launch")
 
 
-def packages_of() -> dict[str, str]:
-    """Return ``{package: folder}`` for every folder that holds modules, as the tree has them."""
-    found = {}
-    for top in ("flce_dist", *LINKED):
-        for path in (ROOT / top).rglob("*.py"):
-            folder = path.relative_to(ROOT).parent
-            inside = folder.parts if top == "flce_dist" else ("flce_dist", *folder.parts)
-            found[".".join(inside)] = str(folder)
-    return dict(sorted(found.items()))
-
-
 def modules_of() -> list[str]:
-    """Return the name of every module in those folders."""
-    return [
-        package if path.stem == "__init__" else f"{package}.{path.stem}"
-        for package, folder in packages_of().items()
-        for path in sorted((ROOT / folder).glob("*.py"))
-    ]
+    """Return the name of every module, as the tree has them."""
+    found = []
+    for folder, _, names in os.walk(ROOT / "flce_dist", followlinks=True):
+        parts = Path(folder).relative_to(ROOT).parts
+        modules = [name.removesuffix(".py") for name in names if name.endswith(".py")]
+        found += [".".join((*parts, name)).removesuffix(".__init__") for name in modules]
+    return found
 
 
 def test_nothing_shadows_another_package():

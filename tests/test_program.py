@@ -20,6 +20,7 @@ from flce_dist.launch import program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
 from tests.machine import PACKAGES
+from tests.processes import started
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -192,6 +193,7 @@ def test_extras_are_those_of_pyproject():
 UNREAD = """
 import os, sys
 from flce_dist.launch.program import run_program
+sys.stdout = open(1, "w", closefd=False)  # with a buffer
 def main():
     if kind == "bug":
         os.write(writer, b"x")
@@ -208,10 +210,10 @@ for kind in ("much", "little", "help", "bug"):
 """
 
 
-def test_a_reader_that_is_gone_ends_a_program_without_a_word():
+def test_a_reader_that_is_gone_ends_a_program_without_a_word(tmp_path):
     """As before ``| head``; another pipe that is broken is a bug."""
-    command = [sys.executable, "-W", "ignore", "-c", UNREAD]
-    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert lines[:3] == ["much 141", "little 141", "help 141"], done.stderr
+    with started([sys.executable, "-c", UNREAD], tmp_path, forks=True) as run:
+        statuses, (output,) = run.finish()
+    lines = output.splitlines()
+    assert statuses == [0] and lines[:3] == ["much 141", "little 141", "help 141"], output
     assert "BrokenPipeError: [Errno 32] Broken pipe" in lines and lines[-1] == "bug 1"

@@ -29,16 +29,6 @@ def test_an_order_is_a_permutation_and_its_inverse(vocab_size, padding):
     assert order.token_of_row.dtype == order.row_of_token.dtype == torch.int64
 
 
-@pytest.mark.parametrize("vocab_size", [507, 50257, 131072])
-def test_a_tile_has_tokens_of_like_frequency(vocab_size):
-    counts = zipf(vocab_size)
-    order = frequency_order(counts)
-    in_rows = counts[order.token_of_row]
-    by_frequency = sorted(in_rows.split(TILE_V), key=lambda tile: -int(tile[0]))
-    assert torch.equal(torch.cat(by_frequency), counts.sort(descending=True).values)
-    assert in_rows[-1] == counts.min() or vocab_size % TILE_V == 0  # a ragged tile is the rarest
-
-
 def test_equal_counts_go_by_token_id_and_bits_do_not_vary():
     counts = torch.zeros(1000, dtype=torch.long)
     counts[700] = 1
