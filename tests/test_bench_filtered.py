@@ -1,7 +1,6 @@
 """The benchmark on the head of a trained model, of seconds on CPU, and the problem it makes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
 from flce_dist.launch.bench.problem import load_head, make_truth
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing import relative_rms
 from tests.bench_run import records, run
 from tests.filtered_formula import filtered_gradients, zipf_inputs
+from tests.on_ranks import on_ranks
 
 T, V, H, EPS = 256, 2048, 16, 2.0**-10
 GRID = """
@@ -49,10 +49,6 @@ def bench(tmp_path: Path, runs: str = RUNS) -> int:
     return run(tmp_path, runs, "--head", str(tmp_path / "head.pt"), grid=GRID)
 
 
-def rank_bench(group: Any, tmp_path: Path) -> int:
-    return bench(tmp_path / str(group.rank()))
-
-
 def test_a_head_is_measured_with_what_it_filters(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "DROPPED_EPS", EPS)
     assert bench(tmp_path, RUNS + "  - {impl: dropped}\n  - {impl: dropped_dhidden}\n") == 0
@@ -69,12 +65,14 @@ def test_a_head_is_measured_with_what_it_filters(tmp_path, capsys, monkeypatch):
     assert "kept" in capsys.readouterr().out
 
 
-def test_ranks_split_rows_and_tokens(tmp_path):
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    with RankPool(2) as pool:
-        assert pool.run(rank_bench, tmp_path) == [0, 0]
-    _, exact, filtered = records(tmp_path / "0")
+@on_ranks(2)
+def test_ranks_split_rows_and_tokens(group, tmp_path):
+    own = tmp_path / str(group.rank())
+    own.mkdir()
+    assert bench(own) == 0
+    if group.rank() != 0:
+        return
+    _, exact, filtered = records(own)
     assert exact.P == 2 and exact.sequence_parallel and exact.dhidden_error < 1e-5
     assert filtered.status == "ok" and 0.1 < filtered.kept_share < 0.9
 

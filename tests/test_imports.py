@@ -55,20 +55,14 @@ EXCEPTIONS = {
 
 
 def folder_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).parts
-    if parts[0] != "flce_dist":
-        return parts[0]
-    if len(parts) > 2 and parts[1] in MAY:
-        return parts[1]
-    return FILES_AS_FOLDERS.get(path.stem, "faces") if len(parts) == 2 else "faces"
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return folder_of_module(".".join(parts if parts[0] == "flce_dist" else ("", *parts)))
 
 
 def folder_of_module(name: str) -> str:
     """``flce_dist.x.y`` to its folder."""
-    parts = name.split(".")[1:]
-    if parts and parts[0] in MAY:
-        return parts[0]
-    return FILES_AS_FOLDERS.get("".join(parts[:1]), "faces")
+    first = f"{name}.".split(".")[1]
+    return first if first in MAY else FILES_AS_FOLDERS.get(first, "faces")
 
 
 def violations(path: Path, source: str) -> list[str]:
@@ -104,7 +98,7 @@ def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             for alias in node.names:
-                is_module = base == "flce_dist" and folder_of_module(f"{base}.{alias.name}") in MAY
+                is_module = base == "flce_dist"
                 is_module |= base == "torch" and alias.name == "distributed"
                 yield (f"{base}.{alias.name}" if is_module else base), is_lazy
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):

@@ -71,7 +71,7 @@ PACKAGE = "no_such_module"
 FILES = {
     "conftest.py": f"""
 from tests import machine
-machine.PACKAGES["{PACKAGE}"] = ("no-such-package", "bench")
+machine.EXTRAS["{PACKAGE}"] = "bench"
 """,
     "test_needs_it.py": f"import {PACKAGE}",
     "test_skips_itself.py": f"""
@@ -113,7 +113,7 @@ def test_what_is_missing_is_one_line(tmp_path):
     )  # fmt: skip
     *summary, counts = done.stdout.partition("short test summary info")[2].splitlines()[1:]
     package, gpu, failed = summary
-    assert package.startswith("SKIPPED [3] pyproject.toml: needs no-such-package, which pip inst")
+    assert package.startswith("SKIPPED [3] pyproject.toml: needs no_such_module, which pip insta")
     assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")
     assert failed.startswith("FAILED ") and "::test_imports_what_no_extra_has" in failed
     assert "1 failed, 1 passed, 4 skipped" in counts

@@ -51,23 +51,6 @@ def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
     dcp.save(layers.state_dict(), checkpoint_id=path, no_dist=layout.size == 1)
 
 
-def load_rank(
-    group: dist.ProcessGroup, layout: Layout, path: Path
-) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-    """What is loaded into each kind of module, as lengths of this rank's parameters and whole."""
-    state = heads(layout, seed=1).state_dict()
-    dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
-    found = []
-    for assign in (False, True):
-        fresh = heads(layout, seed=2, on_meta=assign)
-        fresh.load_state_dict(state, assign=assign)
-        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
-        found.append((lengths, whole(fresh.state_dict())))
-        for layer in fresh.values():
-            check_attributes(layer)
-    return found
-
-
 @pytest.fixture(scope="module")
 def checkpoints(pools, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
@@ -78,17 +61,22 @@ def checkpoints(pools, tmp_path_factory):
 
 @pytest.mark.parametrize("saved", range(len(LAYOUTS)))
 @each_layout
-def test_checkpoint_reshards(pools, checkpoints, saved, layout):
+@on_ranks("layout")
+def test_checkpoint_reshards(group, checkpoints, saved, layout):
     expected = heads(Layout(), seed=0).state_dict()
     expected["plain.bias"] = torch.arange(float(PADDED))
-    rows = PADDED // (layout.tp * layout.fsdp)
-    ranks = pools[layout.size].run(load_rank, layout, checkpoints / str(saved))
-    for rank, found in enumerate(ranks):
-        for lengths, state in found:
-            assert lengths[:3] == [rows] * 3
-            if layout in UNEVEN_ROWS:
-                assert lengths[3:] == UNEVEN_ROWS[layout][rank]
-            assert_same_state(state, expected)
+    state = heads(layout, seed=1).state_dict()
+    dcp.load(state, checkpoint_id=checkpoints / str(saved), no_dist=layout.size == 1)
+    for assign in (False, True):
+        fresh = heads(layout, seed=2, on_meta=assign)
+        fresh.load_state_dict(state, assign=assign)
+        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
+        assert lengths[:3] == [PADDED // (layout.tp * layout.fsdp)] * 3
+        if layout in UNEVEN_ROWS:
+            assert lengths[3:] == UNEVEN_ROWS[layout][group.rank()]
+        assert_same_state(whole(fresh.state_dict()), expected)
+        for layer in fresh.values():
+            check_attributes(layer)
 
 
 @each_layout

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from flce_dist.launch import program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
-from tests.machine import PACKAGES
+from tests import machine
 from tests.processes import started
 
 
@@ -179,10 +179,13 @@ def test_extras_are_those_of_pyproject():
             found |= set().union(*map(packages, others.split(","))) if others else {name}
         return found
 
-    names = {"megatron-core": "megatron", "mistral-common": "mistral_common", "pyyaml": "yaml"}
-    for extra, modules in MODULES.items():
-        assert {names.get(package, package) for package in packages(extra)} == modules
-    assert all(package in packages(extra) for package, extra in PACKAGES.values())
+    names = {"megatron-core": "megatron", "pyyaml": "yaml", "pytest-xdist": "xdist"}
+
+    def modules(extra: str) -> set[str]:
+        return {names.get(package, package.replace("-", "_")) for package in packages(extra)}
+
+    assert all(modules(extra) == expected for extra, expected in MODULES.items())
+    assert modules("test") >= {*machine.TEST}
     # Ranks gather objects through it, in launch.verify for example.
     assert any(line.startswith("numpy") for line in project["dependencies"])
     assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
