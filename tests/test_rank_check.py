@@ -60,40 +60,36 @@ ROWS = 7  # of rank 1 of 3
 ALONE = {"vocab_size", "vocab_range", "sequence_parallel", "sequence_dim", "tp_invariant", "impl"}
 OPTIONS = {k: x for k, x in CHANGED.items() if k not in {*ALONE, "accumulate_dweight"}}
 
-# What rank 1 of 3 gives; what is named, with the others' value and its own.
-DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = {
-    "tokens": (
-        dict(hidden=leaf(T - 2, H), labels=torch.arange(T - 2), token_weight=torch.ones(T - 2)),
+# What is named, with the others' value and that of rank 1 of 3; what that rank gives.
+DISAGREEMENTS: list[tuple[dict[str, tuple[Any, Any]], dict[str, Any]]] = [
+    (
         {"hidden.shape": ([12, 8], [10, 8]), "labels.shape": ([12], [10])},
+        dict(hidden=leaf(T - 2, H), labels=torch.arange(T - 2), token_weight=torch.ones(T - 2)),
     ),
-    "dtype": (
-        dict(hidden=leaf(T, H, dtype=F64), weight=leaf(ROWS, H, dtype=F64), bias=None),
+    (
         {"hidden.dtype": ("torch.float32", "torch.float64"), "bias": ("torch.float32", None)},
+        dict(hidden=leaf(T, H, dtype=F64), weight=leaf(ROWS, H, dtype=F64), bias=None),
     ),
-    "token_weight": (
-        dict(token_weight=torch.ones(T, dtype=F64)),
+    (
         {"token_weight": ("torch.float32", "torch.float64")},
+        dict(token_weight=torch.ones(T, dtype=F64)),
     ),
-    "frozen hidden": (dict(hidden=torch.zeros(T, H)), {"hidden.requires_grad": (True, False)}),
-    "frozen weight": (dict(weight=torch.zeros(ROWS, H)), {"weight.requires_grad": (True, False)}),
-    "trained bias": (dict(bias=leaf(ROWS)), {"bias.requires_grad": (False, True)}),
-    "vocab_size": (dict(vocab_size=V_ALL + 1), {"vocab_size": (20, 21)}),
-    "vocab_range": (dict(vocab_range=None), {"vocab_range given": (True, False)}),
-    "impl": (dict(impl="triton"), {"impl": ("eager", "triton")}),
-    "sequence_parallel": (
-        dict(hidden=leaf(T // 3, H), sequence_parallel=True),
+    ({"hidden.requires_grad": (True, False)}, dict(hidden=torch.zeros(T, H))),
+    ({"weight.requires_grad": (True, False)}, dict(weight=torch.zeros(ROWS, H))),
+    ({"bias.requires_grad": (False, True)}, dict(bias=leaf(ROWS))),
+    ({"vocab_size": (20, 21)}, dict(vocab_size=V_ALL + 1)),
+    ({"vocab_range given": (True, False)}, dict(vocab_range=None)),
+    ({"impl": ("eager", "triton")}, dict(impl="triton")),
+    (
         {"hidden.shape": ([12, 8], [4, 8]), "sequence_parallel": (False, True)},
+        dict(hidden=leaf(T // 3, H), sequence_parallel=True),
     ),
-    **{
-        name: ({name: value}, {name: (getattr(LossOptions, name), value)})
-        for name, value in OPTIONS.items()
-    },
-}
+    *(({k: (getattr(LossOptions, k), x)}, {k: x}) for k, x in OPTIONS.items()),
+]
 
 
-@pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_every_rank_names_what_differs(case):
-    changes, named = DISAGREEMENTS[case]
+@pytest.mark.parametrize(("named", "changes"), DISAGREEMENTS, ids=str)
+def test_every_rank_names_what_differs(named, changes):
     assert say(changes) == BEGINS + "; ".join(
         f"{name} is {usual!r} on ranks 0, 2 and {odd!r} on rank 1"
         for name, (usual, odd) in named.items()
@@ -214,7 +210,7 @@ def test_all_facts_are_known_here():
     mine = call(0, 1)
     named = {name: mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight")}
     arguments = rank_check.Arguments(**named, options=LossOptions(), tp_group=None)
-    known = {name for _, differing in DISAGREEMENTS.values() for name in differing}
+    known = {name for named, _ in DISAGREEMENTS for name in named}
     known |= {"torch.is_grad_enabled()", "sequence_dim"}  # tests/test_sequence_dim.py has this one
     known |= {"with_metrics", "tp_invariant", "accumulate_dweight"}
     assert {*rank_check._summary(arguments)["arguments"]} == known
