@@ -32,17 +32,6 @@ def test_nothing_shadows_another_package():
         assert path.stem not in sys.stdlib_module_names, f"{path} is named after one of Python's"
 
 
-def copy_sources(copy: Path) -> Path:
-    """Copy what a build reads, so that the checkout gets no build products."""
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for name in ("flce_dist", *LINKED):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
-    return copy
-
-
 def test_pytest_finds_the_packages_with_nothing_installed(pytestconfig):
     assert pytestconfig.getini("testpaths") == ["tests"]
     assert pytestconfig.getini("pythonpath") == [ROOT]
@@ -111,7 +100,12 @@ os._exit(0)  # what the libraries do at the end takes as long as all this
 
 def make_install(kind: str, folder: Path) -> Path:
     """Return the folder that a kind of install puts on Python's path."""
-    tree = copy_sources(folder / "tree")
+    tree = folder / "tree"  # a copy of what a build reads: the checkout gets no build products
+    for name in ("flce_dist", *LINKED):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
     if kind == "checkout":
         return tree
     if kind == "wheel of a zip":

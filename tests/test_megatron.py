@@ -1,7 +1,4 @@
-"""The plug-in on forked gloo ranks, beside what it shares with Megatron (test_contract.py).
-
-megatron-core keeps its process groups in globals of the process, so threads would not do.
-"""
+"""The plug-in on forked gloo ranks, beside what it shares with Megatron (test_contract.py)."""
 
 import pickle
 import sys

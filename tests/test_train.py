@@ -34,10 +34,9 @@ def output_of(run: Running, status: int = 0) -> str:
 
 
 def train_and_signal(folder: Path, after_step: int, number: int, victim: int) -> tuple[int, str]:
-    """Start an endless run; once it has recorded ``after_step``, send a signal to one process.
+    """Signal torchrun (victim 0) or a rank of a run past ``after_step``, and await the end.
 
-    The processes are torchrun and then the ranks. Returns torchrun's status and the output, after
-    all have ended.
+    Returns torchrun's status and the output.
     """
     out_dir = folder / "run"
     endless = torchrun(*program(folder), "--steps", "1000000")

@@ -156,10 +156,7 @@ RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=Fal
 
 
 def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
-    """How the whole loop ends, and the screen then.
-
-    ``event`` happens to one rank between steps 2 and 3, or in a validation.
-    """
+    """How the loop ends, and the screen then; ``event`` happens to one rank at one step."""
     forget_earlier_runs()
     validation, losses_of = RunLog.validation, Trainer._token_losses
 

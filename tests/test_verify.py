@@ -32,6 +32,7 @@ from flce_dist.op.plan import plan
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
+CALLS = "linear_cross_entropy", "linear_cross_entropy_with_metrics"
 FEW = ["--schedules", "cached"]  # most variants of the loss; no filtered gradients
 
 
@@ -40,19 +41,12 @@ def run(*args: str) -> int:
 
 
 def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> tuple[int, str]:
-    """Run verify on one rank, with ``fault`` planted on the last rank if it names one.
-
-    Return its status and what it printed.
-    """
-    if fault is not None and group.rank() == group.size() - 1:
-        plant(FAULTS[fault], lambda name, value: setattr(verify_checks, name, value))
+    """Status and output of verify; ``fault`` is planted on the last rank if it names one."""
+    for name in CALLS if fault is not None and group.rank() == group.size() - 1 else ():
+        call = functools.partial(FAULTS[str(fault)], getattr(flce_dist, name))
+        setattr(verify_checks, name, call)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         return run(*args), printed.getvalue()
-
-
-def plant(fault, set_attribute) -> None:
-    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
-        set_attribute(name, functools.partial(fault, getattr(flce_dist, name)))
 
 
 def loss_off_by_1e_4(call, *args, **kwargs):
@@ -80,8 +74,9 @@ def test_passes_in_one_process_in_every_dtype(capsys):
         assert f"{dtype}, T=24 H=64 V=200: error / budget" in printed
 
 
-def test_a_case_that_raises_is_a_miss(monkeypatch, capsys):
-    plant(raises, functools.partial(monkeypatch.setattr, verify_checks))
+def test_a_case_that_raises_is_a_miss(mutate, capsys):
+    for name in CALLS:
+        mutate(verify_checks, name, raises)
     assert run(*FEW) == 1
     miss, *_, verdict = capsys.readouterr().out.partition("MISS ")[2].splitlines()
     assert miss == "fp32 (24, 64, 200) plain (mean), cached: RuntimeError: kernel does not compile"
@@ -190,7 +185,7 @@ def test_a_case_is_called_as_it_says(mutate):
         seen.append(kwargs)
         return call(*args, **kwargs)
 
-    for name in ("linear_cross_entropy", "linear_cross_entropy_with_metrics"):
+    for name in CALLS:
         mutate(verify_checks, name, spy)
     for variant in variants():
         data = make_data(variant, Shape(8, 16, 32), 1, torch.float32, torch.device("cpu"), seed=0)
