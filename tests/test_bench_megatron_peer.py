@@ -10,7 +10,6 @@ import torch.distributed as dist
 pytest.importorskip("tyro")
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench import megatron_peer
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import read_results
@@ -18,7 +17,7 @@ from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
 from flce_dist.launch.bench.report import make_records
-from tests.bench_run import GRID
+from tests.bench_run import run
 from tests.on_ranks import on_ranks
 from tests.problems import pairwise
 
@@ -26,11 +25,11 @@ CONFIG = BenchConfig(warmup=1, sample_ms=0.1, settle_ms=0.0, check="gradients")
 SHAPE = ShapeSpec(T=64, H=256, V=512, dtype="fp32")
 
 
-def measured(problem: Problem, run: RunSpec) -> Measured:
-    found = Measured(run, problem, CONFIG)
+def measured(problem: Problem, asked: RunSpec) -> Measured:
+    found = Measured(asked, problem, CONFIG)
     # The fused loss compiles for half a minute on a CPU; uncompiled it computes the same.
     with torch.compiler.set_stance("force_eager"):
-        found.prepare(make_truth(problem, gradients=run.has_gradients))
+        found.prepare(make_truth(problem, gradients=asked.has_gradients))
         found.sample()
     return found
 
@@ -53,10 +52,10 @@ CASES = [
 @on_ranks("P")
 def test_the_head_is_right(group, P, what, sp, mode):
     impl, dtype = what
-    run = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
+    asked = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
     shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
     try:
-        found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
+        found = measured(make_problem(shape, torch.device("cpu"), 0, group), asked)
     finally:
         megatron_peer.stop()
     (record,) = make_records(shape, [found])
@@ -103,10 +102,8 @@ def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     current_device = torch.cuda.current_device
-    (tmp_path / "grid.yaml").write_text(GRID + RUNS)
-    out = tmp_path / "found"
-    assert bench.main(["--config", str(tmp_path / "grid.yaml"), "--out", str(out)]) == 0
-    about, records = read_results(tmp_path / "found.json")
+    assert run(tmp_path, RUNS) == 0
+    about, records = read_results(tmp_path / "out" / "found.v1.json")
     assert about["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert about["environment"]["NCCL_NVLS_ENABLE"] == "0" and "PATH" not in about["environment"]
     assert about["peers"]["megatron-core"]

@@ -120,7 +120,7 @@ PROGRAMS = sorted(path.parent.name for path in LAUNCH.glob("*/__main__.py"))
 
 BLOCKED = """
 import os, runpy, sys
-import torch.distributed.tensor  # once for all programs
+import torch.distributed.tensor, flce_dist.filtered, flce_dist.testing  # once for all programs
 class Blocked:
     def find_spec(name, path=None, target=None):
         if name.split(".")[0] in blocked:
