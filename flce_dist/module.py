@@ -4,7 +4,6 @@ V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ran
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from flce_dist.api import (
 )
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.op import checks
-from flce_dist.options import KEYWORDS, LossOptions, options_of
+from flce_dist.options import KEYWORDS, LossOptions, keywords_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
@@ -84,15 +83,13 @@ class LinearCrossEntropy(VocabShard):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        chosen = options_of(
-            LinearCrossEntropy.__init__, options, vocab_size=vocab_size, vocab_range=None
-        )
-        checks.check_group(tp_group, chosen.sequence_parallel)
+        rows: dict[str, Any] = {"vocab_size": vocab_size, "vocab_range": None}
+        given = keywords_of(LinearCrossEntropy.__init__, options, **rows)
+        checks.check_group(tp_group, given.get("sequence_parallel", False))
         super().__init__(hidden_size, vocab_size, padded_vocab_size, tp_group, init_method)
-        self.sequence_parallel = chosen.sequence_parallel
-        self.options = checks.check_options(
-            replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
-        )
+        rows = {"vocab_size": self.vocab_size, "vocab_range": self.vocab_range}
+        self.options = checks.check_options(LossOptions(**{**given, **rows}))
+        self.sequence_parallel = self.options.sequence_parallel
         if self.options.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
             checks.check_invariant(self.options.impl or "triton", shards)
@@ -136,8 +133,7 @@ class LinearCrossEntropy(VocabShard):
         # Only the last shards are shorter than the first, so padding them keeps ids in order.
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
-        columns = collectives.gather_tokens(columns, group)
-        columns = columns[: self.vocab_size]
+        columns = collectives.gather_tokens(columns, group)[: self.vocab_size]
         if self.row_of_token is not None:
             columns = columns[self.row_of_token]
         return columns.movedim(0, -1)

@@ -66,10 +66,9 @@ class LossOptions:
 
     @property
     def smoothing_needs_logits(self) -> bool:
-        """Whether the gradient of the smoothing term depends on the logits.
+        """Whether backward needs the logits again for smoothing, whose gradient a softcap scales.
 
         Without a softcap it is the same number in every column, a rank-1 term of ``dlogits``.
-        With one it is that number times ``softcap'(z)``, so backward needs the logits again.
         """
         return self.label_smoothing != 0.0 and self.softcap is not None
 
@@ -107,11 +106,6 @@ DECLARED = {field.name: declared(field.type) for field in fields(LossOptions)}
 KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
 
 
-def options_of(function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any) -> LossOptions:
-    """Build the options of a ``function`` that takes them as ``**given``, see ``keywords_of``."""
-    return LossOptions(**keywords_of(function, given, **fixed))
-
-
 def keywords_of(
     function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:
@@ -120,9 +114,9 @@ def keywords_of(
     ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
     the TypeError that Python raises for a keyword that is not in a signature.
     """
+    allowed = {name for name in KEYWORDS if name not in fixed}
     for name in given:
-        if name not in KEYWORDS or name in fixed:
-            allowed = {name for name in KEYWORDS if name not in fixed}
+        if name not in allowed:
             parameters = inspect.signature(function).parameters.values()
             explicit = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
             close = difflib.get_close_matches(name, sorted(allowed | explicit), n=1)

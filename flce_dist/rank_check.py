@@ -23,7 +23,7 @@ from flce_dist.op.prepare import (
     prepare,
     sequence_first,
 )
-from flce_dist.options import options_of
+from flce_dist.options import LossOptions, keywords_of
 
 
 def check_ranks(
@@ -61,23 +61,21 @@ def check_ranks(
             comes before agrees.
             Without a group, what ``linear_cross_entropy`` raises.
     """
-
-    def mine() -> dict[str, Any]:
-        chosen = options_of(check_ranks, options)
-        return _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
-
-    if not isinstance(tp_group, dist.ProcessGroup):
-        mine()
-        return
+    group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
     failure: Exception | None = None
     try:
-        summary = mine()
+        chosen = LossOptions(**keywords_of(check_ranks, options))
+        mine = _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
     except Exception as error:  # of any type, for example TypeError for a wrong argument
-        failure, summary = error, {"error": f"{type(error).__name__}: {error}"}
-    summaries: list[Any] = [None] * tp_group.size()
+        if group is None:
+            raise
+        failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
+    if group is None:
+        return
+    summaries: list[Any] = [None] * group.size()
     # NCCL sends from the current GPU.
     with torch.cuda.device_of(hidden if isinstance(hidden, Tensor) else torch.empty(0)):
-        dist.all_gather_object(summaries, summary, group=tp_group)
+        dist.all_gather_object(summaries, mine, group=group)
     complaint = _complaint(summaries)
     if complaint is not None:
         raise ValueError(complaint) from failure
@@ -162,10 +160,9 @@ def _differences(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _seams(rows: Sequence[list[int]]) -> list[str]:
-    """Return each rank whose rows do not begin where those of the previous rank end.
+    """Return each rank whose rows below vocab_size do not begin where the previous rank's end.
 
-    The first rank has checked that its rows begin at 0, the last that its rows reach vocab_size.
-    Padding beyond vocab_size is not included and may lie anywhere.
+    The first rank has checked that its rows begin at 0, the last that they reach vocab_size.
     """
     return [
         f"vocabulary rows of rank {rank} must begin at {end}, where those of rank {rank - 1} end, "
@@ -178,8 +175,7 @@ def _seams(rows: Sequence[list[int]]) -> list[str]:
 def _one_weight(weights: Sequence[tuple[int, str | None, int]]) -> str | None:
     """Return an error text if every rank holds the same rows and no label lies beyond them.
 
-    Each has its number of rows, their hash and the largest label. Equal rows alone are no error: a
-    test may initialise all shards from one seed.
+    Equal rows alone are no error: a test may initialise all shards from one seed.
     """
     V, rows, label = weights[0]
     if len(weights) == 1 or rows is None or len(set(weights)) > 1 or not 0 <= label < V:

@@ -42,8 +42,7 @@ class VocabShard(nn.Module):
         init_method: Callable[[Tensor], Any],
     ) -> None:
         super().__init__()
-        if padded_vocab_size is None:
-            padded_vocab_size = vocab_size
+        padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
         self.hidden_size = checks.count("hidden_size", hidden_size)
         self.vocab_size = checks.count("vocab_size", vocab_size)
         self.padded_vocab_size = checks.count("padded_vocab_size", padded_vocab_size)

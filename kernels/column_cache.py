@@ -50,15 +50,11 @@ class ColumnCache:
         of the cache. The others have at most ``step`` columns, and None.
         """
         ranges: list[tuple[int, int, Tensor | None]] = []
-        width = 0
-        for window in self.windows:
-            columns = window.shape[1]
-            for start in range(0, columns, cached_step):
-                end = min(start + cached_step, columns)
-                ranges.append((width + start, width + end, part_of(window, start, end)))
-            width += columns
-        ranges += [(start, min(start + step, V), None) for start in range(width, V, step)]
-        return ranges
+        for first, window in self.with_starts():
+            for start in range(0, window.shape[1], cached_step):
+                end = min(start + cached_step, window.shape[1])
+                ranges.append((first + start, first + end, part_of(window, start, end)))
+        return ranges + [(a, min(a + step, V), None) for a in range(self.width, V, step)]
 
 
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

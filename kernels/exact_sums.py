@@ -17,16 +17,12 @@ The top bin b of a token is that of its largest exponential m so far, the b with
 ``2 ** (BIN_BITS * b) <= m < 2 ** (BIN_BITS * (b + 1))``. Terms are at most
 ``2 ** (headroom - 2) * m``, less than half a unit of bin b + 1, so their slices in higher bins are
 0. When later columns or other ranks raise the top bin, limbs therefore move down, zeros take the
-places above, and each limb is what it would be had m been known before. Limbs depend on the terms
-alone.
+places above, and each limb is what it would be had m been known before.
 
-What is dropped of a term is at most half a unit of the lowest bin. With groups of 32 columns that
-is 2 ** -32 of m with 2 limbs, and 2 ** -63 with 3 limbs and the headroom of an entropy; with groups
-of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb that moves out is multiplied by 0, not
-replaced.
-
-The cost is 7 fp64 operations and a conversion per token and group. GPUs with few fp64 units will
-notice it where groups are small.
+At most half a unit of the lowest bin is dropped of a term: with groups of 32 columns 2 ** -32 of m
+with 2 limbs, 2 ** -63 with 3; with groups of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb
+that moves out is multiplied by 0, not replaced. The cost is 7 fp64 operations and a conversion per
+token and group.
 """
 
 import triton
@@ -39,14 +35,13 @@ _BINS_PER_NAT = tl.constexpr(LOG2E.value / 38)
 _SUM_Z_UNIT = tl.constexpr(2.0**-16)
 
 
-def headroom(group_v: int) -> int:
-    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``."""
-    return group_v.bit_length() + 1
+@triton.constexpr_function
+def headroom(group_v, limbs):
+    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``.
 
-
-def entropy_headroom(group_v: int) -> int:
-    """The same for terms of ``exp(x) * x``: |x| is at most 104 where fp32 exp(x) is not 0."""
-    return headroom(group_v) + 7
+    3 limbs have terms ``exp(x) * x``, where |x| is at most 104 if fp32 exp(x) is not 0.
+    """
+    return group_v.bit_length() + (8 if limbs == 3 else 1)
 
 
 @triton.jit
@@ -79,8 +74,9 @@ def slice_in(x, bin, HEADROOM: tl.constexpr):
 
 
 @triton.jit
-def slice_sums(terms, bin, HEADROOM: tl.constexpr, LIMBS: tl.constexpr):
+def slice_sums(terms, bin, GROUP_V: tl.constexpr, LIMBS: tl.constexpr):
     """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; middle is 0 if LIMBS is 2."""
+    HEADROOM: tl.constexpr = headroom(GROUP_V, LIMBS)
     rest = terms.to(tl.float64)
     part = slice_in(rest, bin[None, :], HEADROOM)
     high = tl.sum(part, axis=0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import exact_sums, tuning
+from flce_dist.kernels import tuning
 from flce_dist.kernels.kernel import Tiled
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
@@ -60,14 +60,6 @@ class TileLaunch:
     def output(self, x: Tensor) -> Any:
         """x [T, V], which the kernel stores tile by tile."""
         return matrix(x, (self.config.BLOCK_T, self.config.BLOCK_V), self.tma)
-
-    @cached_property
-    def headrooms(self) -> dict[str, int]:
-        """Constexprs of the exact sums of groups of columns."""
-        return {
-            "HEADROOM": exact_sums.headroom(self.group_v),
-            "ENTROPY_HEADROOM": exact_sums.entropy_headroom(self.group_v),
-        }
 
     @cached_property
     def constexprs(self) -> dict[str, Any]:

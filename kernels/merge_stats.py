@@ -33,7 +33,7 @@ from flce_dist.kernels.tuning import next_power_of_2
 @triton.jit
 def _merge_limbs(
     part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
-    HEADROOM: tl.constexpr, LIMBS: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_V: tl.constexpr, LIMBS: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the terms [N, T] to the limbs [LIMBS, T] of a sum, whose top bin has risen to ``bin``.
 
@@ -48,7 +48,7 @@ def _merge_limbs(
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < N) & mask_t[None, :]
         terms = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
-        more_high, more_middle, more_low = slice_sums(terms, bin, HEADROOM, LIMBS)
+        more_high, more_middle, more_low = slice_sums(terms, bin, GROUP_V, LIMBS)
         high += more_high
         middle += more_middle
         low += more_low
@@ -61,7 +61,7 @@ def _merge_kernel(
     max_ptr, sums_ptr,  # in and out: [T] fp32, [rows, T] fp64 (see new_sums)
     num_v, T, stride_sums,
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, FIRST: tl.constexpr,
-    HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_V: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """A program merges all statistics of BLOCK_T tokens, BLOCK_N rows of ``part`` at a time."""
@@ -86,14 +86,14 @@ def _merge_kernel(
     plane = tl.cast(N, tl.int64) * T
     _merge_limbs(
         part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
-        HEADROOM, 2, FIRST, BLOCK_N,
+        GROUP_V, 2, FIRST, BLOCK_N,
     )  # fmt: skip
     sums_ptr += 2 * stride_sums
     part_ptr += plane
     if WITH_ENTROPY:
         _merge_limbs(
             part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
-            ENTROPY_HEADROOM, 3, FIRST, BLOCK_N,
+            GROUP_V, 3, FIRST, BLOCK_N,
         )  # fmt: skip
         sums_ptr += 3 * stride_sums
         part_ptr += plane
@@ -149,7 +149,7 @@ def merge_stats(
         WITH_ENTROPY=with_entropy,
         WITH_SUM_Z=with_sum_z,
         FIRST=first,
+        GROUP_V=launch.group_v,
         GROUPS=groups,
-        **launch.headrooms,
         BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip

@@ -15,6 +15,12 @@ _RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.constexpr_function
+def parts_of(tile, block):
+    """How many blocks a tile has; as a plain number in the interpreter, too."""
+    return tile // block
+
+
 @triton.jit
 def dot(a, b, acc):
     """``acc + a @ b`` in fp32: tensor cores for half operands, IEEE arithmetic for fp32."""

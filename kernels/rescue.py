@@ -98,13 +98,12 @@ def _list_tokens_kernel(
 
 @triton.jit
 def _add_limbs(
-    sums_ptr, stride, offs_t, mask, x,
-    HEADROOM: tl.constexpr, LIMBS: tl.constexpr, GROUP_V: tl.constexpr,
+    sums_ptr, stride, offs_t, mask, x, GROUP_V: tl.constexpr, LIMBS: tl.constexpr
 ):  # fmt: skip
     """Add the columns of x [BLOCK_T, BLOCK_V] to the limbs of a sum."""
     bin = tl.zeros((x.shape[0],), tl.int32)  # as the largest exponential is 1
     terms = tl.trans(group_sums(x, GROUP_V))
-    high, middle, low = slice_sums(terms, bin, HEADROOM, LIMBS)
+    high, middle, low = slice_sums(terms, bin, GROUP_V, LIMBS)
     tl.atomic_add(sums_ptr + offs_t, high, mask=mask, sem="relaxed")
     if LIMBS == 3:
         tl.atomic_add(sums_ptr + stride + offs_t, middle, mask=mask, sem="relaxed")
@@ -122,7 +121,7 @@ def _rescue_kernel(
     vocab_start_index, scalars,
     WITH_ENTROPY: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
-    GROUP_V: tl.constexpr, HEADROOM: tl.constexpr, ENTROPY_HEADROOM: tl.constexpr,
+    GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
@@ -154,11 +153,11 @@ def _rescue_kernel(
         offs_v = start_v + tl.arange(0, BLOCK_V)
         x = other_columns(z - reference[:, None], column, offs_v, V, False)
         e = exp(x)
-        _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, HEADROOM, 2, GROUP_V)
+        _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)
         if WITH_ENTROPY:
             ex = times_exponent(e, x)
             ex_ptr = sums_ptr + 2 * stride_sums
-            _add_limbs(ex_ptr, stride_sums, offs_t, listed, ex, ENTROPY_HEADROOM, 3, GROUP_V)
+            _add_limbs(ex_ptr, stride_sums, offs_t, listed, ex, GROUP_V, 3)
         if cache_ptr is not None:
             if softcap is not None:
                 e *= softcap_slope(z, softcap)
@@ -213,7 +212,6 @@ def rescue(
             part.vocab_start_index, part.scalars,
             WITH_ENTROPY=with_entropy,
             GROUP_V=launch.group_v,
-            **launch.headrooms,
             **launch.constexprs,
         )  # fmt: skip
     return final

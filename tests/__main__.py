@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,36 +31,29 @@ WHOLE_FILES = ("--dist", "loadfile", "--no-loadscope-reorder")
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
 
-@dataclass(frozen=True)
-class Part:
-    """One run of pytest, with the marker expression that it is for, if any."""
-
-    name: str
-    markers: str
-    workers: int
-    how: tuple[str, ...] = WHOLE_FILES
-
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        command = [sys.executable, "-u", "-m", "pytest"]
-        if self.workers and find_spec("xdist"):
-            command += ["-n", str(self.workers), *self.how]
-        if self.markers:
-            command += ["-m", self.markers, "-o", f"cache_dir=.pytest_cache/{self.name}"]
-        return [*command, *arguments]
+def command(markers: str, workers: int, how: Sequence[str] = WHOLE_FILES) -> list[str]:
+    """Return the command of one run of pytest, for tests with these markers if any."""
+    found = [sys.executable, "-u", "-m", "pytest"]
+    if workers and find_spec("xdist"):
+        found += ["-n", str(workers), *how]
+    if markers:
+        found += ["-o", f"cache_dir=.pytest_cache/{markers.replace(' ', '_')}", "-m", markers]
+    return found
 
 
-def parts(gpus: int, cores: int) -> list[list[Part]]:
-    """Return the runs of pytest; those of an inner list go side by side."""
+def parts(gpus: int, cores: int) -> list[dict[str, list[str]]]:
+    """Return the commands of the runs, by name; those of one dict go side by side."""
     of_cpu = min(cores, MOST_WORKERS)
     if not gpus:
-        return [[Part("CPU", "", of_cpu)]]
+        return [{"CPU": command("", of_cpu)}]
     workers = min(cores, WORKERS_OF_A_GPU * gpus)
-    beside = [
-        Part("CPU", "not gpu", of_cpu),
-        # With one GPU there are no such ranks: then these tests say what they miss.
-        Part("GPU", "gpu and not alone" if gpus > 1 else "gpu", workers, ("--dist", "worksteal")),
-    ]
-    return [beside, [Part("GPUs", "gpu and alone", 0)]] if gpus > 1 else [beside]
+    # With one GPU there are no ranks with one each: then these tests say what they miss.
+    markers = "gpu and not alone" if gpus > 1 else "gpu"
+    beside = {
+        "CPU": command("not gpu", of_cpu),
+        "GPU": command(markers, workers, ("--dist", "worksteal")),
+    }
+    return [beside, {"GPUs": command("gpu and alone", 0)}] if gpus > 1 else [beside]
 
 
 def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
@@ -94,11 +86,11 @@ def main(arguments: list[str], gpus: int) -> int:
         print(f"tests run in one process; a second one {missing('xdist')}", flush=True)
     stages = parts(gpus, len(os.sched_getaffinity(0)))
     if not gpus:
-        return subprocess.run(stages[0][0].command(arguments), cwd=ROOT).returncode
+        return subprocess.run([*stages[0]["CPU"], *arguments], cwd=ROOT).returncode
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the parts, too
     ended: dict[str, tuple[int, str]] = {}
     for stage in stages:
-        ended |= run_side_by_side({part.name: part.command(arguments) for part in stage})
+        ended |= run_side_by_side({name: [*one, *arguments] for name, one in stage.items()})
     for name, (_, line) in ended.items():
         print(f"{name:4} | {line.strip('= ')}")
     statuses = {status for status, _ in ended.values()}

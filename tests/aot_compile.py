@@ -1,7 +1,7 @@
 """Compile the kernels of tiles for GPUs that are not here; prints one JSON object per kernel.
 
 Run by test_compile.py in a process of its own, since triton is either interpreted or not, for
-good, from its first import. T tokens, V vocabulary rows, H hidden size.
+good, from its first import.
 """
 
 import itertools

@@ -93,10 +93,9 @@ def modules_not_examined() -> None:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """Forked gloo workers of a file's tests, by P; they start when they are first used.
+    """Forked gloo workers by P, started when they are first used.
 
-    Not of several files: each process group that is left in a rank has a thread that wakes up a
-    hundred times a second.
+    Of one file: each group that is left in a rank has a thread that wakes up often.
     """
     with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
         yield {1: one, 2: two, 4: four}

@@ -1,7 +1,7 @@
 """A fake of CUDA for the real PeerMemory, on the queues of fake_machine.py.
 
-It has streams, events, graphs, tensors whose rows hold tags instead of numbers, and an allocator
-that reuses memory as soon as no tensor holds it. Each belongs to a rank of fake_ranks.py.
+Rows of its tensors hold tags instead of numbers, and its allocator reuses memory as soon as no
+tensor holds it. Each object belongs to a rank of fake_ranks.py.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple

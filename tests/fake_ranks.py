@@ -192,11 +192,7 @@ def run(
 ) -> list[Exception | None]:
     """Run ``program`` on each rank and explore what it issued; return what each rank raised.
 
-    A rank whose GPU would wait for ever ends with ``Hung``.
-
-    Raises:
-        AssertionError: something is wrong in an order of execution, or a check of a rank failed.
-        TimeoutError: a rank's host hangs.
+    ``Hung`` if its GPU would wait for ever. A wrong order and a failed check raise AssertionError.
     """
     machine = Machine(P, seeds=seeds, one_queue=one_queue)
     ranks = [Rank(machine, rank) for rank in range(P)]

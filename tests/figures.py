@@ -45,14 +45,8 @@ GRADIENTS = [
 ]
 
 
-def drawn(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
-
-
-def assert_readable(figure: Figure | None) -> None:
+def assert_readable(figure: Figure) -> None:
     """All texts lie within the figure, none over another; lines pass behind only, none of data."""
-    figure = drawn(figure)
     figure.draw_without_rendering()
     outside: set[Text] = set()  # labels of ticks beyond an axis's limits are not drawn
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
@@ -80,5 +74,5 @@ def assert_readable(figure: Figure | None) -> None:
             assert behind or not crossed, f"a line through {text.get_text()!r}"
 
 
-def texts(figure: Figure | None, panel: int = 0) -> list[str]:
-    return [text.get_text().strip() for text in drawn(figure).axes[panel].texts]
+def texts(figure: Figure, panel: int = 0) -> list[str]:
+    return [text.get_text().strip() for text in figure.axes[panel].texts]

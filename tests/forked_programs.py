@@ -78,9 +78,11 @@ def _become(command: list[str], env: Mapping[str, str], output: IO[Any] | None) 
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # a child that went on would run the caller's tests
+            os._exit(status)
 
 
 def _be_new(env: Mapping[str, str]) -> None:

@@ -40,21 +40,17 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
-    "exceptions": parallel_device_checks.raised_and_called_again,
     "filtered": parallel_filter_checks.filtered_gradients,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_autograd_checks.several_heads,
-    "main_grad": parallel_autograd_checks.into_main_grad,
     "checkpointing": parallel_autograd_checks.activation_checkpointing,
     "compile": parallel_autograd_checks.under_compile,
-    "dtensors": parallel_autograd_checks.with_dtensors,
-    "invariant": parallel_checks.equal_bits_for_any_ranks,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
 }
-GPU_ONLY = ("devices", "invariant", "host", "collectives")
+GPU_ONLY = ("devices", "host", "collectives")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

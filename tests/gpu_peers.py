@@ -1,7 +1,4 @@
-"""A rank of gpu_peers_cases.py, what it does with PeerMemory, and what must come of it.
-
-P ranks, T tokens, H hidden size.
-"""
+"""A rank of gpu_peers_cases.py, what it does with PeerMemory, and what must come of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,10 +36,10 @@ class Rank:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=P, timeout=timeout)
         self.group = dist.group.WORLD
 
-    def memory(self, kind: Any = PeerMemory) -> Any:
+    def memory(self) -> PeerMemory:
         driver = PeerDriver(self.group, self.device)
         driver.limit_s = self.limit_s
-        return kind(driver, "tokens")
+        return PeerMemory(driver, "tokens")
 
     def tokens(self, turn: int, n: int) -> Tensor:
         return self.of(self.rank, turn, n)

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -25,7 +24,6 @@ from flce_dist.parallel.peer_copies import PeerGather
 from flce_dist.parallel.peer_memory import PeerMemory
 from flce_dist.parallel.token_order import TokenOrder
 from tests.gpu_peers import (
-    LATE,
     LIMIT_S,
     SHORT_S,
     H,
@@ -133,34 +131,6 @@ def exception(me: Rank) -> Iterator[str]:
     yield from check_replay(me, captured(me, memory, n), 5)
 
 
-class SlowMemory(PeerMemory):
-    """The current stream is held up after pull."""
-
-    def pull(self, copies: Any) -> Any:
-        arrivals = super().pull(copies)
-        torch.cuda._sleep(LATE)
-        return arrivals
-
-
-def streams(me: Rank) -> Iterator[str]:
-    """Calls on two streams that wait for nothing of each other, then a graph after both."""
-    memory, n = me.memory(SlowMemory), 4000
-    one, two = torch.cuda.Stream(), torch.cuda.Stream()
-    inputs = [me.tokens(turn, n) for turn in (1, 2)]
-    graph_of_two = captured(me, memory, n)
-    torch.cuda.synchronize()
-    results = []
-    for x, stream in zip(inputs, (one, two), strict=True):
-        with torch.cuda.stream(stream):
-            results.append(gather(memory, x))
-    one.wait_stream(two)
-    with torch.cuda.stream(one):
-        found = list(check_replay(me, graph_of_two, 3))  # synchronizes
-    yield from found
-    for turn, result in enumerate(results, start=1):
-        yield from differs(f"stream {turn}", result, expected(me, turn, n))
-
-
 def remade(me: Rank) -> Iterator[str]:
     """A group is destroyed and made anew under its name: its memory goes, the new one's works."""
     with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
@@ -195,32 +165,6 @@ def hang_in_replay(me: Rank) -> Iterator[str]:
     yield "waited, and went on"
 
 
-def alone(me: Rank) -> Iterator[str]:
-    """Rank 1 alone raises before it publishes, and goes on to another call: no data are mixed.
-
-    Rank 0 waits for it in vain, ends by itself, and says whom it waited for.
-    """
-    memory = me.memory()
-    yield from check_gather(me, memory, "before", 0, 64)
-    if me.rank == 1:
-        try:
-            stopped_gather(me.tokens(1, 64), order_of(64), memory)
-        except Stop:
-            pass
-        try:
-            gather(memory, me.tokens(2, 64))
-        except RuntimeError as error:
-            print(f"raised as planned: {error}")
-            if "ranks [0]" not in str(error):
-                yield f"rank 0 is not named: {error}"
-            sys.stdout.flush()
-            os._exit(0)
-        yield "went on alone"
-    gather(memory, me.tokens(1, 64))
-    torch.cuda.synchronize()
-    yield "took what was published for another call"
-
-
 def whole(me: Rank) -> Iterator[str]:
     """linear_cross_entropy in several ways, loss and gradients against fp64."""
     from tests import parallel_checks
@@ -235,10 +179,10 @@ def whole(me: Rank) -> Iterator[str]:
 CASES = {
     case.__name__: case
     for case in (
-        eager, graph, failed_capture, exception, streams, remade, hang_in_replay, alone, whole
+        eager, graph, failed_capture, exception, remade, hang_in_replay, whole
     )
 }  # fmt: skip
-ABORTS = ("hang_in_replay", "alone")  # rank 0 ends by SIGABRT, and says
+ABORTS = ("hang_in_replay",)  # rank 0 ends by SIGABRT, and says
 IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
 
 

@@ -1,7 +1,7 @@
 """One problem and its statistics on any number of ranks, bit by bit: for the tests of tp_invariant.
 
-T tokens, V_all vocabulary rows, H hidden size, P ranks. Every shard begins at a multiple of
-``INVARIANT_ROWS`` columns. A tile of the interpreter is 32 tokens x 64 columns.
+Every shard begins at a multiple of ``INVARIANT_ROWS`` columns. A tile of the interpreter is 32
+tokens x 64 columns.
 """
 
 import itertools

@@ -11,30 +11,21 @@ from importlib.util import find_spec
 
 import pytest
 
-# A module of an extra, the package that it comes with, and that extra.
-PACKAGES = {
-    "hypothesis": ("hypothesis", "test"),
-    "matplotlib": ("matplotlib", "bench"),
-    "megatron": ("megatron-core", "train"),
-    "mistral_common": ("mistral-common", "train"),
-    "pytest_timeout": ("pytest-timeout", "test"),
-    "rich": ("rich", "bench"),
-    "setuptools": ("setuptools", "test"),
-    "tensorboard": ("tensorboard", "train"),
-    "tqdm": ("tqdm", "train"),
-    "tyro": ("tyro", "bench"),
-    "xdist": ("pytest-xdist", "test"),
-    "yaml": ("pyyaml", "bench"),
+from flce_dist.launch.program import MODULES
+
+TEST = ("hypothesis", "pytest_timeout", "setuptools", "xdist")
+EXTRAS = dict.fromkeys(TEST, "test") | {
+    module: extra for extra in ("train", "bench") for module in MODULES[extra]
 }
+"""The extra that brings a module."""
 _MISSING = re.compile(
     r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import) '(\w+)", re.MULTILINE
 )
 
 
 def missing(module: str) -> str:
-    """Say which package has ``module``, and how to get it."""
-    package, extra = PACKAGES[module]
-    return f"needs {package}, which pip install '.[{extra}]' installs"
+    """Say how to get ``module``."""
+    return f"needs {module}, which pip install '.[{EXTRAS[module]}]' installs"
 
 
 def is_for_gpus(markers: str) -> bool:
@@ -77,6 +68,6 @@ def name_what_is_missing(report: pytest.CollectReport | pytest.TestReport) -> No
     """
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     found = None if report.passed else _MISSING.search(text)
-    if found and found[1] in PACKAGES and find_spec(found[1]) is None:
+    if found and found[1] in EXTRAS and find_spec(found[1]) is None:
         report.outcome = "skipped"
         report.longrepr = ("pyproject.toml", None, f"Skipped: {missing(found[1])}")  # type: ignore[assignment]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.launch.train.model import token_losses
 from flce_dist.megatron import use_linear_cross_entropy
-from tests.contract.models import VOCAB, H, S, Setting, gpt, uneven
+from tests.contract import models
+from tests.contract.models import VOCAB, H, S, Setting, gpt
 
-__all__ = ["VOCAB", "H", "S", "batch", "loss_and_gradients", "megatron", "plugged", "token_losses"]
+__all__ = ["VOCAB", "H", "S", "batch", "megatron", "plugged", "token_losses"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -51,24 +52,11 @@ def first_stage(tp: int) -> Any:
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, each [3, S]."""
-    generator = torch.Generator().manual_seed(1 + step)
-    ids = torch.randint(VOCAB, (3, S + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
+    """Tokens and labels, each [B, S]."""
+    tokens, _, labels = models.batch(step)
+    return tokens, labels
 
 
 def inputs_of(tokens: Tensor) -> tuple[Tensor, Tensor, None]:
     """The arguments of ``GPTModel``: tokens, positions and no mask."""
     return tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None
-
-
-def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token loss and gradients of an uneven sum of it."""
-    model.zero_grad()
-    loss = token_losses(model, *batch())
-    uneven(loss).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad.clone()
-    return loss.detach(), gradients

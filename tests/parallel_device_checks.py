@@ -1,8 +1,6 @@
-"""Checks of the op on several ranks: how it runs there. Streams, graphs, waiting hosts, memory.
+"""Checks as in parallel_checks.py of how the op runs: streams, graphs, waiting hosts, memory.
 
-The same kind of checks as in parallel_checks.py. A CPU has neither streams nor graphs: there the
-steps of these checks just run again, which proves the comparisons; ``no_waiting_host`` needs a GPU.
-T tokens, H hidden size, V vocabulary rows here.
+On a CPU, which has neither streams nor graphs, steps just run again, which proves the comparisons.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import eager_logits
-from flce_dist.kernels.interface import kernels_of
 from flce_dist.memory import peak_memory, release_shared_memory
 from tests.parallel_problem import Outcome, Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (
@@ -27,8 +24,8 @@ from tests.parallel_ranks import (
     said,
     same_bits,
 )
-from tests.test_gpu_execution import host_must_not_wait
 from tests.test_gpu_graphs import Replayed
+from tests.test_gpu_oracle import host_must_not_wait
 
 MIB = 1 << 20
 REPEATS = 2
@@ -60,10 +57,7 @@ def poison(ranks: Ranks, one: Problem, like: list[Tensor]) -> None:
 def step_on_streams(
     ranks: Ranks, one: Problem, turn: int, forward_on: Any, backward_on: Any, **options: Any
 ) -> Outcome:
-    """Forward and backward on these streams, in memory that held NaN before and holds it after.
-
-    None is the current stream.
-    """
+    """Forward and backward on these streams (None: the current one), in memory that held NaN."""
     share = share_of(ranks.group, one, sequence_parallel=options["sequence_parallel"])
     leaves = share.leaves()
     streams = [s for s in (forward_on, backward_on) if s is not None]
@@ -180,32 +174,6 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
     yield from differing("after larger calls", Outcome(*replayed.results), expected[1])
     if ranks.on_gpu:
         torch.cuda.synchronize()  # a graph must not go while it runs
-
-
-# --- exceptions
-
-
-class Planted(Exception):
-    """What a kernel raises instead of running."""
-
-
-def raised_and_called_again(ranks: Ranks) -> Iterator[str]:
-    """Every rank raises in the middle of a call, frees its memory, and calls again."""
-    one = problem(ranks.device)
-    kernels = kernels_of("triton" if ranks.on_gpu else "eager")
-    for way, options in different_ways(one, ranks.P).items():
-        expected = rank_step(ranks.group, one, sequence_parallel=True, **options)
-        for place in ("linear_stats", "row_gradient", "scale_rows"):
-            with mock.patch.object(kernels, place, side_effect=Planted):
-                try:
-                    rank_step(ranks.group, one, sequence_parallel=True, **options)
-                except Planted:
-                    pass
-                else:
-                    yield f"{way}, {place}: not called"
-            poison(ranks, one, share_of(ranks.group, one, sequence_parallel=True).leaves())
-            mine = rank_step(ranks.group, one, sequence_parallel=True, **options)
-            yield from differing(f"{way}, after {place} raised", mine, expected)
 
 
 # --- the host, and memory

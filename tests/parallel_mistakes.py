@@ -68,12 +68,6 @@ def host_waits(patch: pytest.MonkeyPatch) -> None:
     replace_op(patch, wrong)
 
 
-def nobody_waits_for_a_collective(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collectives.Pending, "wait", lambda self: self.result)
-    for kind in (collectives.CollectiveGather, peer_copies.PeerGather):
-        patch.setattr(kind, "wait", kind.start)
-
-
 if __name__ == "__main__":
     from tests import gpu_parallel
 

@@ -1,7 +1,4 @@
-"""One problem, whole and by ranks: what the tests of parallel runs share.
-
-T = tokens, H = hidden size, V_all = true vocabulary, P = ranks.
-"""
+"""One problem, whole and by ranks: what the tests of parallel runs share."""
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -189,10 +186,9 @@ def misses(
     rows: slice = slice(None),
     truth: Truth | None = None,
 ) -> list[str]:
-    """Return the results whose error against fp64 exceeds their budget.
+    """Return the results of these tokens and rows whose error against fp64 exceeds their budget.
 
-    ``outcome`` has the gradients of these tokens and vocabulary rows. ``truth``: in place of the
-    problem's own.
+    ``truth`` is the problem's own by default.
     """
     oracle, eager = (whole.part(tokens, rows) for whole in truth or problem.truth)
     found = []
@@ -231,14 +227,5 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
 
 IN_PIECES = Problem(T=48)
 FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
-PIECE_OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "none": {"reduction": "none"},
-    "token weights": {"reduction": "sum", "token_weight": torch.linspace(0, 2, IN_PIECES.T)},
-    "smoothing": {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "reduction": "none"},
-    "few bytes": FEW_BYTES,
-}
-
-
 small_pieces = partial(plan_sizes, split_from=16, tile=8, min_window=8)
 """Plan several pieces and chunks for a problem of few tokens."""

@@ -1,7 +1,4 @@
-"""What the checks on several ranks share: problems, ways to compute them, and comparisons.
-
-T tokens, H hidden size, V_all vocabulary, P ranks.
-"""
+"""What the checks on several ranks share: problems, ways to compute them, and comparisons."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +18,18 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where checks run: the group of all ranks, and this rank's device."""
+    """Where checks run: the group of all ranks, None for one rank, and this rank's device."""
 
-    group: dist.ProcessGroup
+    group: Any
     device: torch.device
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        return 0 if self.group is None else self.group.rank()
 
     @property
     def P(self) -> int:
-        return self.group.size()
+        return 1 if self.group is None else self.group.size()
 
     @property
     def on_gpu(self) -> bool:

@@ -1,7 +1,6 @@
 """Small problems, and the comparison of the op with fp64 and eager PyTorch that tests share.
 
-Inputs are rounded to the dtype under test, so that all three see the same numbers. T tokens,
-V vocabulary rows, H hidden size.
+Inputs are rounded to the dtype under test, so that all three see the same numbers.
 """
 
 import itertools
@@ -197,9 +196,8 @@ def without_infinities(name: str, result: Tensor, expected: Tensor) -> tuple[Ten
 def entropy_rounding(truth: Outcome) -> float:
     """Absolute error that fp32 costs the entropy, for logits whose deviation is near 1 or above.
 
-    It is ``(lse - z_label) - mean(z - z_label)``, from one pass that knows no logit but the
-    label's: where the label is unlikely both terms are large, and when they cancel their rounding
-    stays. The same number is added to ``z - lse + entropy`` in the entropy's gradient.
+    It is ``(lse - z_label) - mean(z - z_label)``: where the label is unlikely both terms are large,
+    and when they cancel their rounding stays. In its gradient it is added to ``z - lse``.
     """
     logprob = truth["logprob"].where(truth["logprob"].isfinite(), 0.0)
     largest = logprob.abs().amax().item() if logprob.numel() else 0.0
@@ -212,7 +210,9 @@ SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Case = TypeVar("Case", bound=tuple[Any, ...])
 
+on_a_gpu = pytest.param("triton", marks=pytest.mark.gpu, id="on a GPU")
 both = pytest.mark.parametrize("impl", ["eager", "triton"])
+everywhere = pytest.mark.parametrize("impl", ["eager", "triton", on_a_gpu])
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 interpreted = pytest.mark.skipif(
@@ -259,10 +259,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Inputs whose logits are exactly ``z`` [T, V]: one-hot hidden states pick columns of weight.
-
-    dweight is then dlogits, transposed.
-    """
+    """Inputs whose logits are exactly ``z`` [T, V], and whose dweight is dlogits, transposed."""
     return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
 
 
@@ -280,10 +277,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 @contextmanager
 def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
-    """Plan with other sizes than op/plan.py has, by their names there: ``tile=8, min_window=8``.
-
-    Yields the calls that are planned with them.
-    """
+    """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             if name == "first_lent":

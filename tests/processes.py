@@ -97,10 +97,7 @@ class Running:
 def started(
     command: list[str], logs: Path, copies: int = 1, *, forks: bool = False
 ) -> Iterator[Running]:
-    """Start ``copies`` processes of a command; none of them, or below them, outlives the block.
-
-    ``forks``: as forks of this process, see tests/forked_programs.py.
-    """
+    """Start ``copies`` processes, or forks, of a command; nothing that they start outlives them."""
     logs.mkdir(parents=True, exist_ok=True)
     running = Running(command, copies, logs, forks)
     try:

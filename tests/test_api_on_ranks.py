@@ -1,8 +1,4 @@
-"""linear_cross_entropy on P simulated ranks gives the results of one process.
-
-tests/test_api_random_cases.py has random problems on threads, tests/gpu_parallel.py those over
-gloo.
-"""
+"""linear_cross_entropy on simulated ranks; test_api_random_cases.py has random problems there."""
 
 from typing import Any
 
@@ -17,7 +13,6 @@ from tests.parallel_problem import (
     TINY,
     UNEVEN,
     Outcome,
-    Problem,
     joined,
     misses,
     on_threads,
@@ -34,72 +29,18 @@ def test_fp64(schedule, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
-def test_triton_kernels_on_two_ranks(pools, schedule, sequence_parallel):
-    """Over gloo: interpreted kernels cannot run in two threads at once."""
-    problem = Problem(T=12, H=64, V_all=201, seed=3, options={"reduction": "sum"}, banned=0.3)
-    assert problem.tensors[2][problem.tensors[3]].isinf().any()
-    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
-    ranks = pools[2].run(rank_step, problem, impl="triton", **options)
-    assert misses(joined(ranks, sequence_parallel=sequence_parallel), problem) == []
-
-
-class TestGroups:
-    """The ranks of the tensor-parallel group need not be all ranks, nor neighbours."""
-
-    @staticmethod
-    def replica_step(world: dist.ProcessGroup, tp_ranks: list[list[int]], sp: bool) -> Outcome:
-        groups = [dist.new_group(ranks) for ranks in tp_ranks]
-        replica = next(i for i, ranks in enumerate(tp_ranks) if world.rank() in ranks)
-        problem = UNEVEN.changed(seed=replica)
-        return rank_step(groups[replica], problem, sequence_parallel=sp)
-
-    @pytest.mark.parametrize("sp", [False, True])
-    @pytest.mark.parametrize(
-        "tp_ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3, 2], [1]]],
-        ids=["neighbours", "strided", "unequal"],
-    )  # fmt: skip
-    def test_replicas(self, tp_ranks, sp):
-        outcomes = run_ranks(lambda world: self.replica_step(world, tp_ranks, sp), 4)
-        for replica, ranks in enumerate(tp_ranks):
-            members = [outcomes[rank] for rank in sorted(ranks)]
-            outcome = joined(members, sequence_parallel=sp)
-            assert misses(outcome, UNEVEN.changed(seed=replica)) == []
-
-    def test_no_group_beside_a_default_group_sends_nothing(self):
-        def rank(group):
-            return rank_step(None, UNEVEN), group.calls
-
-        for outcome, calls in run_ranks(rank, 2):
-            assert calls == []
-            assert misses(outcome, UNEVEN) == []
-
-
-def test_a_label_beyond_the_vocabulary_is_named_on_every_rank():
-    problem = Problem(ignored=0.0)
-    problem.tensors[3][5] = 507
-
-    def rank(group):
-        with pytest.raises(ValueError, match=r"labels must be within \[0, 507\).* got 507"):
-            rank_step(group, problem)
-        return group.calls
-
-    assert run_ranks(rank, 2) == [[], []]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_upstream_gradients_that_differ_do_not_hang(pools, schedule, sequence_parallel):
+def test_upstream_gradients_that_differ_do_not_hang(schedule, sequence_parallel):
     """The rank is the factor, so that of the first is 0."""
-    options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
-    ranks = pools[2].run(scaled_step, UNEVEN, **options)
+
+    def rank(group: dist.ProcessGroup) -> Outcome:
+        options: dict[str, Any] = {"schedule": schedule, "sequence_parallel": sequence_parallel}
+        return rank_step(group, UNEVEN, upstream_factor=float(group.rank()), **options)
+
+    ranks = run_ranks(rank, 2)
     expected = UNEVEN.textbook(torch.float64)
     assert not ranks[0].dweight.any()
     assert relative_rms(ranks[1].dweight, expected.dweight[254:]) < 1e-5
-
-
-def scaled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
-    return rank_step(group, problem, upstream_factor=float(group.rank()), **options)
 
 
 class TestDhidden:

@@ -19,7 +19,7 @@ from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager, gpu
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
-from tests.problems import Upstream, both, each_schedule, run, run_op, small
+from tests.problems import Upstream, both, each_schedule, everywhere, run, run_op, small
 from tests.test_autograd import graph
 from tests.test_gpu_oracle import our_call
 
@@ -27,13 +27,10 @@ from tests.test_gpu_oracle import our_call
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@both
+@everywhere
 @each_schedule
 def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
-    """fp32 parameters and hidden of any dtype give the same bits as explicit casts.
-
-    So they do if backward, too, runs within autocast.
-    """
+    """The bits of explicit casts, for hidden of any dtype, and if backward is within autocast."""
     inputs = small(impl)
     options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
     by_hand = run_op(inputs.to(dtype), Upstream(), **options)

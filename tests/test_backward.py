@@ -1,9 +1,4 @@
-"""Gradients wherever D comes from, and the buffer of dweight's right factor.
-
-It may overwrite gathered hidden states, but never a caller's.
-
-T tokens, V_all vocabulary rows, H hidden size, P ranks.
-"""
+"""Gradients wherever D comes from; gathered hidden may be overwritten, never a caller's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +9,7 @@ import torch
 from flce_dist import plan
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.options import Schedule
-from flce_dist.testing import run_ranks
+from flce_dist.testing import relative_rms, run_ranks
 from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
 from tests.problems import both, pairwise, plan_sizes
 
@@ -80,7 +75,7 @@ def problem_of(case: str, options: str, ranks: int) -> tuple[Problem, dict[str, 
 
 
 def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
-    """What a rank computes; a second backward must give the same bits, and operands keep theirs."""
+    """What a rank computes: twice, the same bits; then with a main_grad; operands keep theirs."""
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
     given, leaves = [x.clone() for x in share[:3]], share.leaves()
     loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)
@@ -89,6 +84,18 @@ def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -
     second = torch.autograd.grad(loss, leaves, upstream)
     for one, other in (*zip(first, second, strict=True), *zip(leaves, given, strict=True)):
         assert torch.equal(one.detach().view(torch.uint8), other.view(torch.uint8))
+
+    if how.get("impl") == "triton":  # whose kernels know no main_grad
+        return Outcome(loss.detach(), dhidden, dweight, dbias)
+    weight: Any = leaves[1]
+    weight.main_grad = torch.full_like(weight, 2.0, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    how |= {"sequence_parallel": sequence_parallel, "accumulate_dweight": True}
+    added = torch.autograd.grad(share.loss(group, problem, **how), leaves, upstream)
+    for one, other in zip(added, (dhidden, torch.zeros_like(dweight), dbias), strict=True):
+        assert torch.equal(one, other)
+    tolerance = max(2 * torch.finfo(dweight.dtype).eps, 1e-4)
+    assert relative_rms(weight.main_grad - 2.0, dweight) < tolerance
     return Outcome(loss.detach(), dhidden, dweight, dbias)
 
 
@@ -111,7 +118,9 @@ def test_gradients(case: str, options: str, sequence_parallel: bool, ranks: int)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", ["recompute", "recompute bf16", "cached", "mixed"])
+@pytest.mark.parametrize(
+    "case", ["recompute", "recompute bf16", "cached", "mixed", *(x for x in CASES if "lent" in x)]
+)
 def test_gradients_by_triton(case: str, ranks: int) -> None:
     problem, how = problem_of(case, "smoothing", ranks)
     how = {"sequence_parallel": True, "impl": "triton", **how}

@@ -74,16 +74,9 @@ def test_reading_the_weight_is_the_floor_where_it_takes_longer(tmp_path, monkeyp
     assert all(record.floor_ms >= 10 for record in records(tmp_path, "eager"))
 
 
-def detached(hidden, weight, labels):
-    return canonical(hidden.detach(), weight.detach(), labels) + 0 * (hidden.sum() + weight.sum())
-
-
-def dhidden_off_by_1_percent(hidden, weight, labels):
-    return canonical(hidden + 0.01 * (hidden - hidden.detach()), weight, labels)
-
-
-def dweight_off_by_5_percent(hidden, weight, labels):
-    return canonical(hidden, weight + 0.05 * (weight - weight.detach()), labels)
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x``, whose gradient is scaled."""
+    return x.detach() + factor * (x - x.detach())
 
 
 def raising_after(good_calls: int):
@@ -102,9 +95,9 @@ def test_each_run_is_judged_by_itself(tmp_path, monkeypatch, capsys):
     no_memory = "OutOfMemoryError: no memory for [logits]"
     judged = {
         "nan": (lambda *operands: canonical(*operands) * float("nan"), "wrong: loss is off by"),
-        "detached": (detached, "wrong: dhidden is off by"),
-        "dweight": (dweight_off_by_5_percent, "wrong: dweight is off by"),
-        "slightly": (dhidden_off_by_1_percent, "ok: "),
+        "zero": (lambda h, w, y: canonical(scaled(h, 0.0), w, y), "wrong: dhidden is off by"),
+        "dweight": (lambda h, w, y: canonical(h, scaled(w, 1.05), y), "wrong: dweight is off by"),
+        "slightly": (lambda h, w, y: canonical(scaled(h, 1.01), w, y), "ok: "),
         "at_once": (raising_after(0), f"error: {no_memory}"),
         "later": (raising_after(6), f"error: {no_memory}"),
     }
@@ -130,9 +123,7 @@ def test_each_run_is_judged_by_itself(tmp_path, monkeypatch, capsys):
 def test_a_loss_in_half_precision_may_be_rounded(tmp_path):
     runs = "  - {impl: torch_eager}\n"
     assert run(tmp_path, runs, "--shapes.0.dtype", "bf16", "--shapes.1.dtype", "bf16") == 0
-    found = records(tmp_path, "torch_eager")
-    assert {record.status for record in found} == {"ok"}
-    assert max(record.loss_error for record in found) > 1e-4
+    assert {record.status for record in records(tmp_path)} == {"ok"}
 
 
 def test_two_ranks_end_to_end(tmp_path):

@@ -1,7 +1,6 @@
 """The benchmark on the head of a trained model, of seconds on CPU, and the problem it makes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
 from flce_dist.launch.bench.problem import load_head, make_truth
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.testing import RankPool, relative_rms
+from flce_dist.testing import relative_rms
 from tests.bench_run import records, run
 from tests.filtered_formula import filtered_gradients, zipf_inputs
+from tests.on_ranks import on_ranks
 
 T, V, H, EPS = 256, 2048, 16, 2.0**-10
 GRID = """
@@ -49,13 +49,7 @@ def bench(tmp_path: Path, runs: str = RUNS) -> int:
     return run(tmp_path, runs, "--head", str(tmp_path / "head.pt"), grid=GRID)
 
 
-def rank_bench(group: Any, tmp_path: Path) -> int:
-    return bench(tmp_path / str(group.rank()))
-
-
-def test_a_head_is_measured_with_what_it_filters(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_is_measured_with_what_it_filters(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "DROPPED_EPS", EPS)
     assert bench(tmp_path, RUNS + "  - {impl: dropped}\n  - {impl: dropped_dhidden}\n") == 0
     _, exact, filtered, dropped, of_dhidden = records(tmp_path)
@@ -71,17 +65,19 @@ def test_a_head_is_measured_with_what_it_filters(
     assert "kept" in capsys.readouterr().out
 
 
-def test_ranks_split_rows_and_tokens(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    with RankPool(2) as pool:
-        assert pool.run(rank_bench, tmp_path) == [0, 0]
-    _, exact, filtered = records(tmp_path / "0")
+@on_ranks(2)
+def test_ranks_split_rows_and_tokens(group, tmp_path):
+    own = tmp_path / str(group.rank())
+    own.mkdir()
+    assert bench(own) == 0
+    if group.rank() != 0:
+        return
+    _, exact, filtered = records(own)
     assert exact.P == 2 and exact.sequence_parallel and exact.dhidden_error < 1e-5
     assert filtered.status == "ok" and 0.1 < filtered.kept_share < 0.9
 
 
-def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path: Path) -> None:
+def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path):
     given = content()
     torch.save(given, tmp_path / "head.pt")
     problem = load_head(tmp_path / "head.pt", 2)
@@ -100,9 +96,7 @@ def test_a_problem_has_the_loss_and_gradients_of_the_head(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("drops_dweight", [True, False])
-def test_dropped_tiles_are_those_of_the_definition(
-    drops_dweight: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_tiles_are_those_of_the_definition(drops_dweight, monkeypatch):
     monkeypatch.setattr(peers, "DROPPED_EPS", EPS)
     given = zipf_inputs(T - 50, V + 70, H, torch.float32, ignored=0.0)  # neither fills its tiles
     wanted = filtered_gradients(given, EPS, drops=True)
@@ -117,7 +111,7 @@ def test_dropped_tiles_are_those_of_the_definition(
     assert relative_rms(exact["dhidden"], wanted["dhidden"]) > 1e-3
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_another_file_is_refused(tmp_path):
     torch.save({"hidden": torch.zeros(1)}, tmp_path / "head.pt")
     (tmp_path / "empty.pt").touch()
     (tmp_path / "text.pt").write_text("no file of torch.save")

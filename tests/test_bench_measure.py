@@ -104,35 +104,33 @@ def test_the_slowest_and_the_failing_rank_count(monkeypatch):
 # --- data and truth
 
 
+def problem_and_truth(shape: ShapeSpec, P: int) -> list[dict[str, Any]]:
+    """Tensors of each rank, by name."""
+
+    def rank(group: dist.ProcessGroup) -> dict[str, Any]:
+        problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
+        tensors = {name: getattr(problem, name) for name in ("hidden", "weight", "labels")}
+        return {**vars(make_truth(problem, gradients=True)), **tensors}
+
+    return run_ranks(rank, P, backend="gloo")
+
+
 @pytest.mark.parametrize("P", [1, 2])
 def test_flagged_tokens_are_rescued_and_no_others(P):
     shape = ShapeSpec(T=20, H=64, V=60, dtype="bf16", flagged=3)
     assert shape.name.endswith("bf16 flagged=3")
-
-    def rank(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
-        return problem.hidden, problem.weight, problem.labels
-
-    ranks = run_ranks(rank, P)
-    weight = torch.cat([x[1] for x in ranks]).double()
-    for hidden, _, labels in ranks:
-        z = hidden.double() @ weight.T
-        above = z.amax(1) - z.gather(1, labels[:, None])[:, 0]
+    ranks = problem_and_truth(shape, P)
+    weight = torch.cat([x["weight"] for x in ranks]).double()
+    for x in ranks:
+        z = x["hidden"].double() @ weight.T
+        above = z.amax(1) - z.gather(1, x["labels"][:, None])[:, 0]
         assert (above > RESCUE_ABOVE).nonzero()[:, 0].tolist() == [0, 6, 13]
 
 
 @pytest.mark.parametrize("P", [1, 2])
 def test_the_truth_is_the_textbook_in_fp64(P, monkeypatch):
     monkeypatch.setattr(problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
-    shape = ShapeSpec(T=24, H=8, V=60, dtype="fp32")
-
-    def rank(group: dist.ProcessGroup) -> dict[str, Any]:
-        problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
-        truth = make_truth(problem, gradients=True)
-        return {**vars(truth), "hidden": problem.hidden, "weight": problem.weight,
-                "labels": problem.labels}  # fmt: skip
-
-    ranks = run_ranks(rank, P, backend="gloo")
+    ranks = problem_and_truth(ShapeSpec(T=24, H=8, V=60, dtype="fp32"), P)
     hidden = ranks[0]["hidden"].double().requires_grad_()
     weight = torch.cat([x["weight"] for x in ranks]).double().requires_grad_()
     (loss, *_) = reference_linear_cross_entropy(hidden, weight, ranks[0]["labels"])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,41 +10,28 @@ import torch.distributed as dist
 pytest.importorskip("tyro")
 pytest.importorskip("megatron.core")
 
-from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench import megatron_peer
-from flce_dist.launch.bench.config import BenchConfig, Mode, RunSpec, ShapeSpec
+from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, make_problem, make_truth
-from flce_dist.launch.bench.report import Record, make_records
-from flce_dist.testing import RankPool
-from tests.bench_run import GRID
+from flce_dist.launch.bench.report import make_records
+from tests.bench_run import run
+from tests.on_ranks import on_ranks
 from tests.problems import pairwise
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 CONFIG = BenchConfig(warmup=1, sample_ms=0.1, settle_ms=0.0, check="gradients")
 SHAPE = ShapeSpec(T=64, H=256, V=512, dtype="fp32")
 
 
-def measured(problem: Problem, run: RunSpec) -> Measured:
-    found = Measured(run, problem, CONFIG)
+def measured(problem: Problem, asked: RunSpec) -> Measured:
+    found = Measured(asked, problem, CONFIG)
     # The fused loss compiles for half a minute on a CPU; uncompiled it computes the same.
     with torch.compiler.set_stance("force_eager"):
-        found.prepare(make_truth(problem, gradients=run.has_gradients))
+        found.prepare(make_truth(problem, gradients=asked.has_gradients))
         found.sample()
     return found
-
-
-def rank_record(group: dist.ProcessGroup, run: RunSpec, dtype: Any) -> Record:
-    shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
-    try:
-        found = measured(make_problem(shape, torch.device("cpu"), 0, group), run)
-        (record,) = make_records(shape, [found])
-        return record
-    finally:
-        megatron_peer.stop()
 
 
 BUDGETS = {
@@ -64,23 +49,29 @@ CASES = [
 
 
 @pytest.mark.parametrize(("P", "what", "sp", "mode"), pairwise(CASES))
-def test_the_head_is_right(
-    pools: dict[int, RankPool], P: int, what: tuple[str, str], sp: bool, mode: Mode
-) -> None:
+@on_ranks("P")
+def test_the_head_is_right(group, P, what, sp, mode):
     impl, dtype = what
-    run = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
-    for record in pools[P].run(rank_record, run, dtype):
-        assert record.status == "ok", record.message
-        assert record.P == P and record.p50_ms and record.sequence_parallel == sp
-        assert record.loss_error is not None
-        assert record.loss_error < (1e-6 if dtype == "fp32" else 1e-2)
-        for error in (record.dhidden_error, record.dweight_error):
-            assert (error is None) == (mode == "forward")
-            assert error is None or 0 < error < BUDGETS[what]
+    asked = RunSpec(impl, "cached", mode=mode, sequence_parallel=sp)
+    shape = ShapeSpec(SHAPE.T, SHAPE.H, SHAPE.V, dtype)
+    try:
+        found = measured(make_problem(shape, torch.device("cpu"), 0, group), asked)
+    finally:
+        megatron_peer.stop()
+    (record,) = make_records(shape, [found])
+    assert record.status == "ok", record.message
+    assert record.P == P and record.p50_ms and record.sequence_parallel == sp
+    assert record.loss_error is not None
+    assert record.loss_error < (1e-6 if dtype == "fp32" else 1e-2)
+    for error in (record.dhidden_error, record.dweight_error):
+        assert (error is None) == (mode == "forward")
+        assert error is None or 0 < error < BUDGETS[what]
 
 
-def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
-    """Peak and gradients, as they are and with what the peer keeps left out."""
+@pytest.mark.parametrize("impl", ["megatron_unfused", "eager"])
+@on_ranks(2)
+def test_gathered_hidden_states_count_as_memory(group, impl):
+    """Also those that the peer keeps."""
     problem, found = make_problem(SHAPE, torch.device("cpu"), 0, group), []
     keeps = dataclasses.replace(PEERS["megatron_unfused"], drop_buffers=None)
     try:
@@ -92,17 +83,11 @@ def rank_memory(group: dist.ProcessGroup, impl: str) -> list[tuple[int, int]]:
             found.append((one.peak_bytes, one.gradient_bytes))
     finally:
         megatron_peer.stop()
-    return found
-
-
-def test_gathered_hidden_states_count_as_memory(ranks: RankPool) -> None:
     gathered, dweight = 4 * SHAPE.T * SHAPE.H, 4 * SHAPE.H * SHAPE.V // 2
-    for (peak, gradients), (kept, _) in ranks.run(rank_memory, "megatron_unfused"):
-        assert gradients == gathered // 2 + dweight
-        assert peak - kept == pytest.approx(gathered, rel=0.05)
-    for (peak, gradients), _ in ranks.run(rank_memory, "eager"):
-        assert gradients == gathered // 2 + dweight
-        assert peak - gradients >= gathered
+    (peak, gradients), (kept, _) = found
+    assert gradients == gathered // 2 + dweight
+    assert peak - gradients >= gathered
+    assert impl == "eager" or peak - kept == pytest.approx(gathered, rel=0.05)
 
 
 RUNS = """
@@ -111,16 +96,14 @@ RUNS = """
 """
 
 
-def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_alone_it_runs_without_torchrun_and_leaves_nothing(tmp_path, monkeypatch):
     from megatron.core import parallel_state
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     current_device = torch.cuda.current_device
-    (tmp_path / "grid.yaml").write_text(GRID + RUNS)
-    out = tmp_path / "found"
-    assert bench.main(["--config", str(tmp_path / "grid.yaml"), "--out", str(out)]) == 0
-    about, records = read_results(tmp_path / "found.json")
+    assert run(tmp_path, RUNS) == 0
+    about, records = read_results(tmp_path / "out" / "found.v1.json")
     assert about["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert about["environment"]["NCCL_NVLS_ENABLE"] == "0" and "PATH" not in about["environment"]
     assert about["peers"]["megatron-core"]

@@ -1,7 +1,4 @@
-"""Each comparison that tests share fails on results that are wrong.
-
-T tokens, V vocabulary rows, H hidden size.
-"""
+"""Each comparison that tests share fails on results that are wrong."""
 
 from typing import Any
 
@@ -29,10 +26,7 @@ RESULTS = ["loss", "dhidden", "dweight", "dbias"]
 
 
 def mistakes(name: str, right: Tensor) -> list[Tensor]:
-    """A row that is missing is the largest; a rank's share, a window or a chunk would be more.
-
-    The budget of loss and metrics does not depend on the operands' dtype: statistics are fp32.
-    """
+    """A missing row is the largest; loss and metrics are fp32, whatever the operands are."""
     if name == "correct":
         return [~right]
     wrong = [0.0 * right, -right, right * torch.nan]
@@ -108,7 +102,7 @@ def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
 @interpreted
 def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     headroom = exact_sums.headroom
-    monkeypatch.setattr(exact_sums, "headroom", lambda group_v: headroom(group_v) + 16)
+    monkeypatch.setattr(exact_sums, "headroom", lambda *args: headroom(*args) + 16)
     with pytest.raises(AssertionError, match="not close"):
         check_small_terms(0.01, 15.0)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
-from tests.parallel_autograd_checks import layered, two_heads
-from tests.parallel_problem import UNEVEN, Outcome, Problem, rank_step
-from tests.problems import SCHEDULES, pairwise
+from tests.parallel_autograd_checks import layered
+from tests.parallel_problem import UNEVEN, Problem, rank_step
+from tests.problems import DTYPES, SCHEDULES, device_of, pairwise
 from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
+from tests.test_gpu_oracle import each_device, inputs_on
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,15 +39,16 @@ def _forget_what_was_compiled():
     torch._dynamo.reset()
 
 
-def inputs(T: int, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(T: int, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden [2, T, H], weight, bias, labels; the same for the same T."""
     generator = torch.Generator().manual_seed(T)
-    hidden = torch.randn(2, T, H, generator=generator, **kwargs).requires_grad_()
-    weight = torch.randn(V, H, generator=generator, **kwargs).requires_grad_()
-    bias = torch.randn(V, generator=generator, **kwargs).requires_grad_()
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator).to(device).requires_grad_()
+        for shape in ((2, T, H), (V, H), (V,))
+    )
     labels = torch.randint(0, 60, (2, T), generator=generator)
     labels[0, 1] = -100
-    return hidden, weight, bias, labels
+    return hidden, weight, bias, labels.to(device)
 
 
 def plain_loss(hidden, weight, bias, labels, options):
@@ -56,27 +61,32 @@ def loss_of_metrics(hidden, weight, bias, labels, options):
 
 
 def results(fn, T: int, options: dict[str, Any]) -> list[Tensor]:
-    hidden, weight, bias, labels = inputs(T)
+    hidden, weight, bias, labels = inputs(T, device_of(options.get("impl", "eager")))
     loss = fn(hidden, weight, bias, labels, options)
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
 @pytest.mark.parametrize(
     ("name", "fn", "impl"),
-    pairwise(itertools.product(OPTIONS, [plain_loss, loss_of_metrics], ["eager", "triton"])),
+    [
+        *pairwise(itertools.product(OPTIONS, [plain_loss, loss_of_metrics], ["eager", "triton"])),
+        *(pytest.param(name, plain_loss, "triton", marks=pytest.mark.gpu) for name in OPTIONS),
+    ],
 )
 def test_one_graph_for_any_number_of_tokens(name, fn, impl):
     options = OPTIONS[name]
     if fn is loss_of_metrics and options.get("schedule") == "in_forward":
         options = {**options, "schedule": "auto"}
     options = {**options, "impl": impl}
-    counter = CompileCounterWithBackend("aot_eager")
+    # The same graphs as inductor makes, in a tenth of the time; so that compiles one, on a GPU.
+    by_inductor = torch.cuda.is_available() and name == "cached, padded"
+    counter = CompileCounterWithBackend("inductor" if by_inductor else "aot_eager")
     compiled = torch.compile(fn, fullgraph=True, backend=counter)
     for T in (9, 13, 6):
         for ours, expected in zip(
             results(compiled, T, options), results(fn, T, options), strict=True
         ):
-            assert torch.equal(ours, expected)
+            assert torch.equal(ours, expected) or relative_rms(ours, expected) < 1e-6 * by_inductor
     assert counter.frame_count == 2  # one for the first T, one for every other
 
 
@@ -124,6 +134,33 @@ def test_transforms_are_refused_by_name():
         torch.compile(gradient, backend="eager")(weight)
 
 
+FILTERED = filtered.schedule(2.0**-12)
+EXAMINED = pairwise(
+    (*how, dtype)
+    for how in (
+        *((schedule, "mean", False) for schedule in ("in_forward", FILTERED)),
+        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+    )
+    for dtype in DTYPES
+)
+
+
+@each_device
+@pytest.mark.parametrize(("schedule", "reduction", "with_metrics", "dtype"), EXAMINED, ids=str)
+def test_opcheck(schedule, reduction, with_metrics, dtype, device):
+    """Schema, fake, autograd registration and dynamic shapes, by PyTorch's own examiner."""
+    given = inputs_on(device, 66, 1000, 64, dtype, bias=True, ignored=0.0)
+    leaves = (given.hidden.view(2, 33, 64), given.weight, given.bias)
+    hidden, weight, bias = (x.requires_grad_() for x in leaves if x is not None)
+    options = LossOptions(
+        reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5,
+        schedule=schedule, with_metrics=with_metrics,
+    )  # fmt: skip
+    spec = (*dataclasses.astuple(options), None, [True] * 3)
+    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, *spec)
+    opcheck(torch.ops.flce_dist.forward.default, arguments)
+
+
 @pytest.mark.parametrize("schedule", ["in_forward", "cached"])
 def test_fakes_have_the_strides_of_results(schedule):
     """Of hidden by columns, too, whose gradient is by rows."""
@@ -136,29 +173,17 @@ def test_fakes_have_the_strides_of_results(schedule):
     assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in real]
 
 
-def compiled_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
-    torch._dynamo.reset()
-    call = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    return rank_step(group, problem, call=call, **options)
+# --- two ranks: compiled as not compiled
 
 
-@pytest.mark.parametrize(
-    ("problem", "options"),
-    [
-        (UNEVEN, {}),
-        (UNEVEN, {"sequence_parallel": True}),
-        *((Problem(V_all=1), {"schedule": schedule}) for schedule in SCHEDULES),  # rank 1 has none
-    ],
-    ids=str,
-)
-def test_two_ranks(ranks, problem, options):
-    pairs = (ranks.run(step, problem, **options) for step in (compiled_step, rank_step))
-    for ours, expected in zip(*pairs, strict=True):
-        assert all(map(torch.equal, ours[:4], expected[:4]))
+def plain_step(
+    group: dist.ProcessGroup, compiles: Any, problem: Problem, **options: Any
+) -> list[Tensor]:
+    call = compiles(linear_cross_entropy, backend="aot_eager")
+    return list(rank_step(group, problem, call=call, **options)[:4])
 
 
-def dtensor_step(group: dist.ProcessGroup, sequence_parallel: bool, compiles: bool) -> list[Tensor]:
-    torch._dynamo.reset()
+def dtensor_step(group: dist.ProcessGroup, compiles: Any, sequence_parallel: bool) -> list[Tensor]:
     hidden, weight, bias, labels = operands(
         mesh_of(2), UNEVEN, hidden=SPLIT if sequence_parallel else WHOLE, **ROWS
     ).values()
@@ -168,28 +193,44 @@ def dtensor_step(group: dist.ProcessGroup, sequence_parallel: bool, compiles: bo
             hidden, weight, labels, bias=bias, tp_group=group, sequence_parallel=sequence_parallel
         )
 
-    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
-    loss = run(hidden, weight, bias)
+    loss = compiles(step, backend="aot_eager")(hidden, weight, bias)
     gradients = torch.autograd.grad(loss, (hidden, weight, bias))
     return [loss.detach(), *(local_part(x)[0] for x in gradients)]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_with_dtensors(ranks, sequence_parallel):
-    pairs = (ranks.run(dtensor_step, sequence_parallel, compiles) for compiles in (True, False))
-    for ours, expected in zip(*pairs, strict=True):
-        assert all(map(torch.equal, ours, expected))
+def two_heads(layer, hidden, weight, bias):
+    return layer(hidden, weight, bias) + layer(hidden / 2, -weight, bias)
 
 
-def two_heads_step(group: dist.ProcessGroup, compiles: bool) -> Outcome:
+def two_heads_step(group: dist.ProcessGroup, compiles: Any) -> list[Tensor]:
+    """By inductor. Graphs of ranks differ in sizes; the order of their collectives must not."""
+    call = layered(compiles(two_heads))
+    options: dict[str, Any] = {"sequence_parallel": True, "schedule": "cached"}
+    return list(rank_step(group, UNEVEN, call=call, **options)[:4])
+
+
+STEPS: dict[str, Callable[..., list[Tensor]]] = {
+    "uneven": partial(plain_step, problem=UNEVEN),
+    "uneven, SP": partial(plain_step, problem=UNEVEN, sequence_parallel=True),
+    **{  # rank 1 has no rows
+        f"one row, {name}": partial(plain_step, problem=Problem(V_all=1), schedule=name)
+        for name in SCHEDULES
+    },
+    "DTensors": partial(dtensor_step, sequence_parallel=False),
+    "DTensors, SP": partial(dtensor_step, sequence_parallel=True),
+    "two heads": two_heads_step,
+}
+
+
+def step_rank(group: dist.ProcessGroup, name: str, compiles: bool) -> list[Tensor]:
     torch._dynamo.reset()
-    run = torch.compile(two_heads, fullgraph=True) if compiles else two_heads
-    return rank_step(group, UNEVEN, call=layered(run), sequence_parallel=True, schedule="cached")
+    compiler = partial(torch.compile, fullgraph=True) if compiles else lambda step, **_: step
+    return STEPS[name](group, compiler)
 
 
-def test_inductor_keeps_the_order_of_two_heads_with_uneven_shards(ranks):
-    """Graphs of ranks differ in sizes; the order of their collectives must not, or it shows."""
-    pairs = (ranks.run(two_heads_step, compiles) for compiles in (True, False))
+@pytest.mark.parametrize("name", STEPS)
+def test_two_ranks(ranks, name):
+    pairs = (ranks.run(step_rank, name, compiles) for compiles in (True, False))
     for ours, expected in zip(*pairs, strict=True):
-        for mine, right in zip(ours[:4], expected[:4], strict=True):
-            assert relative_rms(mine, right) < 1e-6
+        for mine, right in zip(ours, expected, strict=True):
+            assert relative_rms(mine, right) <= (1e-6 if name == "two heads" else 0.0)

@@ -105,13 +105,13 @@ def test_changed_argument(name: str) -> None:
     check_decides_anew(changed)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_changed_grad_mode(context: Any) -> None:
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_changed_context(context: Any) -> None:
     check_decides_anew(arguments(), context)
-
-
-def test_autocast() -> None:
-    check_decides_anew(arguments(), lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def test_changed_group() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
-from flce_dist.testing import RankPool
+from tests.on_ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -29,7 +29,7 @@ def example(heading: str, **given: Any) -> dict[str, Any]:
     return given
 
 
-def test_every_block_is_tested() -> None:
+def test_every_block_is_tested():
     assert README.count("```python") == len(BLOCKS)
     assert set(BLOCKS) == {
         "On one GPU",
@@ -39,7 +39,7 @@ def test_every_block_is_tested() -> None:
     }
 
 
-def test_one_gpu() -> None:
+def test_one_gpu():
     names = example("On one GPU")
     assert names["loss"].dtype == torch.float32 and names["loss"].shape == ()
     for name in ("hidden", "weight"):
@@ -54,12 +54,12 @@ def tensor_parallel(tp_group: dist.ProcessGroup) -> tuple[float, bool]:
     return names["loss"].item(), bool(hidden.grad.abs().sum() > 0)
 
 
-def test_tensor_parallel(pools: dict[int, RankPool]) -> None:
+def test_tensor_parallel(pools):
     first, second = pools[2].run(tensor_parallel)
     assert first == second and first[1]
 
 
-def test_the_signature() -> None:
+def test_the_signature():
     names: dict[str, Any] = {}
     exec("def " + BLOCKS["The function"].rstrip() + ": ...", names)
     printed = inspect.signature(names["linear_cross_entropy"]).parameters
@@ -70,22 +70,17 @@ def test_the_signature() -> None:
         }
 
 
-def megatron(tp_group: dist.ProcessGroup) -> float:
+@on_ranks(1)
+def test_a_model_of_megatron(group):
     from tests.megatron_models import batch, megatron, token_losses
 
-    model = megatron(tp_group.size(), sp=False, tied=False)
+    model = megatron(1, sp=False, tied=False)
     names = example("In a model of megatron-core", GPTModel=lambda *_: model)
     assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
-    return token_losses(model, *batch()).mean().item()
+    assert 0 < token_losses(model, *batch()).mean() < 10
 
 
-def test_a_model_of_megatron(pools: dict[int, RankPool]) -> None:
-    pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before the rank is forked
-    (loss,) = pools[1].run(megatron)
-    assert 0 < loss < 10
-
-
-def test_simulated_ranks() -> None:
+def test_simulated_ranks():
     page = (ROOT / "docs" / "testing.md").read_text()
     (printed, *_) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     names: dict[str, Any] = {}
@@ -111,13 +106,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_links_resolve() -> None:
+def test_links_resolve():
     for page in PAGES:
         for file, anchor in links(page):
             assert file.exists(), f"{page.name}: {file.name}"
             assert not anchor or anchor in anchors(file), f"{page.name}: {file.name}#{anchor}"
 
 
-def test_results_are_cited() -> None:
+def test_results_are_cited():
     cited = {file for page in PAGES for file, _ in links(page)}
     assert set((ROOT / "docs" / "results").iterdir()) <= cited

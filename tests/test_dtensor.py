@@ -17,6 +17,7 @@ from flce_dist import api, check_ranks, linear_cross_entropy
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
+from tests.on_ranks import on_ranks
 from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, complaint, misses
 
 SPLIT, WHOLE = Shard(0), Replicate()
@@ -199,7 +200,9 @@ def test_what_cannot_be_right_is_refused_by_name(pools, case):
 # --- with other parts of PyTorch
 
 
-def in_flight_rank(group: dist.ProcessGroup, local: bool) -> Tensor:
+@pytest.mark.parametrize("local", [False, True])
+@on_ranks(2)
+def test_what_is_in_flight_is_waited_for(group, local):
     """dhidden through a gather that nothing has waited for yet."""
     tensors = operands(mesh_of(2), UNEVEN, **SEQUENCE)
     leaf = tensors["hidden"]
@@ -211,11 +214,5 @@ def in_flight_rank(group: dist.ProcessGroup, local: bool) -> Tensor:
     given = prepare.call_args.args[0].hidden
     assert type(given) is Tensor and given.data_ptr()
     loss.backward(UNEVEN.upstream)
-    return leaf.grad.full_tensor()
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_what_is_in_flight_is_waited_for(pools, local):
     expected = UNEVEN.textbook(torch.float64).dhidden
-    for dhidden in pools[2].run(in_flight_rank, local):
-        assert relative_rms(dhidden, expected) < 1e-5
+    assert relative_rms(leaf.grad.full_tensor(), expected) < 1e-5

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
+from tests.on_ranks import on_ranks
 from tests.parallel_problem import UNEVEN, complaint
 from tests.problems import Inputs, Upstream, run_reference
 from tests.test_dtensor import SPLIT, distributed, mesh_of
@@ -35,10 +35,15 @@ class Head(nn.Module):
         return linear_cross_entropy_with_metrics(hidden, self.weight, labels, **options)
 
 
-def gathering_rank(
-    group: dist.ProcessGroup, schedule: str, autocast: bool
-) -> tuple[Tensor, Tensor]:
-    """Loss and dweight; FSDP2 gathers the weight for forward, and shards it again after that."""
+@pytest.mark.parametrize(
+    ("schedule", "autocast"), [("auto", False), ("in_forward", True), ("recompute", True)]
+)
+@on_ranks(4)
+def test_a_weight_that_fsdp_gathers_to_a_dtensor(group, schedule, autocast):
+    """FSDP2 gathers the weight for forward, and shards it again after that.
+
+    That autocast replaces the gathered weight is no mistake; its cast shows in the rounding.
+    """
     mesh = mesh_of(2, 2)
     hidden, weight, _, labels = UNEVEN.tensors
     head = Head(mesh["tp"], weight)
@@ -49,56 +54,45 @@ def gathering_rank(
     assert all(type(x) is Tensor for x in out)
     out.loss.backward()
     assert isinstance(head.weight.grad, DTensor) and head.weight.grad.device_mesh.ndim == 2
-    return out.loss.detach(), head.weight.grad.full_tensor()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "autocast"), [("auto", False), ("in_forward", True), ("recompute", True)]
-)
-def test_a_weight_that_fsdp_gathers_to_a_dtensor(pools, schedule, autocast):
-    """That autocast replaces the gathered weight is no mistake; its cast shows in the rounding."""
     least, most = (1e-4, 1e-2) if autocast else (0.0, 1e-5)
-    hidden, weight, _, labels = UNEVEN.tensors
     inputs = Inputs(hidden.double(), weight.double(), labels)
     truth = run_reference(inputs, Upstream(), reduction="sum")
-    for loss, dweight in pools[4].run(gathering_rank, schedule, autocast):
-        assert relative_rms(loss, truth["loss"]) < (1e-3 if autocast else 1e-6)
-        assert least <= relative_rms(dweight, truth["dweight"]) < most
+    assert relative_rms(out.loss, truth["loss"]) < (1e-3 if autocast else 1e-6)
+    assert least <= relative_rms(head.weight.grad.full_tensor(), truth["dweight"]) < most
 
 
-def sharded_by_fsdp_rank(group: dist.ProcessGroup) -> list[str]:
-    """What calls outside forward say about a weight that FSDP2, or nothing, has sharded."""
+@on_ranks(4)
+def test_fsdp_is_recognised_and_its_mesh_is_not_advised(group):
+    """By calls outside forward, with weights that FSDP2, or nothing, has sharded."""
     mesh = mesh_of(2, 2)
     hidden, weight, _, labels = UNEVEN.tensors
     plain, both = nn.Linear(UNEVEN.H, 507, bias=False), Head(mesh["tp"], weight)
     fully_shard(plain, mesh=mesh["other"])
     fully_shard(both, mesh=mesh["other"])
-    said = [
+    *of_fsdp, of_other = (
         complaint(linear_cross_entropy, hidden, one, labels, tp_group=tp_group)
         for one, tp_group in (
             (plain.weight, None),
             (both.weight, mesh.get_group("tp")),
             (distributed(weight, mesh["tp"], SPLIT), None),
         )
-    ]
+    )
+    for text in of_fsdp:
+        assert re.search("weight must .*; FSDP2 .* call inside forward of the module", text)
+        assert "get_group" not in text and "as tp_group" not in text
+    assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
         transport._have_called.clear()
         labels = labels.roll(mesh.get_local_rank("other"))
         with pytest.raises(ValueError, match=r"labels must be the same .* FSDP2"):
             linear_cross_entropy(hidden, plain.weight, labels, tp_group=mesh.get_group("other"))
-    return said
 
 
-def test_fsdp_is_recognised_and_its_mesh_is_not_advised(pools):
-    for *of_fsdp, of_other in pools[4].run(sharded_by_fsdp_rank):
-        for text in of_fsdp:
-            assert re.search("weight must .*; FSDP2 .* call inside forward of the module", text)
-            assert "get_group" not in text and "as tp_group" not in text
-        assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
-
-
-def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> str:
-    """What backward says about a weight that was gathered by hand for forward alone."""
+@pytest.mark.parametrize(
+    ("schedule", "with_tp"), [("in_forward", False), ("in_forward", True), ("cached", False)]
+)
+@on_ranks(4)
+def test_a_weight_gathered_by_hand_for_forward_alone(group, schedule, with_tp):
     mesh = mesh_of(2, 2)
     hidden, weight, _, labels = UNEVEN.tensors
     head = Head(mesh["tp"], weight) if with_tp else nn.Linear(UNEVEN.H, 507, bias=False)
@@ -108,12 +102,5 @@ def resharded_rank(group: dist.ProcessGroup, schedule: str, with_tp: bool) -> st
     options: dict[str, Any] = {"schedule": schedule, "tp_group": tp_group}
     loss = linear_cross_entropy(hidden, head.weight, labels, **options)
     head.reshard()  # type: ignore[operator]
-    return complaint(loss.backward)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "with_tp"), [("in_forward", False), ("in_forward", True), ("cached", False)]
-)
-def test_a_weight_resharded_before_backward(pools, schedule, with_tp):
-    for text in pools[4].run(resharded_rank, schedule, with_tp):
-        assert re.search("weight must not be resharded .* call inside forward of the module", text)
+    text = complaint(loss.backward)
+    assert re.search("weight must not be resharded .* call inside forward of the module", text)

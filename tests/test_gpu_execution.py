@@ -1,26 +1,20 @@
-"""How the op runs on a GPU: no waiting host, streams, autocast, checkpointing, equal bits.
-
-What has a meaning on a CPU too runs there as well, and so proves the check.
-"""
+"""How the op runs on a GPU: no waiting host, streams, equal bits; on a CPU to prove the check."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+import triton
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.memory import peak_memory
-from flce_dist.testing import relative_rms
+from flce_dist import filtered, linear_cross_entropy_with_metrics
+from tests.parallel_device_checks import step_on_streams
+from tests.parallel_problem import rank_step
+from tests.parallel_ranks import Ranks, differing, problem
 from tests.problems import (
     METRICS,
-    Inputs,
-    Outcome,
+    SCHEDULES,
     Upstream,
     assert_same,
     each_schedule,
@@ -31,6 +25,7 @@ from tests.test_gpu_oracle import (
     SMALL,
     each_device,
     every_schedule,
+    host_must_not_wait,
     inputs_on,
     on_cuda,
     options_of,
@@ -40,22 +35,7 @@ from tests.test_gpu_oracle import (
 T, V, H = SMALL["cuda"]
 
 
-def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    return inputs_on(device, *SMALL[torch.device(device).type], dtype)
-
-
 # --- no host synchronisation
-
-
-@contextmanager
-def host_must_not_wait() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"reduction": "mean"},
@@ -95,109 +75,36 @@ def test_the_host_never_waits(name, schedule, device):
     assert_same(actual, expected)
 
 
+@on_cuda
+@pytest.mark.parametrize("schedule", [*SCHEDULES, filtered.schedule(2.0**-12)])
+def test_a_new_number_of_tokens_compiles_no_kernel(schedule, device):
+    compiled: list[str] = []
+
+    def step(T: int) -> None:
+        inputs = inputs_on(device, T, 1000, 64, torch.bfloat16)
+        run(our_call, inputs, Upstream(), schedule=schedule)
+
+    step(1216)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **seen: compiled.append(seen["repr"])
+        for T in (1217, 1232, 1279):
+            step(T)
+    assert not compiled
+
+
 # --- streams
-
-
-def step_on_stream(inputs: Inputs, schedule: Any, stream: Any) -> Outcome:
-    """Forward and backward of the op on ``stream``, where its inputs arrive late.
-
-    They are freed after forward, and NaN is written to what the allocator then hands out.
-    """
-    leaves = [(x / 2).requires_grad_() for x in (inputs.hidden, inputs.weight)]
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        stale = [torch.full_like(x, torch.nan) for x in leaves]
-        del stale
-        if stream is not None:
-            torch.cuda._sleep(50_000_000)  # some 30 ms, against one of the host for all launches
-        hidden, weight = (2 * leaf for leaf in leaves)
-        loss = linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
-        del hidden, weight
-        fill = [torch.full_like(leaf, torch.nan) for leaf in leaves for _ in range(3)]
-        loss.backward()
-    del fill
-    if stream is not None:
-        torch.cuda.synchronize()
-    dhidden, dweight = (leaf.grad for leaf in leaves)
-    assert dhidden is not None and dweight is not None
-    return {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
 
 
 @each_device
 @each_schedule
 def test_on_a_side_stream(schedule, device):
-    inputs = problem(device)
-    expected = run(our_call, inputs, Upstream(), schedule=schedule)
-    expected |= {name: 2 * expected[name] for name in ("dhidden", "dweight")}  # of the halves
-    stream = torch.cuda.Stream() if device == "cuda" else None
-    for _ in range(2):
-        assert_same(step_on_stream(inputs, schedule, stream), expected)
-
-
-# --- autocast
-
-
-@each_device
-@each_schedule
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_over_fp32_parameters(dtype, schedule, device):
-    """Computed in the dtype of autocast, to the bit; gradients arrive in fp32."""
-    inputs = problem(device, torch.float32)
-
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor]:
-        with torch.autocast(device, dtype):
-            return our_call(hidden, weight, labels, **options)
-
-    actual = run(call, inputs, Upstream(), schedule=schedule)
-    by_hand = run(our_call, inputs.to(dtype), Upstream(), schedule=schedule)
-    assert_same(actual, {name: x.float() for name, x in by_hand.items()})
-    assert all(x.dtype == torch.float32 for x in actual.values())
-
-
-# --- activation checkpointing
-
-
-def two_heads(inputs: Inputs, schedule: Any, use_reentrant: bool | None) -> tuple[Outcome, int]:
-    """Two layers with a head each over one weight; checkpointed unless ``use_reentrant`` is None.
-
-    Returns results, and the peak of forward and backward in bytes.
-    """
-    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    mixes = [torch.eye(H, dtype=inputs.dtype, device=hidden.device).roll(i, 0) for i in (1, 2)]
-
-    def layer(hidden: Tensor, mix: Tensor) -> Tensor:
-        mixed = torch.nn.functional.gelu(hidden @ mix)
-        return linear_cross_entropy(mixed, weight, inputs.labels, schedule=schedule)
-
-    run_layer: Any = layer
-    if use_reentrant is not None:
-        run_layer = functools.partial(
-            checkpoint, layer, use_reentrant=use_reentrant, preserve_rng_state=False
-        )
-    with peak_memory(hidden.device) as peak:
-        loss = run_layer(hidden, mixes[0]) + run_layer(hidden, mixes[1])
-        loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}, peak.bytes
-
-
-@each_device
-@each_schedule
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant, schedule, device):
-    """The same bits, and what a schedule keeps is kept for one head at a time."""
-    T, V = (1024 if device == "cuda" else 256), 8192
-    inputs = inputs_on(device, T, V, H, torch.bfloat16)
-    two_heads(inputs, schedule, None)  # workspaces that stay
-    plain, plain_peak = two_heads(inputs, schedule, None)
-    saving, peak = two_heads(inputs, schedule, use_reentrant)
-    if use_reentrant and schedule == "in_forward":
-        # Its first forward is one without gradients, which sums tokens in another order.
-        assert relative_rms(saving.pop("loss"), plain.pop("loss")) <= 1e-6
-    assert_same(saving, plain)
-    cache = 2 * T * V
-    assert peak <= plain_peak + (-cache // 2 if schedule == "cached" else cache // 16)
+    ranks = Ranks(None, torch.device(device))
+    one, options = problem(ranks.device), {"schedule": schedule, "sequence_parallel": False}
+    expected = rank_step(None, one, **options)
+    stream = torch.cuda.Stream() if ranks.on_gpu else None
+    for turn in range(2):
+        mine = step_on_streams(ranks, one, turn, stream, stream, **options)
+        assert list(differing("", mine, expected)) == []
 
 
 # --- equal bits

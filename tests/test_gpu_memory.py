@@ -1,7 +1,6 @@
 """Peak memory on a GPU: flat in the vocabulary, and never more than what the plan says.
 
-tests/test_peak_memory.py holds eager to its limits at CPU sizes; the same checks run here at sizes
-whose logits would be seen. T tokens, V vocabulary rows, H hidden size.
+tests/test_peak_memory.py holds eager to its limits at CPU sizes.
 """
 
 from typing import Any
@@ -20,10 +19,7 @@ BUDGETS = {"cpu": 4 * MIB, "cuda": None}  # of recompute
 
 
 def measured(device: str, V: int, options: Any) -> tuple[int, int]:
-    """Peak of forward and backward above inputs and gradients, and the logits that the plan keeps.
-
-    Once workspaces exist.
-    """
+    """Peak of a second step beyond inputs and gradients, and the logits that the plan keeps."""
     T, H, *_ = SIZES[device]
     inputs = inputs_on(device, T, V, H, torch.bfloat16)
     hidden, weight = leaves = [x.requires_grad_() for x in (inputs.hidden, inputs.weight)]

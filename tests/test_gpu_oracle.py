@@ -1,8 +1,7 @@
 """What the tests on a GPU share, and the proof that it can be believed.
 
 ``textbook_in_chunks`` is the truth at sizes whose logits do not fit: the formula of the gradient
-written out, a chunk of tokens at a time, on the device under test. It is held against autograd
-through ``flce_dist.reference`` here. T tokens, V vocabulary rows, H hidden size.
+written out, a chunk of tokens at a time, on the device under test.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
@@ -53,10 +51,7 @@ def inputs_on(device: str, T: int, V: int, H: int, dtype: torch.dtype, **kwargs:
 
 
 def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
-    """Keywords of a schedule; ``auto`` gets what it is per token: a budget for some columns.
-
-    Where the problem is too small for that, a budget of half of the columns.
-    """
+    """Keywords of a schedule; of ``auto`` a budget for some columns, or half of few."""
     T, V, itemsize = len(inputs.labels), len(inputs.weight), max(2, inputs.dtype.itemsize)
     if schedule != "auto":
         return {"schedule": schedule}
@@ -87,9 +82,8 @@ def textbook_in_chunks(
 ) -> Outcome:
     """Return losses [T] and the gradients of ``g`` times their sum, as the textbook has them.
 
-    The operands are taken to ``dtype``. Logits and their gradient are rounded to it, as where 16
-    bits of them are kept; the softmax between is fp32, or fp64 for fp64. dweight sums the chunks
-    in fp32.
+    Operands, logits and their gradient are rounded to ``dtype``; the softmax between and the sum of
+    chunks in dweight are fp32, or fp64 for fp64.
     """
     wide = torch.promote_types(dtype, torch.float32)
     hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
@@ -124,8 +118,7 @@ def assert_close(
 ) -> None:
     """Compare ``rows`` of these results with fp64; a total loss with the sum of all.
 
-    The loss is fp32, and within 1e-5 whatever the operands are; each gradient is within the budget
-    that ``eager`` grants.
+    The loss may be off by 1e-5 whatever the operands are, a gradient by what ``eager`` grants.
     """
     for name in names:
         if name != "loss":
@@ -142,14 +135,13 @@ def assert_close(
 
 
 @contextmanager
-def group_of_one(device: str) -> Iterator[dist.ProcessGroup]:
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def host_must_not_wait() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
+        yield
     finally:
-        dist.destroy_process_group()
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @each_dtype
@@ -176,14 +168,11 @@ def test_the_truth_is_that_of_autograd(device, confident, chunk_elements):
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
-        ("dhidden", torch.zeros_like),
         ("dweight", lambda x: 0.9 * x),
-        ("dhidden", lambda x: x.roll(1, 0)),
         ("dhidden", lambda x: x.index_fill(0, torch.tensor([3]), torch.nan)),
         ("loss", lambda x: (1 + 2e-5) * x),
-        ("loss", lambda x: x.roll(1)),
     ],
-    ids=["zero", "a tenth missing", "rows moved", "one row NaN", "loss off", "losses moved"],
+    ids=["a tenth missing", "one row NaN", "loss off"],
 )
 def test_a_wrong_result_is_noticed(name, spoil, dtype):
     inputs = inputs_on("cpu", 37, 70, 16, dtype)

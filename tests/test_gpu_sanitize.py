@@ -51,17 +51,6 @@ def test_every_case_is_within_its_budget(device, impl, cases, monkeypatch, capsy
     assert capsys.readouterr().out == f"{cases} cases within their budgets\nok\n"
 
 
-def test_a_wrong_result_is_noticed(mutate):
-    """Half of the gradient."""
-
-    def halved(op, hidden, weight, labels, **options):
-        return op(hidden, 0.5 * weight + 0.5 * weight.detach(), labels, **options)
-
-    mutate(gpu_sanitize, "linear_cross_entropy", halved)
-    with pytest.raises(AssertionError, match=r"dweight: error .* exceeds"):
-        gpu_sanitize.check(gpu_sanitize.CASES[0], "cpu", None)
-
-
 @on_cuda
 @pytest.mark.parametrize(("tool", "cases"), [("memcheck", 5), ("racecheck", 2)])
 def test_the_sanitizer_finds_nothing(tool, cases, device):

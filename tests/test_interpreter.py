@@ -8,10 +8,10 @@ import torch
 from flce_dist.options import Schedule
 from tests.interpreter import make_fast
 from tests.problems import (
+    DTYPES,
+    SCHEDULES,
     Upstream,
     assert_same,
-    each_dtype,
-    each_schedule,
     interpreted,
     metric_upstream,
     run_op,
@@ -21,10 +21,9 @@ from tests.problems import (
 pytestmark = interpreted
 
 
-@each_dtype
-@each_schedule
+@pytest.mark.parametrize(("schedule", "dtype"), zip(SCHEDULES, DTYPES, strict=True), ids=str)
 def test_same_bits(
-    fast_interpreter: pytest.MonkeyPatch, dtype: torch.dtype, schedule: Schedule
+    fast_interpreter: pytest.MonkeyPatch, schedule: Schedule, dtype: torch.dtype
 ) -> None:
     inputs = small("triton", dtype=dtype, token_weight=True)
     metrics = {} if schedule == "in_forward" else metric_upstream(37, "lse", "entropy")

@@ -1,7 +1,4 @@
-"""Statistics are the same bits for any number of ranks, however columns and tokens are cut.
-
-T tokens, V_all vocabulary rows, P ranks; invariant_problem.py has the problem.
-"""
+"""Statistics are the same bits for any number of ranks, however columns and tokens are cut."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,11 +48,7 @@ def check_cuts(
     fewer: tuple[int, ...],
     merged_sums: Sequence[Tensor] = (),
 ) -> None:
-    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass.
-
-    ``budgets`` of logits let some or no columns be cached; ``part_bytes`` cut them into segments.
-    These run on each of ``ranks``, 1 and 2.
-    """
+    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass."""
     one = statistics(inputs, schedule="recompute", **options)
     assert all(x.isfinite().all() for x in one)
     for P in RANKS[1:]:
@@ -93,9 +86,7 @@ def check_cuts(
     [
         (torch.float32, {}, 1),
         (torch.float32, {"softcap": 30.0}, 2),
-        (torch.float32, {"label_smoothing": 0.1}, 2),
-        (torch.float32, ALL, 1),
-        (torch.bfloat16, ALL, 2),
+        (torch.bfloat16, {"label_smoothing": 0.1}, 2),
         (torch.float16, ALL, 1),
     ],
 )
@@ -104,7 +95,7 @@ def test_any_cut(
     merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any], ranks: int
 ) -> None:
     """Windows of 32 and 64 columns, chunks of 32 and 8 tokens, segments of 1 and 3 tiles."""
-    budgets, tile = (4 * T * 64, 4 * T * 160, 4 * T * 288), 4 * (1 + 2 * 3) * T
+    budgets, tile = (4 * T * 64, 4 * T * 288), 4 * (1 + 2 * 3) * T
     check_cuts(
         problem(dtype), options, ranks=(ranks,), budgets=budgets, part_bytes=(tile, 3 * tile),
         fewer=(7,), merged_sums=merged_sums,

@@ -1,7 +1,4 @@
-"""Which columns a launch of the statistics kernel computes, and with which tile.
-
-T tokens, V vocabulary rows.
-"""
+"""Which columns a launch of the statistics kernel computes, and with which tile."""
 
 import pytest
 import torch

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -15,25 +14,22 @@ from tests.processes import ROOT
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("marks", [set(), {"gpu"}, {"gpu", "alone"}], ids=["cpu", "gpu", "alone"])
-def test_each_test_belongs_to_one_part(marks: set[str], gpus: int) -> None:
+def test_each_test_belongs_to_one_part(marks, gpus):
     """And that part sees GPUs if and only if the test is for them."""
     has = defaultdict(bool, dict.fromkeys(marks, True))
-    chosen = [
-        part
-        for stage in program.parts(gpus, 16)
-        for part in stage
-        if eval(part.markers or "True", {"__builtins__": {}}, has)
-    ]
-    (part,) = chosen
-    assert machine.is_for_gpus(part.markers) == (bool(marks) and gpus > 0)
-    assert part.workers <= 16 and ("-n" in part.command([])) == (part.name != "GPUs")
-    assert part.command(["-x", "-n", "0"])[-3:] == ["-x", "-n", "0"]
+    chosen = []
+    for name, command in (part for stage in program.parts(gpus, 16) for part in stage.items()):
+        markers = command[-1] if command[-2] == "-m" else "True"
+        if eval(markers, {"__builtins__": {}}, has):
+            chosen.append(markers)
+            workers = command[command.index("-n") + 1] if "-n" in command else 0
+            assert int(workers) <= 16 and bool(workers) == (name != "GPUs")
+    (markers,) = chosen
+    assert machine.is_for_gpus(markers) == (bool(marks) and gpus > 0)
 
 
 @pytest.mark.parametrize("visible", [None, "", "0,1,2", "GPU-a,GPU-b,GPU-c"])
-def test_workers_begin_with_different_gpus(
-    visible: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_begin_with_different_gpus(visible, monkeypatch):
     names = visible.split(",") if visible else ["0", "1", "2"]
     for worker in range(5):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -44,7 +40,7 @@ def test_workers_begin_with_different_gpus(
         assert seen[0] == names[worker % 3] and sorted(seen) == names
 
 
-def test_parts_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_run_side_by_side(tmp_path, capsys):
     """Each waits until the other has opened its end of a pipe."""
     os.mkfifo(tmp_path / "pipe")
     ended = program.run_side_by_side({
@@ -60,9 +56,7 @@ def test_parts_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("statuses", "expected"),
     [((0, 0, 0), 0), ((0, 1, 0), 1), ((5, 0, 5), 0), ((5, 5, 5), 5), ((0, 0, -9), -9)],
 )
-def test_one_part_that_fails_fails_all(
-    statuses: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_part_that_fails_fails_all(statuses, expected, monkeypatch):
     left = list(statuses)
     monkeypatch.setattr(
         program, "run_side_by_side", lambda parts: {name: (left.pop(0), "") for name in parts}
@@ -76,7 +70,7 @@ PACKAGE = "no_such_module"
 FILES = {
     "conftest.py": f"""
 from tests import machine
-machine.PACKAGES["{PACKAGE}"] = ("no-such-package", "bench")
+machine.EXTRAS["{PACKAGE}"] = "bench"
 """,
     "test_needs_it.py": f"import {PACKAGE}",
     "test_skips_itself.py": f"""
@@ -106,7 +100,7 @@ def test_of_two_gpus():
 }
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_what_is_missing_is_one_line(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -118,7 +112,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     )  # fmt: skip
     *summary, counts = done.stdout.partition("short test summary info")[2].splitlines()[1:]
     package, gpu, failed = summary
-    assert package.startswith("SKIPPED [3] pyproject.toml: needs no-such-package, which pip inst")
+    assert package.startswith("SKIPPED [3] pyproject.toml: needs no_such_module, which pip insta")
     assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")
     assert failed.startswith("FAILED ") and "::test_imports_what_no_extra_has" in failed
     assert "1 failed, 1 passed, 4 skipped" in counts

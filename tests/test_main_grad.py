@@ -1,7 +1,6 @@
 """dweight added into ``weight.main_grad``: its contents, flags and memory, without Megatron.
 
-main_grad begins with numbers as large as dweight, so that what is lost, overwritten or added twice
-shows. T tokens, V vocabulary rows, H hidden size.
+main_grad begins with numbers as large as dweight, so that what is lost or added twice shows.
 """
 
 import itertools
@@ -32,6 +31,8 @@ from tests.problems import (
     plan_sizes,
     run_reference,
 )
+from tests.test_gpu_graphs import Replayed
+from tests.test_gpu_oracle import each_device, inputs_on, on_cuda
 
 PADDING = 7
 REAL = V - PADDING
@@ -113,13 +114,17 @@ def assert_rest_untouched(weight: Any) -> None:
         assert not weight.whole[:, :BESIDE].any() and not weight.whole[:, -BESIDE:].any()
 
 
+CASES = pairwise(
+    itertools.product(["eager", "triton"], SCHEDULES, DTYPES, OPTIONS, [False, True], [False, True])
+)
+
+
 @pytest.mark.parametrize(
     ("impl", "schedule", "dtypes", "name", "few_bytes", "apart"),
-    pairwise(
-        itertools.product(
-            ["eager", "triton"], SCHEDULES, DTYPES, OPTIONS, [False, True], [False, True]
-        )
-    ),
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in CASES if case[0] == "triton"),
+    ],
     ids=str,
 )
 @plan_sizes(tile=16, min_window=256, max_window=256)
@@ -189,6 +194,44 @@ def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
     dweight = (wide - narrow) * 128 * dtype.itemsize
     assert peak(wide, fused=False) - peak(narrow, fused=False) > dweight // 2
     assert peak(wide, fused=True) - peak(narrow, fused=True) < 1 << 14
+
+
+@on_cuda
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_on_a_gpu_allocates_nothing_of_the_weights_size(main_dtype, schedule, device):
+    """[131072, 2048] in bf16: 512 MiB, which the run without fusion shows."""
+    inputs = inputs_on(device, 1024, 131_072, 2048, torch.bfloat16)
+    weight = parameter(inputs, main_dtype, flag=False)
+
+    def peak(fused: bool) -> int:
+        hidden = inputs.hidden.clone().requires_grad_()
+        options = {"vocab_size": None, "schedule": schedule, "accumulate_dweight": fused}
+        loss = loss_of(inputs, weight, hidden, **options)
+        with peak_memory(inputs.hidden.device) as measured:
+            loss.backward()
+        weight.grad = None
+        return measured.bytes
+
+    for fused in (True, False):  # cuBLAS takes its workspace at the first GEMM
+        peak(fused)
+    assert peak(False) - peak(True) > 0.9 * weight.nbytes
+    assert peak(True) < weight.nbytes
+
+
+@each_device
+@pytest.mark.parametrize("schedule", [*SCHEDULES, filtered.schedule(2.0**-9)])
+def test_a_replayed_graph_adds_again(schedule, device):
+    """To some columns of a wider tensor; its capture would fail if the host waited."""
+    inputs = problem(torch.bfloat16).to(torch.device(device))
+    weight = parameter(inputs, apart=True)
+    replayed = Replayed(lambda: [step(inputs, weight, schedule=schedule)], device)
+    weight.main_grad.copy_(weight.before)
+    for _ in range(3):
+        replayed.replay()
+    expected = weight.before + 3 * unfused(inputs, schedule=schedule).float()
+    assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
+    assert_rest_untouched(weight)
 
 
 # --- refusals

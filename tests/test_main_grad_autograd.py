@@ -1,7 +1,4 @@
-"""When dweight is added into ``weight.main_grad``, into which buffer, and what autograd gets.
-
-T tokens, V vocabulary rows, H hidden size.
-"""
+"""When dweight is added into ``weight.main_grad``, into which buffer, and what autograd gets."""
 
 from unittest import mock
 

@@ -1,7 +1,4 @@
-"""The plug-in on forked gloo ranks, beside what it shares with Megatron (test_contract.py).
-
-megatron-core keeps its process groups in globals of the process, so threads would not do.
-"""
+"""The plug-in on forked gloo ranks, beside what it shares with Megatron (test_contract.py)."""
 
 import pickle
 import sys
@@ -21,8 +18,8 @@ pytest.importorskip("megatron.core")
 from flce_dist import filtered
 from flce_dist.megatron import fused_layer, use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
-from flce_dist.testing import RankPool, relative_rms
-from tests.contract.models import uneven
+from flce_dist.testing import relative_rms
+from tests.contract.models import B, uneven
 from tests.megatron_models import (
     VOCAB,
     H,
@@ -33,17 +30,18 @@ from tests.megatron_models import (
     plugged,
     token_losses,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+from tests.on_ranks import on_ranks
 
 # --- lazy and real logits
 
 
-def rank_largest(group: Any, sp: bool) -> None:
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
+@on_ranks("tp")
+def test_the_largest_logit_without_logits(group, tp, sp):
     fused_layer._WINDOW = 10  # several windows, the last one short
-    layer = plugged(group.size(), sp).output_layer
+    layer = plugged(tp, sp).output_layer
     layer.bias = torch.nn.Parameter(torch.randn(len(layer.weight)))
-    hidden = torch.randn(S // (group.size() if sp else 1), 3, H)
+    hidden = torch.randn(S // (tp if sp else 1), B, H)
     logits, gathered = layer(hidden)[0], layer(hidden, runtime_gather_output=True)[0]
     assert gathered.shape[-1] == VOCAB
     layer.is_lazy = True
@@ -60,17 +58,13 @@ def rank_largest(group: Any, sp: bool) -> None:
         lazy.float()
 
 
-@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
-def test_the_largest_logit_without_logits(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
-    pools[tp].run(rank_largest, sp)
-
-
-def rank_real(group: Any) -> None:
-    model, hidden = plugged(2, sp=True), torch.randn(S // 2, 3, H)
+@on_ranks(2)
+def test_outside_the_models_loss_logits_are_real(group):
+    model, hidden = plugged(2, sp=True), torch.randn(S // 2, B, H)
     layer = model.output_layer
     # After an exception, too.
     with pytest.raises(Exception, match="labels"):
-        token_losses(model, batch()[0], torch.full((3, S), VOCAB))
+        token_losses(model, batch()[0], torch.full((B, S), VOCAB))
     logits, bias = layer(hidden)
     assert type(logits) is Tensor and bias is None
     layer.loss_keywords["label_smoothing"] = 0.1
@@ -87,11 +81,7 @@ def rank_real(group: Any) -> None:
     weight = model.shared_embedding_or_output_weight()
     with torch.inference_mode():
         logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
-    assert type(logits) is Tensor and logits.shape == (S // 2, 3, VOCAB)
-
-
-def test_outside_the_models_loss_logits_are_real(ranks: RankPool) -> None:
-    ranks.run(rank_real)
+    assert type(logits) is Tensor and logits.shape == (S // 2, B, VOCAB)
 
 
 def tail_of(model: Any) -> Any:
@@ -121,9 +111,10 @@ def tail_of(model: Any) -> Any:
     return model
 
 
-def rank_tail(group: Any) -> None:
+@on_ranks(2)
+def test_a_scale_of_the_model_and_an_output_processor(group):
     model = tail_of(plugged(2, sp=True))
-    hidden = torch.randn(S // 2, 3, H, requires_grad=True)
+    hidden = torch.randn(S // 2, B, H, requires_grad=True)
     labels = batch()[1]
 
     def processor(output_layer: Any, hidden_states: Tensor, labels: Tensor, **given: Any) -> Any:
@@ -144,36 +135,29 @@ def rank_tail(group: Any) -> None:
         assert relative_rms(mine, other) < 1e-5
 
 
-def test_a_scale_of_the_model_and_an_output_processor(ranks: RankPool) -> None:
-    ranks.run(rank_tail)
-
-
-def test_a_scale_after_a_softcap_is_refused() -> None:
+def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
     logits = LazyLogits(mock.Mock(loss_keywords={"softcap": 5.0}), torch.zeros(1), None, None)
     with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
         logits * 0.5
 
 
-def rank_padded(group: Any) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_padding_of_the_vocabulary_takes_no_part(group):
     # 95 entries on two ranks: 48 rows each, the last one is padding.
     model = plugged(2, sp=True, vocab_size=VOCAB - 1)
     tokens, labels = (ids.clamp(max=VOCAB - 2) for ids in batch())
     before = token_losses(model, tokens, labels)
     with torch.no_grad():
         model.output_layer.weight[VOCAB // 2 - 1 if group.rank() == 1 else VOCAB :] = 1e4
-    return before.detach(), token_losses(model, tokens, labels).detach()
-
-
-def test_padding_of_the_vocabulary_takes_no_part(pools: dict[int, RankPool]) -> None:
-    for before, after in pools[2].run(rank_padded):
-        assert torch.equal(before, after)
+    assert torch.equal(token_losses(model, tokens, labels), before)
 
 
 # --- what is kept and copied
 
 
-def rank_two_models(group: Any) -> None:
+@on_ranks(1)
+def test_models_do_not_mix_and_keep_their_metrics(group):
     stage, other, plain = nn.Module(), megatron(1, False, False), megatron(1, False, False)
     stage.post_process = False  # type: ignore[assignment]
     stages = [stage, other]
@@ -195,10 +179,6 @@ def rank_two_models(group: Any) -> None:
     ours = type(model.output_layer)
     assert pickle.loads(pickle.dumps(ours)) is ours
     assert ours.__name__ == type(plain.output_layer).__name__
-
-
-def test_models_do_not_mix_and_keep_their_metrics(pools: dict[int, RankPool]) -> None:
-    pools[1].run(rank_two_models)
 
 
 # --- the development branch
@@ -225,7 +205,8 @@ def development_layer() -> Any:
     return LinearCrossEntropyModule
 
 
-def rank_development_branch(group: Any) -> None:
+@on_ranks(2)
+def test_the_layer_of_the_development_branch(group):
     """Its layer is a subclass that can return a loss itself."""
     LinearCrossEntropyModule = development_layer()
     model = megatron(2, sp=True, tied=False)
@@ -249,16 +230,14 @@ def rank_development_branch(group: Any) -> None:
     assert type(layer(hidden[0])[0]) is Tensor
 
 
-def test_the_layer_of_the_development_branch(ranks: RankPool) -> None:
-    ranks.run(rank_development_branch)
-
-
 # --- filtered gradients: blocks of tokens are of one sequence each
 
 SEQUENCES, TILE_T, TILE_V, WIDTH = 4, 128, 256, 16
 
 
-def rank_blocks(group: Any, tp: int, sp: bool) -> None:
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
+@on_ranks("tp")
+def test_blocks_are_of_one_sequence(group, tp, sp):
     """Sequence i is about the rows of tile i."""
     generator = torch.Generator().manual_seed(0)
     s = TILE_T * (tp if sp else 1)
@@ -279,8 +258,3 @@ def rank_blocks(group: Any, tp: int, sp: bool) -> None:
     torch.testing.assert_close(loss.flatten(), expected)
     # In the order [s, b] every block would hold tokens of all sequences, and keep all tiles.
     assert layer.last_metrics.kept_share == 1 / SEQUENCES
-
-
-@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
-def test_blocks_are_of_one_sequence(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
-    pools[tp].run(rank_blocks, tp, sp)

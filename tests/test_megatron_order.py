@@ -10,8 +10,9 @@ pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks 
 
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.parallel.collectives import gather_tokens
-from flce_dist.testing import RankPool, relative_rms
-from tests.contract.models import uneven
+from tests.contract.compare import compare
+from tests.contract.gradients import loss_and_gradients
+from tests.contract.models import B, uneven
 from tests.megatron_models import (
     EMBEDDING,
     VOCAB,
@@ -20,17 +21,14 @@ from tests.megatron_models import (
     batch,
     first_stage,
     inputs_of,
-    loss_and_gradients,
     megatron,
     order_of,
     plain_and_ordered,
     token_losses,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+from tests.on_ranks import on_ranks
 
 LAYOUTS = [(1, False, True), (2, False, False), (2, True, True), (4, True, False), (4, True, True)]
-layouts = pytest.mark.parametrize("tp, sp, tied", LAYOUTS)
 
 
 def by_token(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,68 +48,42 @@ def check_alike(expected: Any, found: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def rank_training(group: Any, sp: bool, tied: bool, how: str) -> Tensor:
-    """The loss of a model with an order, whose gradients are those of one without."""
-    given = plain_and_ordered(group.size(), sp, tied, mtp=2 if how == "two depths" else 0)
-    if how == "real logits":  # and labels of the tokenizer: under a hook the loss is Megatron's
-        for model in given:
-            model.output_layer.register_forward_hook(lambda layer, args, out: (out[0] * 2, out[1]))
-    results = [loss_and_gradients(model) for model in given]
-    losses, gradients = zip(*results, strict=True)
-    check_alike(*losses)
-    expected, found = map(by_token, given, gradients)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient.norm() > 0, name
-        assert relative_rms(found[name], gradient) < 1e-5, name
-    return losses[1]
-
-
 @pytest.mark.parametrize(
     "tp, sp, tied, how",
     [*((*layout, how) for layout in LAYOUTS for how in ("fused", "real logits")),
      (2, True, True, "two depths")],
 )  # fmt: skip
-def test_loss_and_every_gradient_are_those_without_an_order(
-    pools: dict[int, RankPool], tp: int, sp: bool, tied: bool, how: str
-) -> None:
-    loss, *others = pools[tp].run(rank_training, sp, tied, how)
-    assert all(torch.equal(other, loss) for other in others)
+@on_ranks("tp")
+def test_loss_and_every_gradient_are_those_without_an_order(group, tp, sp, tied, how):
+    given = plain_and_ordered(tp, sp, tied, mtp=2 if how == "two depths" else 0)
+    if how == "real logits":  # and labels of the tokenizer: under a hook the loss is Megatron's
+        for model in given:
+            model.output_layer.register_forward_hook(lambda layer, args, out: (out[0] * 2, out[1]))
+    expected, found = (by_token(model, loss_and_gradients(model)) for model in given)
+    check_alike(expected["loss"], found["loss"])
+    compare(found, expected, 1e-5)
 
 
-def rank_padded(group: Any) -> None:
-    vocab, tied = VOCAB - 1, True
-    given = plain_and_ordered(2, True, tied, vocab_size=vocab)
+@on_ranks(2)
+def test_a_padded_vocabulary_and_an_ignored_token_id(group):
+    """An ignored token id is not the token whose row has this number."""
+    vocab = VOCAB - 1
+    given = plain_and_ordered(2, True, True, vocab_size=vocab, ignore_index=17)
     named = [{n: p.detach() for n, p in model.named_parameters()} for model in given]
     check_alike(*map(by_token, given, named))
     tokens, labels = (ids.clamp(max=vocab - 1) for ids in batch())
-    check_alike(*(token_losses(model, tokens, labels) for model in given))
-
-
-def test_a_padded_vocabulary(pools: dict[int, RankPool]) -> None:
-    pools[2].run(rank_padded)
-
-
-def rank_ignored(group: Any) -> None:
-    """An ignored token id, and the token whose row has this number."""
-    given = plain_and_ordered(2, True, False, ignore_index=17)
-    tokens, labels = batch()
-    labels = labels.clone()
-    labels[0, :2] = torch.tensor([17, int(order_of().token_of_row[17])])
+    labels[0, :2] = torch.tensor([17, int(order_of(vocab).token_of_row[17])])
     expected, found = (token_losses(model, tokens, labels) for model in given)
     assert expected[0, 0] == 0 and expected[0, 1] > 0
     check_alike(expected, found)
 
 
-def test_ignore_index_is_a_token_id(pools: dict[int, RankPool]) -> None:
-    pools[2].run(rank_ignored)
-
-
 # --- real logits
 
 
-def rank_logits(group: Any, sp: bool, tied: bool) -> None:
-    tp = group.size()
+@pytest.mark.parametrize("tp, sp, tied", LAYOUTS)
+@on_ranks("tp")
+def test_real_logits_are_in_the_tokenizers_order(group, tp, sp, tied):
     given = plain_and_ordered(tp, sp, tied, softcap=5.0)
     for gather in (None, False, True):
         expected, found = (
@@ -120,7 +92,7 @@ def rank_logits(group: Any, sp: bool, tied: bool) -> None:
         assert expected.shape[-1] == (VOCAB if gather else VOCAB // tp)
         check_alike(expected, found)
     # A bias that the caller adds.
-    hidden, results = torch.randn(S // (tp if sp else 1), 3, H), []
+    hidden, results = torch.randn(S // (tp if sp else 1), B, H), []
     for model in given:
         model.output_layer.skip_bias_add = True
         weight = model.shared_embedding_or_output_weight() if tied else None
@@ -128,17 +100,12 @@ def rank_logits(group: Any, sp: bool, tied: bool) -> None:
     check_alike(*results)
 
 
-@layouts
-def test_real_logits_are_in_the_tokenizers_order(
-    pools: dict[int, RankPool], tp: int, sp: bool, tied: bool
-) -> None:
-    pools[tp].run(rank_logits, sp, tied)
-
-
-def rank_largest(group: Any, sp: bool) -> None:
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, True)])
+@on_ranks("tp")
+def test_the_largest_logit_is_a_tokens(group, tp, sp):
     """Metrics of multi-token prediction turn a place into an id by adding the rank's first row."""
-    plain, model = plain_and_ordered(group.size(), sp, False)
-    hidden = torch.randn(S // (group.size() if sp else 1), 3, H)
+    plain, model = plain_and_ordered(tp, sp, False)
+    hidden = torch.randn(S // (tp if sp else 1), B, H)
     expected = plain.output_layer(hidden, runtime_gather_output=True)[0].argmax(-1)
     layer = model.output_layer
     layer.is_lazy = True
@@ -151,15 +118,12 @@ def rank_largest(group: Any, sp: bool) -> None:
     assert torch.equal(torch.argmax(gathered, dim=-1), expected)
 
 
-@pytest.mark.parametrize("tp, sp", [(1, False), (2, True)])
-def test_the_largest_logit_is_a_tokens(pools: dict[int, RankPool], tp: int, sp: bool) -> None:
-    pools[tp].run(rank_largest, sp)
-
-
 # --- what else the rows meet
 
 
-def rank_fusion(group: Any, tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_main_grad_has_the_same_rows(group, tied):
     found = []
     for model in plain_and_ordered(2, True, tied):
         model.output_layer.gradient_accumulation_fusion = True
@@ -169,17 +133,13 @@ def rank_fusion(group: Any, tied: bool) -> None:
             uneven(token_losses(model, *batch(step))).backward()
         assert weight.grad_added_to_main_grad
         name = EMBEDDING if tied else "output_layer.weight"
-        found.append(by_token(model, {name: weight.main_grad})[name])
-    assert found[0].norm() > 0
-    assert relative_rms(found[1], found[0]) < 1e-5
+        found.append(by_token(model, {name: weight.main_grad}))
+    compare(found[1], found[0], 1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_main_grad_has_the_same_rows(pools: dict[int, RankPool], tied: bool) -> None:
-    pools[2].run(rank_fusion, tied)
-
-
-def rank_first_stage(group: Any) -> None:
+@on_ranks(2)
+def test_a_first_stage_with_a_tied_embedding(group):
+    """A stage of a pipeline without an output layer."""
     expected = megatron(2, sp=False, tied=True)
     (stage,) = use_linear_cross_entropy([first_stage(2)], vocab_order=order_of())
     tokens, positions, _ = inputs_of(batch()[0])
@@ -191,11 +151,6 @@ def rank_first_stage(group: Any) -> None:
     assert stage.state_dict().keys() - expected.state_dict().keys() == added
 
 
-def test_a_first_stage_with_a_tied_embedding(pools: dict[int, RankPool]) -> None:
-    """A stage of a pipeline without an output layer."""
-    pools[2].run(rank_first_stage)
-
-
 def traces(model: Any) -> Any:
     """What a plug-in could leave on a module: attributes, buffers and hooks."""
     return {
@@ -204,7 +159,8 @@ def traces(model: Any) -> Any:
     }
 
 
-def rank_left_alone(group: Any) -> None:
+@on_ranks(2)
+def test_a_first_stage_without_an_order_is_left_alone(group):
     stage = first_stage(2)
     before = traces(stage)
     assert use_linear_cross_entropy(stage) is stage
@@ -213,11 +169,8 @@ def rank_left_alone(group: Any) -> None:
     assert traces(stage) != before
 
 
-def test_a_first_stage_without_an_order_is_left_alone(pools: dict[int, RankPool]) -> None:
-    pools[2].run(rank_left_alone)
-
-
-def rank_refusals(group: Any) -> None:
+@on_ranks(2)
+def test_wrong_orders_are_refused(group):
     short, of_rank = torch.arange(VOCAB - 1), order_of(seed=group.rank())
     wrong: list[tuple[Any, str]] = [
         (short, rf"each of vocab_size = {VOCAB} rows, got \({VOCAB - 1},\)"),
@@ -229,7 +182,3 @@ def rank_refusals(group: Any) -> None:
     model = megatron(2, True, False).to("meta")
     with pytest.raises(NotImplementedError, match="meta device; build it on the CPU"):
         use_linear_cross_entropy(model, vocab_order=order_of())
-
-
-def test_wrong_orders_are_refused(pools: dict[int, RankPool]) -> None:
-    pools[2].run(rank_refusals)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import use_linear_cross_entropy
-from flce_dist.testing import RankPool
 from tests.megatron_models import (
     EMBEDDING,
     VOCAB,
@@ -18,15 +17,21 @@ from tests.megatron_models import (
     order_of,
     plain_and_ordered,
 )
+from tests.on_ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+@pytest.mark.parametrize(
+    "tp, tied, is_first",
+    [(1, False, False), (2, True, False), (2, False, False), (2, True, True)],
+)
+@on_ranks("tp")
+def test_sharded_checkpoints_hold_the_order_once(group, tp, tied, is_first):
+    """A first stage holds a copy of it, to check the order that it loads.
 
-def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
-    """What dist_checkpointing does on these ranks: it asks by key, and loads in place."""
+    dist_checkpointing asks by key, and loads in place.
+    """
 
     def model(order: Any, *, is_first: bool = is_first) -> Any:
-        tp = group.size()
         model = first_stage(tp) if is_first else megatron(tp, False, tied)
         return use_linear_cross_entropy(model, vocab_order=order)
 
@@ -69,22 +74,13 @@ def rank_checkpoint(group: Any, tied: bool, is_first: bool) -> list[Any]:
             load(model(order_of(seed=1)), saved, strict)
     entry = sharded(ordered)[f"{map_name}.row_of_token"]
     assert entry.key == "output_layer.row_of_token"
-    return [entry.global_shape, entry.global_offset, entry.replica_id]
+    assert entry.replica_id == (int(is_first), group.rank(), 0)
+    assert (entry.global_shape, entry.global_offset) == ((VOCAB,), (0,))
 
 
-@pytest.mark.parametrize(
-    "tp, tied, is_first",
-    [(1, False, False), (2, True, False), (2, False, False), (2, True, True)],
-)
-def test_sharded_checkpoints_hold_the_order_once(
-    pools: dict[int, RankPool], tp: int, tied: bool, is_first: bool
-) -> None:
-    """A first stage holds a copy of it, to check the order that it loads."""
-    entries = pools[tp].run(rank_checkpoint, tied, is_first)
-    assert entries == [[(VOCAB,), (0,), (int(is_first), rank, 0)] for rank in range(tp)]
-
-
-def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
+@pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
+@on_ranks(2)
+def test_state_dicts_of_another_order_or_none_are_refused(group, tied, is_first):
     plain, model = plain_and_ordered(2, True, tied)
     if is_first:
         plain, model = (
@@ -102,10 +98,3 @@ def rank_state_dict(group: Any, tied: bool, is_first: bool) -> None:
     if is_first:
         with pytest.raises(RuntimeError, match=r"Unexpected .* \"embedding.*row_of_token\""):
             plain.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("tied, is_first", [(False, False), (True, False), (True, True)])
-def test_state_dicts_of_another_order_or_none_are_refused(
-    pools: dict[int, RankPool], tied: bool, is_first: bool
-) -> None:
-    pools[2].run(rank_state_dict, tied, is_first)

@@ -24,13 +24,10 @@ from tests.module_layouts import (
     make,
     whole,
 )
+from tests.on_ranks import on_ranks
 from tests.parallel_problem import Outcome, Problem, misses
 
 T = 16
-
-
-def init_rank(group: dist.ProcessGroup, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return make(group, **kwargs).weight, torch.rand(4)  # and what the generator gives next
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,22 +40,19 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("vocab_size", [512, 507, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_initial_weight_does_not_depend_on_ranks(pools, vocab_size, dtype):
-    whole, after = pools[1].run(init_rank, vocab_size=vocab_size, dtype=dtype)[0]
-    assert whole.shape == (vocab_size, H)
-    for P in (2, 4):
-        shards = pools[P].run(init_rank, vocab_size=vocab_size, dtype=dtype)
-        for rank, (weight, next_drawn) in enumerate(shards):
-            start, end = vocab_range(vocab_size, rank, P)
-            assert torch.equal(weight, whole[start:end])
-            assert torch.equal(next_drawn, after)
+@pytest.mark.parametrize("P", [2, 4])
+@on_ranks("P")
+def test_initial_weight_does_not_depend_on_ranks(group, vocab_size, dtype, P):
+    """Nor does what the generator gives next."""
+    expected, after = make(None, vocab_size=vocab_size, dtype=dtype).weight, torch.rand(4)
+    shard = make(group, vocab_size=vocab_size, dtype=dtype).weight
+    assert torch.equal(torch.rand(4), after)
+    assert expected.shape == (vocab_size, H)
+    assert torch.equal(shard, expected[slice(*vocab_range(vocab_size, group.rank(), P))])
 
 
-def test_initial_weight_does_not_depend_on_padding():
+def test_initial_weight_is_normal_without_repetition_and_the_same_with_padding():
     assert torch.equal(make(None).weight, make(None, padded_vocab_size=640).weight[:VOCAB])
-
-
-def test_initial_weight_is_normal_and_without_repetition():
     weight = make(None, vocab_size=20_000).weight.detach()
     assert weight.mean().abs() < 1e-4
     assert (weight.std() - 0.02).abs() < 1e-4
@@ -75,18 +69,13 @@ def test_initialisation_takes_megatrons_init_method():
     assert 1.0 <= weight.min() and weight.max() <= 2.0
 
 
-def meta_rank(group: dist.ProcessGroup, layout: Layout) -> dict[str, torch.Tensor]:
-    layer = layout.make(on_meta=True, bias=True)
-    check_attributes(layer)
-    return whole(layer.state_dict())
-
-
 @each_layout
-def test_meta_device_is_filled_later(layout, pools):
-    one = make(None, bias=True)
-    check_attributes(one)
-    for state in pools[layout.size].run(meta_rank, layout):
-        assert_same_state(state, one.state_dict())
+@on_ranks("layout")
+def test_meta_device_is_filled_later(group, layout):
+    one, layer = make(None, bias=True), layout.make(on_meta=True, bias=True)
+    for made in (one, layer):
+        check_attributes(made)
+    assert_same_state(whole(layer.state_dict()), one.state_dict())
 
 
 def different_seeds_rank(group: dist.ProcessGroup, layout: Layout) -> torch.Tensor:
@@ -184,7 +173,8 @@ def test_deep_copies_share_the_group():
     run_ranks(rank, 2)
 
 
-def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
+@on_ranks(4)
+def test_deep_copies_under_fsdp(group):
     """Copied before it is sharded, or as part of a module that is; PyTorch refuses any other."""
     tp_group, mesh = Layout(tp=2, fsdp=2).meshes()
     layer, part = make(tp_group, bias=True), make(tp_group, bias=True)
@@ -197,10 +187,6 @@ def copy_under_fsdp_rank(group: dist.ProcessGroup) -> None:
     for ours in (copied, copied_part):
         assert ours.tp_group is tp_group and isinstance(ours.weight, DTensor)
         assert_same_state(whole(ours.state_dict()), make(None, bias=True).state_dict())
-
-
-def test_deep_copies_under_fsdp(pools):
-    pools[4].run(copy_under_fsdp_rank)
 
 
 def test_repr_shows_the_shard_and_the_options():

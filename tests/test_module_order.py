@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.module import LinearCrossEntropy
 from tests.module_layouts import ORDER, PADDED, VOCAB, H, Layout, make, order_of, whole
+from tests.on_ranks import on_ranks
 
 T = 16
 
@@ -43,13 +43,15 @@ def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[s
     return {name: x.detach().clone() for name, x in found.items()}
 
 
-def both_rank(group: dist.ProcessGroup, ignore_index: int, sp: bool) -> list[dict[str, Tensor]]:
-    """Results without an order and with one, the latter back in the tokenizer's order."""
+@pytest.mark.parametrize("ignore_index", [-100, 17])
+@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
+@on_ranks("P")
+def test_training_is_the_same_up_to_the_order_of_rows(group, P, sp, ignore_index):
     options: dict[str, Any] = dict(
         bias=True, padded_vocab_size=PADDED, sequence_parallel=sp, ignore_index=ignore_index,
         label_smoothing=0.1, z_loss_weight=1e-3,
     )  # fmt: skip
-    tp_group = group if group.size() > 1 else None
+    tp_group = group if P > 1 else None
     reference = make(tp_group, **options)
     layer = make(tp_group, seed=1, vocab_order=ORDER, **options)
     bias = torch.randn(PADDED, generator=torch.Generator().manual_seed(3))
@@ -62,21 +64,14 @@ def both_rank(group: dist.ProcessGroup, ignore_index: int, sp: bool) -> list[dic
     found = results(layer, hidden, labels)
     for name in ("dweight", "dbias"):
         found[name] = moved(found[name], ORDER.row_of_token)
-    return [expected, found]
+    assert found.keys() == expected.keys()
+    assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6, msg=name)
+    assert found["again"] == found["loss"]
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 17])
-@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
-def test_training_is_the_same_up_to_the_order_of_rows(pools, P, sp, ignore_index):
-    for expected, found in pools[P].run(both_rank, ignore_index, sp):
-        assert found.keys() == expected.keys()
-        assert expected["dweight"].norm() > 0 and expected["dbias"].norm() > 0
-        for name, x in expected.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6, msg=name)
-        assert found["again"] == found["loss"]
-
-
-def test_shards_of_logits_stay_in_the_order_of_rows() -> None:
+def test_shards_of_logits_stay_in_the_order_of_rows():
     layer = make(None, vocab_order=ORDER)
     hidden = torch.randn(3, H)
     local, gathered = layer.logits(hidden, gather=False), layer.logits(hidden)
@@ -84,7 +79,7 @@ def test_shards_of_logits_stay_in_the_order_of_rows() -> None:
     assert not torch.equal(gathered, local)
 
 
-def test_labels_out_of_range_are_refused_as_ever() -> None:
+def test_labels_out_of_range_are_refused_as_ever():
     layer = make(None, vocab_order=ORDER, padded_vocab_size=PADDED)
     for label in (VOCAB, PADDED, -1):
         with pytest.raises(ValueError, match=f"labels must be within .*, got {label} at token 1"):
@@ -93,14 +88,14 @@ def test_labels_out_of_range_are_refused_as_ever() -> None:
         layer(torch.randn(2, H), torch.zeros(2))
 
 
-def test_it_compiles() -> None:
+def test_it_compiles():
     layer = make(None, vocab_order=ORDER, reduction="sum")
     hidden, labels = inputs(-100)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(hidden, labels), layer(hidden, labels))
 
 
-def test_copies_and_the_repr_have_the_order() -> None:
+def test_copies_and_the_repr_have_the_order():
     layer = make(None, vocab_order=ORDER.token_of_row)
     assert "vocab_order=True" in repr(layer) and "vocab_order" not in repr(make(None))
     copied = copy.deepcopy(layer)
@@ -110,24 +105,18 @@ def test_copies_and_the_repr_have_the_order() -> None:
         make(None, vocab_order=torch.arange(512), padded_vocab_size=512)
 
 
-def disagree_rank(group: dist.ProcessGroup, layout: Layout, orders: list[Any]) -> str:
-    order = orders[group.rank()]
-    with pytest.raises(ValueError, match=r"^vocab_order must be the same on all ranks") as caught:
-        layout.make(vocab_order=order, on_meta=layout.fsdp > 1)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, fsdp=2)])
 @pytest.mark.parametrize("other", [None, order_of(seed=1)], ids=["none", "another"])
-def test_all_ranks_refuse_orders_that_differ(pools, layout, other):
+@on_ranks("layout")
+def test_all_ranks_refuse_orders_that_differ(group, layout, other):
     """None waits for another; over a data-parallel mesh they compare when weights are drawn."""
-    orders = [ORDER] * (layout.size - 1) + [other]
-    (message,) = {*pools[layout.size].run(disagree_rank, layout, orders)}
-    assert message.count(f"rank {layout.size - 1}") == 1
+    last = layout.size - 1
+    with pytest.raises(ValueError, match=rf"^vocab_order must be the same .* on rank {last}$"):
+        layout.make(vocab_order=other if group.rank() == last else ORDER, on_meta=layout.fsdp > 1)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_rows_of_another_order_or_none_are_refused(strict: bool) -> None:
+def test_rows_of_another_order_or_none_are_refused(strict):
     layer, without = make(None, vocab_order=ORDER), make(None)
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match=r"no row_of_token.*vocab_order convert --to ordered"):
@@ -147,7 +136,7 @@ def test_rows_of_another_order_or_none_are_refused(strict: bool) -> None:
     assert torch.equal(layer.row_of_token, ORDER.row_of_token)
 
 
-def test_other_layers_load_without_it() -> None:
+def test_other_layers_load_without_it():
     """A state dict of the rest of the model says nothing about rows."""
     layers = {"trunk": torch.nn.Linear(2, 2), "head": make(None, vocab_order=ORDER)}
     model = torch.nn.ModuleDict(layers)

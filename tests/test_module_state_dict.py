@@ -24,6 +24,7 @@ from tests.module_layouts import (
     make,
     whole,
 )
+from tests.on_ranks import on_ranks
 
 UNEVEN = {"large": VOCAB, "tiny": 5}
 UNEVEN_ROWS = {  # of each rank
@@ -50,23 +51,6 @@ def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
     dcp.save(layers.state_dict(), checkpoint_id=path, no_dist=layout.size == 1)
 
 
-def load_rank(
-    group: dist.ProcessGroup, layout: Layout, path: Path
-) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-    """What is loaded into each kind of module, as lengths of this rank's parameters and whole."""
-    state = heads(layout, seed=1).state_dict()
-    dcp.load(state, checkpoint_id=path, no_dist=layout.size == 1)
-    found = []
-    for assign in (False, True):
-        fresh = heads(layout, seed=2, on_meta=assign)
-        fresh.load_state_dict(state, assign=assign)
-        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
-        found.append((lengths, whole(fresh.state_dict())))
-        for layer in fresh.values():
-            check_attributes(layer)
-    return found
-
-
 @pytest.fixture(scope="module")
 def checkpoints(pools, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
@@ -77,41 +61,39 @@ def checkpoints(pools, tmp_path_factory):
 
 @pytest.mark.parametrize("saved", range(len(LAYOUTS)))
 @each_layout
-def test_checkpoint_reshards(pools, checkpoints, saved, layout):
+@on_ranks("layout")
+def test_checkpoint_reshards(group, checkpoints, saved, layout):
     expected = heads(Layout(), seed=0).state_dict()
     expected["plain.bias"] = torch.arange(float(PADDED))
-    rows = PADDED // (layout.tp * layout.fsdp)
-    ranks = pools[layout.size].run(load_rank, layout, checkpoints / str(saved))
-    for rank, found in enumerate(ranks):
-        for lengths, state in found:
-            assert lengths[:3] == [rows] * 3
-            if layout in UNEVEN_ROWS:
-                assert lengths[3:] == UNEVEN_ROWS[layout][rank]
-            assert_same_state(state, expected)
-
-
-def load_plain(
-    group: dist.ProcessGroup, layout: Layout, state: dict[str, torch.Tensor]
-) -> list[dict[str, torch.Tensor]]:
-    """Load the whole, and this tensor-parallel rank's rows of it."""
-    found = []
-    for rows in (slice(None), slice(*layout.make().vocab_range)):
-        layer = layout.make(seed=1)
-        layer.load_state_dict({name: x[rows] for name, x in state.items()})
-        found.append(whole(layer.state_dict()))
-    assert state["weight"].shape == (VOCAB, H)
-    return found
+    state = heads(layout, seed=1).state_dict()
+    dcp.load(state, checkpoint_id=checkpoints / str(saved), no_dist=layout.size == 1)
+    for assign in (False, True):
+        fresh = heads(layout, seed=2, on_meta=assign)
+        fresh.load_state_dict(state, assign=assign)
+        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
+        assert lengths[:3] == [PADDED // (layout.tp * layout.fsdp)] * 3
+        if layout in UNEVEN_ROWS:
+            assert lengths[3:] == UNEVEN_ROWS[layout][group.rank()]
+        assert_same_state(whole(fresh.state_dict()), expected)
+        for layer in fresh.values():
+            check_attributes(layer)
 
 
 @each_layout
-def test_a_plain_weight_loads_into_shards(layout, pools):
-    expected = make(None).state_dict()
-    for found in pools[layout.size].run(load_plain, layout, expected):
-        for state in found:
-            assert_same_state(state, expected)
+@on_ranks("layout")
+def test_a_plain_weight_loads_into_shards(group, layout):
+    """The whole, and this tensor-parallel rank's rows of it."""
+    state = make(None).state_dict()
+    for rows in (slice(None), slice(*layout.make().vocab_range)):
+        layer = layout.make(seed=1)
+        layer.load_state_dict({name: x[rows] for name, x in state.items()})
+        assert_same_state(whole(layer.state_dict()), state)
+    assert state["weight"].shape == (VOCAB, H)
 
 
-def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
+@each_layout
+@on_ranks("layout")
+def test_a_weight_of_another_size_is_refused(group, layout):
     layer = layout.make()
     shapes = (500, H), (600, H), (VOCAB, H + 1), (VOCAB,), (H,)
     wrong = [{"weight": torch.zeros(shape)} for shape in shapes]
@@ -119,8 +101,3 @@ def wrong_size_rank(group: dist.ProcessGroup, layout: Layout) -> None:
     for state, assign in itertools.product(wrong, (False, True)):
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             layer.load_state_dict(state, assign=assign)
-
-
-@each_layout
-def test_a_weight_of_another_size_is_refused(layout, pools):
-    pools[layout.size].run(wrong_size_rank, layout)

@@ -1,4 +1,4 @@
-"""All signatures, schemas and docstrings list the same options as the fields of LossOptions."""
+"""All signatures and docstrings list the same options as the fields of LossOptions."""
 
 import dataclasses
 import inspect
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropy, api, check_ranks, rank_check
+from flce_dist import LinearCrossEntropy, check_ranks, rank_check
 from flce_dist.megatron import refusals, use_linear_cross_entropy
-from flce_dist.op import checks, compiled
 from flce_dist.options import LossOptions
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
@@ -109,28 +108,6 @@ def test_signatures_are_the_fields(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("with_metrics", [False, True])
-def test_public_functions_pass_each_option_on(
-    with_metrics: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def apply(arguments: Any) -> tuple[torch.Tensor, ...]:
-        seen.append(arguments)
-        return (torch.zeros(()),) * 5
-
-    monkeypatch.setattr(api, "_apply", apply)
-    monkeypatch.setattr(checks, "checked_options", LossOptions)  # these do not go together
-    call = api.linear_cross_entropy_with_metrics if with_metrics else api.linear_cross_entropy
-    tensors: dict[str, Any] = {name: torch.zeros(1) for name in TENSORS}
-    group: Any = object()
-    call(**tensors, tp_group=group, **CHANGED)
-    given = seen[0]._asdict()
-    assert all(given[name] is tensor for name, tensor in tensors.items())
-    assert given["tp_group"] is group
-    assert given["options"] == LossOptions(**CHANGED, with_metrics=with_metrics)
-
-
 @pytest.mark.parametrize(("taker", "name"), ACCEPTED)
 def test_options_are_accepted(taker: str, name: str) -> None:
     accept = TAKERS[taker][0]
@@ -165,17 +142,3 @@ def test_other_keywords_are_refused_as_python_does(taker: str, name: str, meant:
     ending = "" if meant is None else rf"\. Did you mean '{meant}'\?$"
     with pytest.raises(TypeError, match=f"^{message}{ending}"):
         TAKERS[taker][0](**{name: CHANGED.get(name)})
-
-
-@pytest.mark.parametrize(
-    ("operator", "others"),
-    [
-        ("forward", TENSORS),
-        ("backward", ["dloss", "dlse", "dlogprob", "dentropy", *TENSORS, "saved"]),
-    ],
-)
-def test_schemas_of_the_operators_are_the_fields(operator: str, others: list[str]) -> None:
-    assert compiled  # which defines the operators
-    schema = getattr(torch.ops.flce_dist, operator).default._schema
-    names = [argument.name for argument in schema.arguments]
-    assert names == [*others, *FIELDS, "group_name", "needs"]

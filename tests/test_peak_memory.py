@@ -88,10 +88,7 @@ def test_recompute_does_not_grow_with_the_logits(dtype: torch.dtype) -> None:
 
 @each_schedule
 def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) -> None:
-    """The scaled copy of hidden, right factor of dweight, is in dhidden's buffer.
-
-    In fp32, because a CPU upcasts half operands, and [T, H] of those are here the largest tensor.
-    """
+    """The scaled copy of hidden is in dhidden's buffer. In fp32: a CPU upcasts half operands."""
     T, V, H = 2048, 256, 512
     tensors = operands(T=T, V=V, H=H)
     peak, _ = step_bytes(tensors, schedule=schedule, max_logits_bytes=T * V * 4)

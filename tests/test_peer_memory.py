@@ -40,11 +40,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[peer_watch.Wait]:
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("P", "seeds"), [(2, 0), (3, 3), (4, 3)])
 def test_orders_of_streams(P, seeds, one_queue, name):
-    """Every order of two ranks, random ones of more.
-
-    ``one_queue``: as under ``CUDA_DEVICE_MAX_CONNECTIONS=1`` what waits in the queue of all streams
-    of a GPU stops all that comes behind.
-    """
+    """Every order of two ranks, random ones of more; also with one queue for all streams."""
     assert fake_ranks.run(P, SCENARIOS[name], seeds=seeds, one_queue=one_queue) == [None] * P
 
 

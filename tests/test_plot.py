@@ -1,7 +1,6 @@
 """Figures of records and profiles: what they say, and that nothing in them overlaps."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from flce_dist.launch.plot import __main__ as plot
 from flce_dist.launch.plot.figures import dial, memory, timeline
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
-from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, drawn, record, texts
+from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, record, texts
 
 DIAL = [
     record("gemm3", 10.0),
@@ -28,7 +27,7 @@ DIAL = [
 ]
 
 
-def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path: Path, capsys) -> None:
+def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path, capsys):
     for name, found in (("peers", GRADIENTS), ("dial", DIAL), ("none", [])):
         write_results(tmp_path / name, ABOUT, found)
     files = [str(tmp_path / f"{name}.json") for name in ("peers", "dial", "none")]
@@ -39,11 +38,11 @@ def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path: Path, ca
     assert str(tmp_path / "figures" / "dial-dial.png") in capsys.readouterr().out
 
 
-def test_memory_names_what_is_wrong_or_failed() -> None:
+def test_memory_names_what_is_wrong_or_failed():
     found = [replace(r, workspace_mib=None) if r.status == "error" else r for r in GRADIENTS]
-    figure = drawn(memory([*found, *(replace(r, T=16) for r in GRADIENTS[:3])]))
+    figure: Any = memory([*found, *(replace(r, T=16) for r in GRADIENTS[:3])])
     first, second = figure.axes
-    bars: list[Any] = [bar for bar in first.patches if bar.get_width() > 0]  # type: ignore[attr-defined]
+    bars = [bar for bar in first.patches if bar.get_width() > 0]
     assert [bar.get_width() for bar in bars] == [1.0, 100.0, 100.0]
     assert [bar.get_hatch() is not None for bar in bars] == [False, False, True]
     assert bars[0].get_facecolor() != bars[1].get_facecolor() == bars[2].get_facecolor()
@@ -57,8 +56,8 @@ def test_memory_names_what_is_wrong_or_failed() -> None:
     assert_readable(figure)
 
 
-def test_the_dial_runs_from_recompute_to_cached() -> None:
-    figure = drawn(dial(DIAL))
+def test_the_dial_runs_from_recompute_to_cached():
+    figure: Any = dial(DIAL)
     axes = figure.axes[0]
     curve = axes.lines[0]
     assert np.asarray(curve.get_xdata()).tolist() == [64, 128]
@@ -68,10 +67,11 @@ def test_the_dial_runs_from_recompute_to_cached() -> None:
     assert {"auto", "recompute", "cached", "3 matrix products"} <= set(texts(figure))
     assert_readable(figure)
     assert dial(GRADIENTS) is None
-    assert len(drawn(dial([*DIAL, *(replace(r, T=16) for r in DIAL)])).axes) == 2
+    both: Any = dial([*DIAL, *(replace(r, T=16) for r in DIAL)])
+    assert len(both.axes) == 2
 
 
-def test_what_is_no_result_file_is_named(tmp_path: Path) -> None:
+def test_what_is_no_result_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.json must be a result file of the benchmark"):
         plot.main([str(tmp_path / "nothing.json")])
     with pytest.raises(ConfigError, match="at least one file"):
@@ -81,7 +81,7 @@ def test_what_is_no_result_file_is_named(tmp_path: Path) -> None:
         plot.main([str(tmp_path / "a.json")] * 2)
 
 
-def test_the_caption_says_what_the_numbers_hold_for() -> None:
+def test_the_caption_says_what_the_numbers_hold_for():
     assert caption(ABOUT, 8.0) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
     assert caption({**ABOUT, "ranks": 4}, 8.0).startswith("Some GPU, 4 ranks\n")
     assert max(len(line) for line in caption(ABOUT, 2.0).splitlines()) <= 32
@@ -101,9 +101,9 @@ OVER_RANKS = [
 ]
 
 
-def test_scaling_shows_time_and_memory_against_ranks() -> None:
+def test_scaling_shows_time_and_memory_against_ranks():
     equal = [replace(r, impl="eager") for r in OVER_RANKS if r.impl == "triton"]
-    figure = drawn(scaling([*OVER_RANKS, *equal]))
+    figure: Any = scaling([*OVER_RANKS, *equal])
     times, memory_axes = figure.axes
     found = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in times.lines}
     rows = [label.get_text() for label in times.get_yticklabels()]
@@ -124,15 +124,13 @@ def test_scaling_shows_time_and_memory_against_ranks() -> None:
         assert gaps.min() > largest, "one covers another"
 
 
-def test_scaling_needs_several_numbers_of_ranks_that_succeeded() -> None:
+def test_scaling_needs_several_numbers_of_ranks_that_succeeded():
     failed = [replace(r, p50_ms=None, status="error") for r in OVER_RANKS if r.P > 1]
     assert scaling([r for r in OVER_RANKS if r.P == 1] + failed) is None
     assert efficiency({r.P: r for r in OVER_RANKS[1:3]}) == {4: 1.0}
 
 
-def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "FIGURES", {})
     for name, P, fields in (
         ("first", 1, {}),
@@ -174,9 +172,9 @@ PROFILED = [
 ]
 
 
-def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
-    figure = drawn(timeline(PROFILED))
-    patches: Any = figure.axes[0].patches[:4]
+def test_the_timeline_has_communication_in_a_row_of_its_own():
+    figure: Any = timeline(PROFILED)
+    patches = figure.axes[0].patches[:4]
     bars = [(round(patch.get_x(), 6), round(patch.get_width(), 6)) for patch in patches]
     assert bars == [(0, 2), (2, 7), (5, 5), (11, 1)]
     rows = [patch.get_y() + patch.get_height() / 2 for patch in patches]
@@ -191,7 +189,7 @@ def test_the_timeline_has_communication_in_a_row_of_its_own() -> None:
     assert timeline(PROFILED[3:]) is None and timeline([]) is None
 
 
-def test_a_profile_gives_its_pictures(tmp_path: Path) -> None:
+def test_a_profile_gives_its_pictures(tmp_path):
     size = {"T": 8, "H": 4, "V": 16, "dtype": "bf16"}
     profiles = {x.run: x.profile for x in PROFILED if x.shape == "T=8"}
     write_profiles(tmp_path / "tp", {**ABOUT, "ranks": 4}, size, profiles)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from flce_dist.launch import program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
-from tests.machine import PACKAGES
+from tests import machine
+from tests.processes import started
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -119,7 +120,7 @@ PROGRAMS = sorted(path.parent.name for path in LAUNCH.glob("*/__main__.py"))
 
 BLOCKED = """
 import os, runpy, sys
-import torch.distributed.tensor  # once for all programs
+import torch.distributed.tensor, flce_dist.filtered, flce_dist.testing  # once for all programs
 class Blocked:
     def find_spec(name, path=None, target=None):
         if name.split(".")[0] in blocked:
@@ -144,7 +145,7 @@ for run in sys.argv[1:]:
 """
 
 
-def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
+def test_a_program_without_its_packages_names_the_extra(tmp_path):
     """In one line, also for a package that it imports later; and it needs no other extra."""
     extras = {name: EXTRAS.get(name, "train") for name in PROGRAMS}
     runs = [f"{','.join(MODULES['train'])} {name} --help" for name in PROGRAMS]
@@ -166,7 +167,7 @@ def test_a_program_without_its_packages_names_the_extra(tmp_path: Path) -> None:
     assert list(found) == [[f"{name} 0"] for name in EXTRAS if has_all]
 
 
-def test_extras_are_those_of_pyproject() -> None:
+def test_extras_are_those_of_pyproject():
     """For the messages of programs, and for what tests say about packages that they miss."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
     project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
@@ -178,10 +179,13 @@ def test_extras_are_those_of_pyproject() -> None:
             found |= set().union(*map(packages, others.split(","))) if others else {name}
         return found
 
-    names = {"megatron-core": "megatron", "mistral-common": "mistral_common", "pyyaml": "yaml"}
-    for extra, modules in MODULES.items():
-        assert {names.get(package, package) for package in packages(extra)} == modules
-    assert all(package in packages(extra) for package, extra in PACKAGES.values())
+    names = {"megatron-core": "megatron", "pyyaml": "yaml", "pytest-xdist": "xdist"}
+
+    def modules(extra: str) -> set[str]:
+        return {names.get(package, package.replace("-", "_")) for package in packages(extra)}
+
+    assert all(modules(extra) == expected for extra, expected in MODULES.items())
+    assert modules("test") >= {*machine.TEST}
     # Ranks gather objects through it, in launch.verify for example.
     assert any(line.startswith("numpy") for line in project["dependencies"])
     assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
@@ -192,6 +196,7 @@ def test_extras_are_those_of_pyproject() -> None:
 UNREAD = """
 import os, sys
 from flce_dist.launch.program import run_program
+sys.stdout = open(1, "w", closefd=False)  # with a buffer
 def main():
     if kind == "bug":
         os.write(writer, b"x")
@@ -208,10 +213,10 @@ for kind in ("much", "little", "help", "bug"):
 """
 
 
-def test_a_reader_that_is_gone_ends_a_program_without_a_word() -> None:
+def test_a_reader_that_is_gone_ends_a_program_without_a_word(tmp_path):
     """As before ``| head``; another pipe that is broken is a bug."""
-    command = [sys.executable, "-W", "ignore", "-c", UNREAD]
-    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert lines[:3] == ["much 141", "little 141", "help 141"], done.stderr
+    with started([sys.executable, "-c", UNREAD], tmp_path, forks=True) as run:
+        statuses, (output,) = run.finish()
+    lines = output.splitlines()
+    assert statuses == [0] and lines[:3] == ["much 141", "little 141", "help 141"], output
     assert "BrokenPipeError: [Errno 32] Broken pipe" in lines and lines[-1] == "bug 1"

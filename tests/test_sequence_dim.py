@@ -78,15 +78,12 @@ def test_loss_and_gradients_are_those_of_the_whole(P, problem, schedule):
     assert misses(whole(ranks), problem) == []
 
 
-@pytest.mark.parametrize("problem", [MEAN, NONE])
-def test_under_compile(ranks, problem):
-    assert misses(whole(ranks.run(step_rank, problem, "compiled")), problem) == []
-
-
-@pytest.mark.parametrize("sequence_dim", [0, 1])
-def test_a_dtensor_split_along_its_second_dimension(ranks, sequence_dim):
-    """It says by itself what sequence_dim is, also if that is left at its default."""
-    outcomes = ranks.run(step_rank, NONE, "dtensors", sequence_dim=sequence_dim)
+@pytest.mark.parametrize(
+    ("kind", "sequence_dim"),
+    [("compiled", 1), ("dtensors", 1), ("dtensors", 0)],  # whose placements say it, too
+)
+def test_over_gloo(ranks, kind, sequence_dim):
+    outcomes = ranks.run(step_rank, NONE, kind, sequence_dim=sequence_dim)
     assert misses(whole(outcomes), NONE) == []
 
 

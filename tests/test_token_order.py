@@ -1,15 +1,9 @@
-"""Tokens of sequence-parallel ranks are gathered in pieces: every order gives the same results.
-
-The size from which a first chunk is split is made small here. Ranks are forked, so that collectives
-really are in flight, or threads, which list their collectives.
-"""
+"""Tokens of sequence-parallel ranks are gathered in pieces: which, and in which order."""
 
 import itertools
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,58 +13,14 @@ from flce_dist.parallel.token_order import TokenOrder
 from tests.parallel_problem import (
     FEW_BYTES,
     IN_PIECES,
-    PIECE_OPTIONS,
-    SCHEDULES,
-    Outcome,
-    Problem,
-    joined,
-    misses,
     on_threads,
-    rank_step,
     small_pieces,
 )
-from tests.test_api_random_cases import Drawn, check_on_ranks
 
 
-def forked_step(group: dist.ProcessGroup, problem: Problem, **options: Any) -> Outcome:
+def calls_in_pieces(**options: Any) -> Any:
     with small_pieces():
-        return rank_step(group, problem, sequence_parallel=True, **options)
-
-
-def in_pieces(problem: Problem, **options: Any) -> Outcome:
-    with small_pieces():
-        return on_threads(4, problem, sequence_parallel=True, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        (name, schedule)
-        for name, schedule in itertools.product(PIECE_OPTIONS, SCHEDULES)
-        if schedule != "in_forward" or PIECE_OPTIONS[name].get("reduction") != "none"
-    ],
-)
-def test_gradients_are_right(name, schedule):
-    problem = IN_PIECES.changed(options=PIECE_OPTIONS[name])
-    outcome = in_pieces(problem, schedule=schedule)
-    assert misses(outcome, problem) == []
-    gathers = [call for call in outcome.calls if call.startswith("allgather")]
-    assert len(gathers) >= 2, "hidden came in one piece: the test shows nothing"
-
-
-@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_in_flight(pools, ranks, schedule):
-    for few in ({}, FEW_BYTES):
-        outcomes = pools[ranks].run(forked_step, IN_PIECES, schedule=schedule, **few)
-        assert misses(joined(outcomes, sequence_parallel=True), IN_PIECES) == []
-
-
-def test_triton_writes_pieces_into_one_cache(pools):
-    problem = Problem(T=32, H=64, V_all=201, seed=3)
-    for schedule in ("cached", "in_forward"):
-        ranks = pools[2].run(forked_step, problem, schedule=schedule, impl="triton")
-        assert misses(joined(ranks, sequence_parallel=True), problem) == []
+        return on_threads(4, IN_PIECES, sequence_parallel=True, **options).calls
 
 
 def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
@@ -81,23 +31,15 @@ def test_the_second_piece_is_on_its_way_before_the_first_one_s_logits():
     forward = (
         gathers[0], "allreduce SUM float32[8]", gathers[1], "allreduce SUM float32[40]", *sums,
     )  # fmt: skip
-    assert in_pieces(IN_PIECES, schedule="cached").calls == (*forward, *gathers, *scatters)
-    assert in_pieces(IN_PIECES, schedule="in_forward").calls == (*forward, *scatters)
+    assert calls_in_pieces(schedule="cached") == (*forward, *gathers, *scatters)
+    assert calls_in_pieces(schedule="in_forward") == (*forward, *scatters)
 
 
 def test_a_chunk_s_dhidden_is_summed_before_the_next_chunk():
-    calls = in_pieces(IN_PIECES, schedule="in_forward", **FEW_BYTES).calls
-    kinds = [call.split()[0] for call in calls]
+    kinds = [call.split()[0] for call in calls_in_pieces(schedule="in_forward", **FEW_BYTES)]
     first_scatter = kinds.index("reduce_scatter")
     assert kinds.count("reduce_scatter") == kinds.count("allgather") > 2
     assert "allreduce" in kinds[first_scatter:]
-
-
-def test_metrics_and_their_gradients():
-    """Metrics of each token are in the caller's order."""
-    step = Drawn(P=4, tokens=6, sequence_parallel=True, reduction="none", metric_gradients=True)
-    with small_pieces():
-        check_on_ranks(step)
 
 
 def test_the_order_by_an_example():

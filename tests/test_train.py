@@ -34,10 +34,9 @@ def output_of(run: Running, status: int = 0) -> str:
 
 
 def train_and_signal(folder: Path, after_step: int, number: int, victim: int) -> tuple[int, str]:
-    """Start an endless run; once it has recorded ``after_step``, send a signal to one process.
+    """Signal torchrun (victim 0) or a rank of a run past ``after_step``, and await the end.
 
-    The processes are torchrun and then the ranks. Returns torchrun's status and the output, after
-    all have ended.
+    Returns torchrun's status and the output.
     """
     out_dir = folder / "run"
     endless = torchrun(*program(folder), "--steps", "1000000")
@@ -69,7 +68,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
+def test_a_run_learns_and_leaves_its_records(uninterrupted):
     entries = records(uninterrupted)
     losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
     validation = [entry for entry in entries if entry["kind"] == "validation"]
@@ -91,7 +90,7 @@ def test_a_run_learns_and_leaves_its_records(uninterrupted: Path) -> None:
 
 
 @needs_proc
-def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Path) -> None:
+def test_killed_and_continued_it_ends_the_same(uninterrupted, tmp_path):
     out_dir = tmp_path / "run"
     # torchrun alone is killed: its ranks end with it.
     train_and_signal(tmp_path, 5, signal.SIGKILL, victim=0)
@@ -115,7 +114,7 @@ def test_killed_and_continued_it_ends_the_same(uninterrupted: Path, tmp_path: Pa
     assert expected and entries[: len(expected)] == expected
 
 
-def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_path: Path) -> None:
+def test_another_configuration_is_refused_in_one_line(uninterrupted, tmp_path):
     before = records(uninterrupted)
     command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
     with started(command, tmp_path, forks=True) as run:
@@ -127,9 +126,7 @@ def test_another_configuration_is_refused_in_one_line(uninterrupted: Path, tmp_p
     assert records(uninterrupted) == before
 
 
-def test_a_rank_killed_on_one_of_two_nodes_restarts_both(
-    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_killed_on_one_of_two_nodes_restarts_both(uninterrupted, tmp_path, monkeypatch):
     """While the other waits for it in a step, two steps after a checkpoint."""
     out_dir, held = tmp_path / "run", tmp_path / "held"
     train_step = Trainer.train_step

@@ -51,7 +51,7 @@ def newest(directory: Path) -> tuple[int | None, list[str]]:
     return None if found is None else found.step, messages
 
 
-def test_the_newest_are_kept_and_load_what_was_saved(directory: Path) -> None:
+def test_the_newest_are_kept_and_load_what_was_saved(directory):
     assert names(directory) == ["step-00000010", "step-00000015"]
     assert newest(directory) == (15, [])
     found = newest_whole(directory, print)
@@ -99,16 +99,14 @@ def be_of_step_10(manifest: Path) -> None:
         (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
     ],
 )
-def test_a_damaged_newest_is_skipped_by_name(
-    directory: Path, file: str, damage: Callable[[Path], object], reason: str
-) -> None:
+def test_a_damaged_newest_is_skipped_by_name(directory, file, damage, reason):
     damage(directory / "step-00000015" / file)
     step, (damaged, decision) = newest(directory)
     assert step == 10 and decision == "going back to checkpoint step 10"
     assert damaged.startswith(f"checkpoint step 15 is damaged: {reason}")
 
 
-def test_no_flipped_bit_goes_unseen(directory: Path) -> None:
+def test_no_flipped_bit_goes_unseen(directory):
     """Every bit of the manifest, and a sample of each other file's; none is left to go back to."""
     (directory / "step-00000010" / MANIFEST).unlink()
     expected = r"step 15 is damaged: {} .*step 10 is damaged: .*move them elsewhere"
@@ -131,13 +129,13 @@ class Malice:
         return (exec, ("raise AssertionError('code was run')",))
 
 
-def test_loading_runs_no_code(directory: Path) -> None:
+def test_loading_runs_no_code(directory):
     torch.save({"weight": Malice()}, directory / "step-00000015" / "rank-00000.pt")
     with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
         Checkpoint(directory, 15, 30, CONFIG).load(0)
 
 
-def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: Path) -> None:
+def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory):
     strangers = ["step-000000020", "step-00000010 (copy)", "step-note", "step.tmp"]
     for name in [*strangers, "step-00000020.tmp", "step-00000005.old"]:
         shutil.copytree(directory / "step-00000015", directory / name)
@@ -148,9 +146,7 @@ def test_half_written_ones_are_removed_and_strangers_are_left_alone(directory: P
     assert "step-00000020.tmp was never finished; removing it" in message
 
 
-def test_damaged_ones_are_set_aside_and_do_not_count_among_the_kept(
-    ranks: RankPool, directory: Path
-) -> None:
+def test_damaged_ones_are_set_aside_and_do_not_count_among_the_kept(ranks, directory):
     for _ in range(2):  # a second time over what the first set aside
         truncate(directory / "step-00000015" / "rank-00000.pt")
         clean(directory, newest_whole(directory, lambda _: None), lambda _: None)
@@ -187,9 +183,7 @@ def rank_error(group: Any, directory: Path, fault: str = "") -> str:
     return "saved"
 
 
-def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(
-    ranks: RankPool, directory: Path
-) -> None:
+def test_a_save_that_is_cut_short_leaves_the_last_one_and_can_be_repeated(ranks, directory):
     ranks.run(rank_error, directory, "killed")
     assert names(directory) == ["step-00000010", "step-00000015", "step-00000020.tmp"]
     assert newest(directory) == (15, [])
@@ -212,8 +206,8 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /d
     ],
 )
 def test_a_failed_save_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
-    ranks: RankPool, directory: Path, fault: str, expected: str
-) -> None:
+    ranks, directory, fault, expected
+):
     for message in ranks.run(rank_error, directory, fault):
         assert re.fullmatch(expected.format(directory), message), message
     assert names(directory) == ["step-00000010", "step-00000015"]

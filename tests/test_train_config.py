@@ -22,7 +22,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_are_valid(path: Path) -> None:
+def test_shipped_configurations_are_valid(path):
     config = load_config(["--config", str(path)], world_size=2)
     assert config.parallel.tensor == 2
     assert config.parallel.sequence_parallel
@@ -47,11 +47,7 @@ SMOOTH_CAP = ["--head.softcap", "30", "--head.label-smoothing", "0.1"]
         (["--optimizer.weight-decay", "500"], 2, r"weight_decay must be below 1 / .*, got 500"),
         (["--head.schedule", "cached", *SMOOTH_CAP], 2, r"^head\.schedule='cached' .*='recompute'"),
         (["--head.filter-eps", "0", "--head.schedule", "cached"], 2, r"^head\.filter_eps needs"),
-        (
-            ["--head.filter-eps", "0.1", "--head.softcap", "30"],
-            2,
-            r"^head\.filtered\.schedule needs softcap",
-        ),
+        (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, "^head.filtered.* needs softcap"),
         ([*THEIRS, "--head.vocab-order"], 2, r"head\.vocab_order is an option of .*, got True"),
         (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
         (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
@@ -60,17 +56,17 @@ SMOOTH_CAP = ["--head.softcap", "30", "--head.label-smoothing", "0.1"]
         (["--config"], 2, "--config must be followed by a YAML file"),
     ],
 )
-def test_impossible_combinations(overrides: list[str], world_size: int, message: str) -> None:
+def test_impossible_combinations(overrides, world_size, message):
     with pytest.raises(ConfigError, match=message):
         load_config(overrides, world_size=world_size)
 
 
-def test_without_sequence_parallelism_the_sequence_needs_no_division() -> None:
+def test_without_sequence_parallelism_the_sequence_needs_no_division():
     overrides = ["--parallel.no-sequence-parallel", "--model.seq-length", "33"]
     assert load_config(overrides, world_size=2).model.seq_length == 33
 
 
-def test_what_a_resume_may_change() -> None:
+def test_what_a_resume_may_change():
     saved = flatten(RunConfig()) | {"world_size": 2}
     assert resume_conflicts(saved, saved) == []
     assert set(saved) > MAY_CHANGE_ON_RESUME
@@ -84,7 +80,7 @@ def test_what_a_resume_may_change() -> None:
     ]
 
 
-def test_learning_rate_rises_falls_and_stays() -> None:
+def test_learning_rate_rises_falls_and_stays():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=12)
     assert [learning_rate(step, config) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
     assert learning_rate(8, config) == pytest.approx(0.55)

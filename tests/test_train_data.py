@@ -20,9 +20,6 @@ from flce_dist.launch.train.data import load_tokenizer, open_corpus, tokenise
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, corpus
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
 load_once = functools.cache(load_tokenizer)
 
 
@@ -32,7 +29,7 @@ def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_module, "load_tokenizer", load_once)
 
 
-def test_a_batch_depends_on_the_position_alone_and_passes_have_orders_of_their_own() -> None:
+def test_a_batch_depends_on_the_position_alone_and_passes_have_orders_of_their_own():
     data = corpus()
     passes = [data.train_batch(first, 10)[0] for first in (0, 10)]
     for order in passes:
@@ -44,7 +41,7 @@ def test_a_batch_depends_on_the_position_alone_and_passes_have_orders_of_their_o
     assert torch.equal(tokens, torch.cat(passes)[7:13])
 
 
-def test_the_real_text_has_a_real_vocabulary_and_a_validation_split() -> None:
+def test_the_real_text_has_a_real_vocabulary_and_a_validation_split():
     pytest.importorskip("mistral_common")
     data = open_corpus(RunConfig(), tokenise(RunConfig()))
     assert data.vocab_size == 131_072
@@ -54,7 +51,7 @@ def test_the_real_text_has_a_real_vocabulary_and_a_validation_split() -> None:
     assert ids.unique().numel() > 3000
 
 
-def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path):
     pytest.importorskip("mistral_common")
 
     def identity(name: str, content: bytes) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def rank_main(group: Any, text: Path, *options: str) -> str:
     return str(error.value)
 
 
-def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path):
     pytest.importorskip("mistral_common")
     text = tmp_path / "text"
     with RankPool(1) as rank:

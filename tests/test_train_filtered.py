@@ -18,8 +18,6 @@ from flce_dist.launch.train.run import run
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, VOCAB, corpus, forget_earlier_runs, records
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
 TILES = VOCAB * SPREAD // 256
 FILTERED = replace(
@@ -56,9 +54,7 @@ def train(ranks: RankPool, out_dir: Path, **changes: Any) -> list[dict[str, Any]
     return records(out_dir)
 
 
-def test_a_run_records_what_is_approximated_resumes_and_compares(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path):
     whole = train(ranks, tmp_path / "whole", compare=False)
     losses = [entry for entry in whole if entry["kind"] == "train"]
     assert losses[-1]["loss"] < losses[0]["loss"]
@@ -83,15 +79,13 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(
     assert message.startswith("cannot continue ") and "head.vocab_order is '" in message
 
 
-def test_without_an_order_tiles_of_frequent_tokens_are_everywhere(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_without_an_order_tiles_of_frequent_tokens_are_everywhere(ranks, tmp_path):
     head = HeadConfig(filter_eps=2.0**-9)
     first, *_ = train(ranks, tmp_path, head=head, steps=1, compare=False)
     assert first["kept_share"] > 0.8 and first["rank_one_mass"] < 0.2
 
 
-def test_an_order_alone_changes_no_number(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_order_alone_changes_no_number(ranks, tmp_path):
     changes: dict[str, Any] = {"compare": False, "steps": 3}
     plain = train(ranks, tmp_path / "plain", head=HeadConfig(), **changes)
     ordered = train(ranks, tmp_path / "ordered", head=HeadConfig(vocab_order=True), **changes)

@@ -5,7 +5,6 @@ import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,8 +22,8 @@ def hold_until_killed(pipe: Connection, folder: Path) -> None:
 
 
 def test_a_second_run_is_told_who_holds_the_folder_and_takes_it_over_once_that_is_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     folder = tmp_path / "run"
     for _ in range(2):  # given back, it is taken without a word
         with locked(folder):
@@ -55,9 +54,7 @@ def test_a_second_run_is_told_who_holds_the_folder_and_takes_it_over_once_that_i
         (None, "", r"an unknown run \(run.lock cannot be read\)"),
     ],
 )
-def test_what_was_held_on_another_machine_is_refused(
-    tmp_path: Path, monkeypatch: Any, changes: dict[str, Any] | None, job: str, refused: str | None
-) -> None:
+def test_what_was_held_on_another_machine_is_refused(tmp_path, monkeypatch, changes, job, refused):
     monkeypatch.setenv("SLURM_JOB_ID", job)
     owner = {"pid": 7, "host": "elsewhere", "since": "then", "boot": "other", "slurm_job": None}
     path = tmp_path / LOCK

@@ -3,7 +3,6 @@
 import json
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +12,8 @@ from flce_dist.launch.train.compare import comparison_figure
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from tests.figures import RESULTS, assert_readable, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-
-def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_continued_run_sets_aside_what_lies_beyond_its_step(tmp_path, capsys):
     log = RunLog(tmp_path, step=0, steps=5, head_mib=1.0)
     for step in range(1, 5):
         log.train(step, loss=10.0 - step, gradient_norm=1.0, tokens_per_s=1.0)
@@ -54,7 +49,7 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(
         plot_loss_curve(tmp_path)
 
 
-def test_the_comparison_of_heads_says_what_it_is_of() -> None:
+def test_the_comparison_of_heads_says_what_it_is_of():
     numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
     figure = comparison_figure({**numbers, "commit": "abc1234"})
     below = figure.get_supxlabel()

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,9 +29,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG"
         (["--model.num-heads", "6"], "error: model.hidden_size must be divisible"),
     ],
 )
-def test_what_is_wrong_is_said_before_ranks_start(
-    arguments: list[str], message: str, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_before_ranks_start(arguments, message, monkeypatch, capfd):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -56,8 +52,8 @@ def test_what_is_wrong_is_said_before_ranks_start(
     ],
 )
 def test_ranks_started_here_end_as_the_first_one_that_failed(
-    ended: Any, status: int, said: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ended, status, said, monkeypatch, capsys
+):
     def torchrun(arguments: list[str]) -> None:
         assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
         assert arguments[-4:] == [str(os.getpid()), TRAIN, *overrides]
@@ -83,7 +79,7 @@ print(number.value, "torch" in sys.modules, *sys.argv[1:])
 
 
 @on_linux
-def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path) -> None:
+def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path):
     (tmp_path / "stub.py").write_text(STUB)
 
     def started_by(launcher: int) -> tuple[int, str]:
@@ -96,7 +92,7 @@ def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path: Path
 
 
 @on_linux
-def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_launcher_starts_may_outlive_it(monkeypatch):
     """For torchrun's ranks see test_train.py."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     before, after = ctypes.c_int(-1), ctypes.c_int(-1)
@@ -116,7 +112,7 @@ def test_what_another_launcher_starts_may_outlive_it(monkeypatch: pytest.MonkeyP
         (1, b"python\0-m\0torch.distributed.run", False),
     ],
 )
-def test_who_is_an_orphan(parent: int, command: bytes | None, orphan: bool, tmp_path: Path) -> None:
+def test_who_is_an_orphan(parent, command, orphan, tmp_path):
     (tmp_path / "1").mkdir()
     if command is not None:
         (tmp_path / "1" / "cmdline").write_bytes(command)

@@ -19,10 +19,8 @@ from flce_dist.launch.train.config import TEXT_SHA256, HeadConfig, ParallelConfi
 from flce_dist.launch.train.log import RunLog
 from flce_dist.launch.train.run import Trainer, run
 from flce_dist.testing import RankPool, relative_rms
+from tests.on_ranks import on_ranks
 from tests.tiny_training import CONFIG, corpus, forget_earlier_runs, records
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -78,7 +76,7 @@ def assert_alike(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_layout_trains_alike(pools: dict[int, RankPool], tied: bool) -> None:
+def test_every_layout_trains_alike(pools, tied):
     (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
     loss, *_, validation = alone[0]
     assert min(alone[0]) > 0 and validation == pytest.approx(loss, rel=0.5)  # both of a token
@@ -111,15 +109,13 @@ def exact(ranks: RankPool) -> list[Trained]:
     ],
     ids=str,
 )
-def test_every_head_trains_alike(
-    ranks: RankPool, exact: list[Trained], head: dict[str, Any], numbers: float, weights: float
-) -> None:
+def test_every_head_trains_alike(ranks, exact, head, numbers, weights):
     other = replace(layout(2, 1, True, microbatches=2), head=HeadConfig(**head))
     for trained, expected in zip(ranks.run(rank_train, other), exact, strict=True):
         assert_alike(trained, expected, numbers=numbers, weights=weights)
 
 
-def test_bfloat16_trains_close_to_float32(ranks: RankPool, exact: list[Trained]) -> None:
+def test_bfloat16_trains_close_to_float32(ranks, exact):
     config = layout(2, 1, True, microbatches=2, dtype="bfloat16")
     found = ranks.run(rank_train, config)
     for (numbers, weights), (expected, _) in zip(found, exact, strict=True):
@@ -127,13 +123,12 @@ def test_bfloat16_trains_close_to_float32(ranks: RankPool, exact: list[Trained])
         assert numbers == pytest.approx(expected, rel=0.05)
 
 
-def rank_resume(
-    group: Any, config: RunConfig
-) -> tuple[list[float], list[float], list[str], list[str]]:
-    """Numbers of steps 3 and 4 without a pause and after one; names in this rank's file; refusals.
-
-    Another model and another text are refused.
-    """
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tensor, data", [(2, 1), (1, 2)])
+@on_ranks(2)
+def test_a_resumed_run_makes_the_same_steps(group, tmp_path, tensor, data, dtype):
+    """And another model or text is refused."""
+    config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
     first = trainer_of(config)
     assert first.resume() is None
     steps_of(first, 2)
@@ -143,45 +138,25 @@ def rank_resume(
     again = trainer_of(config)
     checkpoint = again.resume()
     assert checkpoint is not None and (again.step, again.samples) == (2, 8)
-    resumed = steps_of(again, 2)
+    assert steps_of(again, 2) == expected
+    names = list(checkpoint.load(group.rank()))
+    copies = [name for name in names if name.startswith("model.")]
+    assert len(copies) == (8 if data == 1 or group.rank() == 0 else 0)
+    kinds = {name.rsplit(".")[-1] for name in names if name.startswith("optimizer.")}
+    assert kinds == {"step", "exp_avg", "exp_avg_sq", "fp32"}
 
     again.optimizer.parameters.popitem()
-    refusals = []
-    for other in (lambda: again, lambda: trainer_of(config, "other")):
-        with pytest.raises(RunError) as error:
-            other().resume()
-        refusals.append(str(error.value))
-    return expected, resumed, list(checkpoint.load(group.rank())), refusals
-
-
-@pytest.mark.parametrize(
-    "tensor, data, dtype",
-    [(2, 1, "float32"), (1, 2, "float32"), (2, 1, "bfloat16"), (1, 2, "bfloat16")],
-)
-def test_a_resumed_run_makes_the_same_steps(
-    ranks: RankPool, tmp_path: Path, tensor: int, data: int, dtype: str
-) -> None:
-    config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
-    copies = []
-    for expected, resumed, names, (model, text) in ranks.run(rank_resume, config):
-        assert resumed == expected
-        copies.append({name for name in names if name.startswith("model.")})
-        kinds = {name.rsplit(".")[-1] for name in names if name.startswith("optimizer.")}
-        assert kinds == {"step", "exp_avg", "exp_avg_sq", "fp32"}
-        assert "another model, which differs in model.decoder.final_layernorm.weight" in model
-        assert text.startswith("cannot continue ")
-        assert "text.sha256 is 'one' (of the manual) there and 'other' (of the manual)" in text
-    assert len(copies[0]) == 8 and copies[1] == (copies[0] if data == 1 else set())
+    with pytest.raises(RunError, match=r"another model, .* in model\.decoder\.final_layer"):
+        again.resume()
+    with pytest.raises(RunError, match=r"^cannot continue .* 'one' .* and 'other' \(of the manual"):
+        trainer_of(config, "other").resume()
 
 
 RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=False)
 
 
 def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
-    """How the whole loop ends, and the screen then.
-
-    ``event`` happens to one rank between steps 2 and 3, or in a validation.
-    """
+    """How the loop ends, and the screen then; ``event`` happens to one rank at one step."""
     forget_earlier_runs()
     validation, losses_of = RunLog.validation, Trainer._token_losses
 
@@ -210,9 +185,7 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
     (first, screen), (second, nothing) = ranks.run(rank_run, tmp_path, "full disk")
     assert first == second
     assert first.startswith(f"cannot write {tmp_path}/metrics.jsonl: No space left on device;")
@@ -231,8 +204,8 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(
     ],
 )
 def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
-    ranks: RankPool, tmp_path: Path, event: str, step: int, said: str
-) -> None:
+    ranks, tmp_path, event, step, said
+):
     (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
     assert first == second and first.startswith(f"step {step}: {said}, so the run stops")
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]

@@ -1,7 +1,4 @@
-"""Which groups copy between GPUs, and labels at a group's first call.
-
-The copies themselves are in test_peer_copies.py.
-"""
+"""Which groups copy between GPUs, and labels at a group's first call."""
 
 import os
 from typing import Any

@@ -1,7 +1,4 @@
-"""``vocab_range`` with shards of any size: memory within the budget on every rank, right gradients.
-
-T tokens, V_all vocabulary rows over two ranks, H hidden size.
-"""
+"""``vocab_range`` with shards of any size: memory within the budget, right gradients."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,18 +1,16 @@
 """Orders of the vocabulary: permutations in which every rank keeps as many tiles as the others."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import vocab_range
 from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.filtered.order_checks import agreed_order
 from flce_dist.filtered.vocab_order import TILE_V, as_vocab_order, rows_of
-from flce_dist.testing import RankPool
 from tests.module_layouts import VOCAB, Layout, order_of
+from tests.on_ranks import on_ranks
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:
@@ -21,20 +19,9 @@ def zipf(vocab_size: int, seed: int = 0) -> Tensor:
     return counts[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))].long()
 
 
-def kept_by_rank(counts: Tensor, order: VocabOrder, P: int, rows: int, tokens: int = 128) -> Tensor:
-    """Tiles of each rank that a block of tokens is expected to keep for its labels, [P] fp64."""
-    share = counts.double()[order.token_of_row] / counts.sum()
-    share = torch.cat([share, share.new_zeros(rows - len(share))])
-    kept = []
-    for rank in range(P):
-        tiles = share[slice(*vocab_range(rows, rank, P))].split(TILE_V)
-        kept.append(sum(1 - (1 - float(tile.sum())) ** tokens for tile in tiles))
-    return torch.tensor(kept)
-
-
 @pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 507, 1000, 16384, 50257, 128256, 131072])
 @pytest.mark.parametrize("padding", [0, 1, 300])
-def test_an_order_is_a_permutation_and_its_inverse(vocab_size: int, padding: int) -> None:
+def test_an_order_is_a_permutation_and_its_inverse(vocab_size, padding):
     order = frequency_order(zipf(vocab_size), padded_vocab_size=vocab_size + padding)
     ids = torch.arange(vocab_size)
     assert torch.equal(order.token_of_row.sort().values, ids)
@@ -42,17 +29,7 @@ def test_an_order_is_a_permutation_and_its_inverse(vocab_size: int, padding: int
     assert order.token_of_row.dtype == order.row_of_token.dtype == torch.int64
 
 
-@pytest.mark.parametrize("vocab_size", [507, 50257, 131072])
-def test_a_tile_has_tokens_of_like_frequency(vocab_size: int) -> None:
-    counts = zipf(vocab_size)
-    order = frequency_order(counts)
-    in_rows = counts[order.token_of_row]
-    by_frequency = sorted(in_rows.split(TILE_V), key=lambda tile: -int(tile[0]))
-    assert torch.equal(torch.cat(by_frequency), counts.sort(descending=True).values)
-    assert in_rows[-1] == counts.min() or vocab_size % TILE_V == 0  # a ragged tile is the rarest
-
-
-def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
+def test_equal_counts_go_by_token_id_and_bits_do_not_vary():
     counts = torch.zeros(1000, dtype=torch.long)
     counts[700] = 1
     order = frequency_order(counts)
@@ -62,42 +39,23 @@ def test_equal_counts_go_by_token_id_and_bits_do_not_vary() -> None:
     assert torch.equal(frequency_order(counts.float()).token_of_row, order.token_of_row)
 
 
-@pytest.mark.parametrize("P", [1, 2, 4, 8, 16, 32, 64])
-def test_every_rank_gets_the_same_tiles_or_one_more(P: int) -> None:
-    """However many of the most frequent tiles are kept."""
-    vocab_size = 131072
-    counts = vocab_size - torch.arange(vocab_size)
-    level = frequency_order(counts).token_of_row.view(-1, TILE_V)[:, 0] // TILE_V
-    rank = torch.arange(len(level)) * P // len(level)
-    dealt = torch.nn.functional.one_hot(rank[level.argsort()], P).cumsum(0)
-    assert (dealt.max(1).values - dealt.min(1).values).max() <= 1
-
-
 @pytest.mark.parametrize(
-    "vocab_size, padding, limit",
-    # Where a rank's rows are no multiple of 256, tiles of its own are made of two neighbours.
-    [(131072, 0, 1.04), (128256, 768, 1.04), (128256, 0, 1.15), (50257, 47, 1.2)],
+    "vocab_size, rows", [(131072, 131072), (128256, 129024), (128256, 128256), (50257, 50304)]
 )
-@pytest.mark.parametrize("P", [2, 4, 8])
-def test_ranks_are_expected_to_keep_alike(
-    vocab_size: int, padding: int, limit: float, P: int
-) -> None:
-    counts, rows = zipf(vocab_size), vocab_size + padding
-    order = frequency_order(counts, padded_vocab_size=rows)
-    kept = kept_by_rank(counts, order, P, rows)
-    assert kept.max() / kept.mean() < limit
-    assert kept.sum() < 1.12 * kept_by_rank(counts, order, 1, rows).sum()
-    # An order by frequency alone leaves more work to the first rank.
-    tokens = counts.argsort(descending=True)
-    unbalanced = kept_by_rank(counts, VocabOrder(tokens, tokens.argsort()), P, rows)
-    assert unbalanced.max() / unbalanced.mean() > 1.3
-    # And in the tokenizer's order twice as many tiles are kept.
-    ids = torch.arange(vocab_size)
-    plain = kept_by_rank(counts, VocabOrder(ids, ids), P, rows)
-    assert plain.sum() > 1.8 * kept.sum()
+@pytest.mark.parametrize("P", [1, 2, 4, 8, 16, 32, 64])
+def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
+    """However many of the most frequent tiles are kept, until the first shard is full."""
+    counts = vocab_size - torch.arange(vocab_size)
+    tokens = frequency_order(counts, padded_vocab_size=rows).token_of_row
+    level = tokens[: vocab_size // TILE_V * TILE_V : TILE_V] // TILE_V  # of each tile
+    middle = TILE_V * torch.arange(len(level)) + TILE_V // 2
+    in_turns = 64 * int((middle * 64 // rows).bincount().min())
+    ranks = (middle * P // rows)[level.argsort()][:in_turns]
+    dealt = torch.nn.functional.one_hot(ranks, P).cumsum(0)
+    assert in_turns > 0 and (dealt.max(1).values - dealt.min(1).values).max() <= 1
 
 
-def test_rows_of_labels() -> None:
+def test_rows_of_labels():
     order = as_vocab_order(torch.tensor([2, 0, 3, 1]), 4)
     labels = torch.tensor([[0, 1, 2], [3, -100, 4]])
     for dtype in (torch.int64, torch.int32):
@@ -119,7 +77,7 @@ def test_rows_of_labels() -> None:
         (torch.tensor([0, 1, -1]), "each of 3 token ids once"),
     ],
 )
-def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
+def test_what_is_no_permutation_is_refused(order, message):
     with pytest.raises(ValueError, match=f"^vocab_order must .*{message}$"):
         as_vocab_order(order, 3)
 
@@ -135,7 +93,7 @@ def test_what_is_no_permutation_is_refused(order: Any, message: str) -> None:
         (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
     ],
 )
-def test_wrong_counts_are_refused(counts: Any, padded: int | None, message: str) -> None:
+def test_wrong_counts_are_refused(counts, padded, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         frequency_order(counts, padded_vocab_size=padded)
 
@@ -150,23 +108,6 @@ def make_order(kind: str) -> VocabOrder | None:
     if kind == "short":
         return as_vocab_order(torch.arange(3), VOCAB)
     return None if kind == "none" else order_of(int(kind))
-
-
-def agree_rank(group: Any, kinds: str, layout: Layout) -> str:
-    """What is raised; nothing if this rank's own order is returned."""
-    tp_group, mesh = layout.meshes()
-    groups = [tp_group, *([] if mesh is None else mesh.get_all_groups())]
-    mine: list[VocabOrder | None] = []
-
-    def make() -> VocabOrder | None:
-        mine.append(make_order(kinds.split()[group.rank()]))
-        return mine[0]
-
-    try:
-        assert agreed_order(make, torch.empty(0), groups) is mine[0]
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 DIFFER = "vocab_order must be the same on all ranks, got "
@@ -190,9 +131,20 @@ SHAPE = r"vocab_order must have the token of each of vocab_size = 507 rows, got 
         ("twice twice twice twice", ONCE),  # an error of all ranks is raised as it is
     ],
 )  # fmt: skip
-def test_all_ranks_say_the_same(
-    pools: dict[int, RankPool], kinds: str, said: str, layout: Layout
-) -> None:
-    """And none waits for another."""
-    (found,) = {*pools[4].run(agree_rank, kinds, layout)}
-    assert re.fullmatch(said, found), found
+@on_ranks("layout")
+def test_all_ranks_say_the_same(group, kinds, said, layout):
+    """And none waits for another; this rank's own order is returned if nothing is said."""
+    tp_group, mesh = layout.meshes()
+    groups = [tp_group, *([] if mesh is None else mesh.get_all_groups())]
+    mine: list[VocabOrder | None] = []
+
+    def make() -> VocabOrder | None:
+        mine.append(make_order(kinds.split()[group.rank()]))
+        return mine[0]
+
+    if not said:
+        assert agreed_order(make, torch.empty(0), groups) is mine[0]
+        return
+    with pytest.raises(ValueError) as caught:
+        agreed_order(make, torch.empty(0), groups)
+    assert re.fullmatch(said, str(caught.value))

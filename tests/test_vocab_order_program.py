@@ -41,7 +41,7 @@ def run(*args: Any) -> None:
     assert main([str(arg) for arg in args]) == 0
 
 
-def test_counts_of_a_text(tmp_path: Path) -> None:
+def test_counts_of_a_text(tmp_path):
     pytest.importorskip("mistral_common")
     (tmp_path / "a").write_text("the end of the text")
     for name in ("counts.npy", "counts.pt"):
@@ -53,14 +53,14 @@ def test_counts_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("padded", [None, 900])
-def test_an_order_is_that_of_frequency_order(tmp_path: Path, padded: int | None) -> None:
+def test_an_order_is_that_of_frequency_order(tmp_path, padded):
     path, out = saved(tmp_path / "counts.pt", counts()), tmp_path / "order.pt"
     run("order", path, "--out", out, *([] if padded is None else ["--padded-vocab-size", padded]))
     wanted = frequency_order(counts(), padded_vocab_size=padded).token_of_row
     assert torch.equal(torch.load(out), wanted)
 
 
-def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: str) -> None:
+def test_a_converted_module_loads_and_computes_the_same(tmp_path, order):
     plain = LinearCrossEntropy(8, V, padded_vocab_size=ROWS, bias=True)
     assert plain.bias is not None
     torch.nn.init.normal_(plain.bias)
@@ -83,7 +83,7 @@ def test_a_converted_module_loads_and_computes_the_same(tmp_path: Path, order: s
     ("P", "file", "first"),
     [(2, "{}", 1), (3, "rank{}.pt", 0), (12, "rank{}.pt", 0), (12, "tp{:02}_of_12.pt", 1)],
 )
-def test_files_of_ranks(tmp_path: Path, order: str, P: int, file: str, first: int) -> None:
+def test_files_of_ranks(tmp_path, order, P, file, first):
     """Rows move between ranks, which names say in whatever order they are given; the rest stays."""
     name = "output_layer.weight"
     whole, other = torch.randn(ROWS, 8), torch.randn(5)
@@ -116,9 +116,7 @@ def test_files_of_ranks(tmp_path: Path, order: str, P: int, file: str, first: in
         "tp0_pp0 tp1_pp1", "rank rank1",
     ],
 )  # fmt: skip
-def test_names_that_do_not_say_the_ranks_are_refused(
-    tmp_path: Path, order: str, names: str
-) -> None:
+def test_names_that_do_not_say_the_ranks_are_refused(tmp_path, order, names):
     half = {"weight": torch.ones(V // 2, 2)}
     files = [saved(tmp_path / f"{i}" / name, half) for i, name in enumerate(names.split())]
     with pytest.raises(ConfigError, match=r"but for one number, the rank, counted from 0 or 1"):
@@ -126,7 +124,7 @@ def test_names_that_do_not_say_the_ranks_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_read_is_not_replaced(tmp_path: Path, order: str) -> None:
+def test_what_is_read_is_not_replaced(tmp_path, order):
     text, numbers = tmp_path / "s.txt", tmp_path / "counts.npy"
     text.write_text("a text")
     head = saved(tmp_path / "old" / "order.pt", {"weight": torch.ones(V, 2)})
@@ -181,9 +179,7 @@ FILES: dict[str, Any] = {
         ("count no.txt", "texts must name a file that can be read"),
     ],
 )
-def test_what_is_wrong_is_refused(
-    tmp_path: Path, order: str, command: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_refused(tmp_path, order, command, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         saved(tmp_path / f"{name}.pt", content)
@@ -194,7 +190,7 @@ def test_what_is_wrong_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path, order: str) -> None:
+def test_a_file_is_whole_or_not_there(tmp_path, order):
     half = {"weight": torch.ones(V // 2, 2)}
     files = [saved(tmp_path / "old" / name, half) for name in ("0", "1")]
     (tmp_path / "new" / "1").mkdir(parents=True)  # which no file can replace

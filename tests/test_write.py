@@ -14,7 +14,7 @@ from flce_dist.launch.program import RunError
 from flce_dist.launch.write import check_writable, replacing, write_json, writing
 
 
-def test_a_file_is_replaced_at_the_end_or_stays(tmp_path: Path) -> None:
+def test_a_file_is_replaced_at_the_end_or_stays(tmp_path):
     path = tmp_path / "new" / "out.json"
     check_writable(path)
     assert list(path.parent.iterdir()) == []
@@ -32,7 +32,7 @@ def test_a_file_is_replaced_at_the_end_or_stays(tmp_path: Path) -> None:
     assert path.read_text() == "second" and list(path.parent.iterdir()) == [path]
 
 
-def test_json_is_strict_and_ends_its_last_line(tmp_path: Path) -> None:
+def test_json_is_strict_and_ends_its_last_line(tmp_path):
     path = tmp_path / "out.json"
     write_json(path, {"a": [1, math.nan], "b": (math.inf, 0.5)})
     text = path.read_text()
@@ -53,9 +53,7 @@ def numbered(code: int) -> OSError:
         (numbered(errno.EROFS), None, "{folder} cannot be written: Read-only file system"),
     ],
 )
-def test_an_error_names_the_file_and_the_reason(
-    tmp_path: Path, error: OSError, needed: int | None, reason: str
-) -> None:
+def test_an_error_names_the_file_and_the_reason(tmp_path, error, needed, reason):
     path = tmp_path / "run" / "a"
     with pytest.raises(RunError) as raised, writing(path, needed):
         raise error
@@ -65,7 +63,7 @@ def test_an_error_names_the_file_and_the_reason(
 LAUNCH = Path(__file__).parent.parent / "launch"
 
 
-def test_results_are_written_in_no_other_way() -> None:
+def test_results_are_written_in_no_other_way():
     """But for torchrun's error file."""
     in_place = re.compile(r"\.savefig\(|(?<!scratch)\.(write_(text|bytes)\(|open\(.w)|FileIO\(")
     found = [path for path in LAUNCH.rglob("*.py") if in_place.search(path.read_text())]
@@ -80,9 +78,7 @@ def test_results_are_written_in_no_other_way() -> None:
         ("verify", ["--output", "{stem}.json"]),
     ],
 )
-def test_work_that_would_be_lost_does_not_begin(
-    name: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_that_would_be_lost_does_not_begin(name, arguments, tmp_path, monkeypatch):
     for package in ("tyro", "rich", "megatron.core"):
         pytest.importorskip(package)
     program = importlib.import_module(f"flce_dist.launch.{name}.__main__")

@@ -10,26 +10,26 @@ import yaml
 
 pytest.importorskip("tyro")
 
-from flce_dist.launch.bench.config import BenchConfig
+from flce_dist.launch.bench import config
 from flce_dist.launch.train.config import HeadConfig, RunConfig, load_config
 from flce_dist.launch.verify.__main__ import Settings
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.options import DECLARED
 
 
-def from_yaml(tmp_path: Path, text: str | bytes, *overrides: str, world_size: int = 2) -> RunConfig:
-    path = tmp_path / "run.yaml"
+def from_yaml(folder: Path, text: str | bytes, *overrides: str, load: Any = load_config) -> Any:
+    path = folder / "run.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return load_config(["--config", str(path), *overrides], world_size=world_size)
+    return load(["--config", str(path), *overrides], world_size=2)
 
 
-def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -> None:
+def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
     text = "steps: 7\nmodel:\n  hidden_size: 64\n  num_heads: 2\noptimizer:\n  lr: 1\n"
-    config = from_yaml(tmp_path, text, "--model.hidden-size", "96", "--head.softcap", "30")
-    assert (config.steps, config.model.hidden_size, config.model.num_heads) == (7, 96, 2)
-    assert config.head.softcap == 30.0
-    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
-    assert config.model.num_layers == RunConfig().model.num_layers
+    found = from_yaml(tmp_path, text, "--model.hidden-size", "96", "--head.softcap", "30")
+    assert (found.steps, found.model.hidden_size, found.model.num_heads) == (7, 96, 2)
+    assert found.head.softcap == 30.0
+    assert found.optimizer.lr == 1.0 and isinstance(found.optimizer.lr, float)
+    assert found.model.num_layers == RunConfig().model.num_layers
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,17 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path: Path) -
         ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
         ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
         ("[]", r"the top level must hold keys and values, got \[\]"),
+        ("shapes: 3", r"shapes must be a list, got 3"),
+        ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
+        ("cross: {T: [1, x]}", r"cross\.T\[1\] must be int, got 'x'"),
+        ("shapes: [{runs: [{impl: 3}]}]", r"shapes\[0\]\.runs\[0\]\.impl must be str, got 3"),
     ],
 )
-def test_wrong_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_wrong_yaml(tmp_path, text, message):
+    """In a training run's configuration; lists in one of the benchmark's."""
+    of_bench = str(text).startswith(("shapes", "cross"))
     with pytest.raises(ConfigError, match=message) as error:
-        from_yaml(tmp_path, text)
+        from_yaml(tmp_path, text, load=config.load_config if of_bench else load_config)
     assert "\n" not in str(error.value)
 
 
@@ -88,7 +94,7 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
 @pytest.mark.parametrize(
     "key, expected, values", [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()]
 )
-def test_values_out_of_range(tmp_path: Path, key: str, expected: str, values: list[float]) -> None:
+def test_values_out_of_range(tmp_path, key, expected, values):
     for value in values:
         nested: Any = value
         for name in reversed(key.split(".")):
@@ -114,6 +120,6 @@ def without_range(hint: Any, key: str = "") -> Iterator[str]:
             yield from without_range(inner, key)
 
 
-@pytest.mark.parametrize("schema", [RunConfig, BenchConfig, Settings])
-def test_every_number_declares_its_range(schema: type) -> None:
+@pytest.mark.parametrize("schema", [RunConfig, config.BenchConfig, Settings])
+def test_every_number_declares_its_range(schema):
     assert list(without_range(schema)) == []

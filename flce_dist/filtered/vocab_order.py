@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist.kernels.filtered.tiles import TILE_V
+from flce_dist.op.dtensor import in_kind
 
 SHARDS = 64
 """An order gives equal work to P ranks if P divides this."""
@@ -106,11 +107,7 @@ def as_vocab_order(order: VocabOrder | Tensor, vocab_size: int) -> VocabOrder:
 def rows_of(tokens: Tensor, row_of_token: Tensor) -> Tensor:
     """Return the rows of token ids of any shape; what is no token, such as -100, stays as it is."""
     if isinstance(tokens, DTensor):
-        rows = rows_of(tokens.to_local(), row_of_token)
-        return DTensor.from_local(
-            rows, tokens.device_mesh, tokens.placements, run_check=False,
-            shape=tokens.shape, stride=tokens.stride(),
-        )  # fmt: skip
+        return in_kind(rows_of(tokens.to_local(), row_of_token), tokens)
     if tokens.dtype not in (torch.int64, torch.int32):
         return tokens  # the op refuses it
     known = (tokens >= 0) & (tokens < len(row_of_token))

@@ -182,13 +182,13 @@ class FusedLayer:
             sequence_parallel=self.sequence_parallel,
             accumulate_dweight=fuses,
         )
-        ranks, by_sequence = 1, extra_schedule(keywords["schedule"]) is not None
-        if by_sequence:
+        ranks = 0  # whose tokens are put into another order
+        if extra_schedule(keywords["schedule"]) is not None:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
             hidden, labels = _by_sequence(hidden, ranks=1), _by_sequence(labels, ranks)
 
         def reordered(x: Tensor) -> Tensor:
-            return _by_sequence(x, ranks) if by_sequence else x
+            return _by_sequence(x, ranks) if ranks else x
 
         if not self.keeps_metrics:
             return reordered(linear_cross_entropy(hidden, weight, labels, **keywords))

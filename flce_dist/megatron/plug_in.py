@@ -6,9 +6,7 @@ call ``logits, _ = self.output_layer(hidden, weight=...)`` and then
 calls once per depth. The layer's class becomes a subclass, which in these calls returns
 ``LazyLogits``, and the method computes the loss of those. Everywhere else the layer returns real
 logits: without labels, in ``compute_mtp_single_step``, for a user's ``output_processor`` and under
-forward hooks.
-Parameters, their names, initialisation and ``sharded_state_dict`` are unchanged, unless
-``vocab_order`` moves rows.
+forward hooks. Only ``vocab_order`` changes parameters or ``sharded_state_dict``.
 """
 
 import functools
@@ -22,7 +20,7 @@ from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.megatron import refusals
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.megatron.vocab_rows import order_rows
-from flce_dist.options import LossOptions, options_of
+from flce_dist.options import LossOptions, keywords_of
 
 _FIXED = {
     "sequence_parallel": False,  # the layer passes its own setting
@@ -34,6 +32,8 @@ _FIXED = {
     "accumulate_dweight": False,  # so is gradient_accumulation_fusion
 }
 """Options that the model decides or the output layer does not support."""
+
+_signature = functools.cache(inspect.signature)
 
 
 def use_linear_cross_entropy(
@@ -78,7 +78,7 @@ def use_linear_cross_entropy(
             own, schedule="in_forward" without reduction="sum", or that with multi-token prediction.
     """
     options = {"reduction": "none", **options}
-    chosen = options_of(use_linear_cross_entropy, options, **_FIXED)
+    chosen = LossOptions(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     for stage in model if isinstance(model, list) else [model]:
         refusals.check_wrapping(stage)
         if getattr(stage, "post_process", True):
@@ -125,8 +125,9 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits)
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let the layer be lazy in this call of the model if it has labels."""
     model_class: Any = type(model)
-    name, place = _labels_parameter(model_class)
-    labels = kwargs.get(name, args[place] if place < len(args) else None)
+    bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
+    given = {**kwargs, **bound.arguments}
+    labels = given.get("labels", given.get("lm_labels"))  # the latter in a T5Model
     # Megatron's logger of inputs writes the logits to disk.
     logs = bool(getattr(model.config, "config_logger_dir", ""))
     model.output_layer.is_lazy = labels is not None and not logs
@@ -143,13 +144,3 @@ def _after_forward(model: Any, args: tuple[Any, ...], result: Any) -> None:
 def _with_real_logits(processor: Callable[..., Any], **given: Any) -> Any:
     given["output_layer"].is_lazy = False
     return processor(**given)
-
-
-@functools.cache
-def _labels_parameter(model_class: type) -> tuple[str, int]:
-    """Return the name and the position of the labels among the arguments of forward."""
-    names = list(inspect.signature(model_class.forward).parameters)[1:]  # type: ignore[attr-defined]
-    for name in ("labels", "lm_labels"):
-        if name in names:
-            return name, names.index(name)
-    return "labels", len(names) + 1  # passed on as a keyword

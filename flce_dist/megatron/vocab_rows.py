@@ -1,22 +1,31 @@
-"""A ``vocab_order`` in a model of megatron-core: rows, input ids and real logits.
+"""A ``vocab_order`` in a model of megatron-core: rows, input ids, real logits and checkpoints.
 
 V = rows of this rank, P = tensor-parallel size, V_all = entries that the order is of; rows from
 V_all on are padding and stay where they are.
+
+Megatron's loader of distributed checkpoints asks for tensors by their keys, and passes over those
+that it was not asked for. So ordered rows have keys of their own, which no model without an order
+asks for; it then asks for keys that the checkpoint does not have, which the loader refuses.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.filtered.order_checks import agreed_order
+from flce_dist.filtered.order_checks import agreed_order, mismatch
 from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
-from flce_dist.megatron.ordered_checkpoints import guard_checkpoints
 from flce_dist.parallel import collectives
 
 _GATHERED = 1 << 26
 """Elements of the weights of all ranks that exist at once while rows move."""
+
+_IN_ORDER = ".in_vocab_order"
+"""Ends the key of ordered rows in a distributed checkpoint, and those of their optimizer state."""
+
+_LAYER, _WORDS = "output_layer.", "embedding.word_embeddings."
 
 
 def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | None) -> None:
@@ -48,7 +57,10 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     found = agreed_order(make, like, [group])
     if layer is None and found is None:
         return
-    guard_checkpoints(model, has_order=found is not None)
+    model.register_load_state_dict_pre_hook(_before_load)
+    if found is not None:
+        # Bound by partial, as compute_language_model_loss is.
+        model.sharded_state_dict = functools.partial(_sharded_state_dict, model)
     if layer is not None:
         _set_order(layer, found, like.device, persistent=True)
     if words is not None and found is not None:
@@ -59,7 +71,10 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
 def _set_order(
     module: Any, order: VocabOrder | None, device: torch.device, *, persistent: bool
 ) -> None:
-    """Order a module's rows; make the row of each token a buffer, persistent in one per stage."""
+    """Order a module's rows; make the row of each token a buffer, persistent in one per stage.
+
+    That is the output layer, or the tied embedding of a stage without one.
+    """
     module.vocab_order = order
     rows = None if order is None else order.row_of_token.to(device, copy=True)
     module.register_buffer(MAP, rows, persistent=persistent)
@@ -120,3 +135,41 @@ def place_of_token(layer: Any, place: Tensor) -> Tensor:
     first = layer.tp_group.rank() * layer.output_size_per_partition
     tokens = _with_padding(layer.row_of_token.argsort(), layer.output_size)
     return tokens[place + first] - first
+
+
+def _ordered_names(model: Any, prefix: str) -> list[str]:
+    """Return the names of this stage's parameters whose rows an order moves."""
+    names = [f"{prefix}{_LAYER}weight", f"{prefix}{_LAYER}bias"]
+    if getattr(model, "share_embeddings_and_output_weights", False):
+        names.append(f"{prefix}{_WORDS}weight")
+    return names
+
+
+def _sharded_state_dict(model: Any, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the model's own ``sharded_state_dict`` with the keys of ordered rows."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    state: dict[str, Any] = type(model).sharded_state_dict(model, prefix, *args, **kwargs)
+    for name in _ordered_names(model, prefix):
+        if name in state:
+            state[name].key += _IN_ORDER
+    if not getattr(model, "post_process", True):
+        words = model.embedding.word_embeddings
+        data_rank = state[f"{prefix}{_WORDS}weight"].replica_id[-1]
+        state[f"{prefix}{_WORDS}{MAP}"] = ShardedTensor.from_rank_offsets(
+            f"{prefix}{_LAYER}{MAP}",  # that of the last stage, of which this is a copy
+            words.row_of_token,
+            replica_id=(1, words.tp_group.rank(), data_rank),
+        )
+    return state
+
+
+def _before_load(model: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Refuse rows of another order, with ``strict=False``, too."""
+    error_msgs: list[str] = rest[-1]
+    has_layer = getattr(model, "post_process", True)
+    holder = model.output_layer if has_layer else model.embedding.word_embeddings
+    if any(name in state_dict for name in _ordered_names(model, prefix)):
+        key = f"{prefix}{_LAYER if has_layer else _WORDS}{MAP}"
+        problem = mismatch(state_dict.get(key), holder.vocab_order, key)
+        error_msgs += [] if problem is None else [problem]

@@ -1,4 +1,4 @@
-"""All checks of arguments; errors name the argument, what is expected and what was given.
+"""Checks of arguments; errors name the argument, what is expected and what was given.
 
 They read host metadata only, except for ``check_labels``.
 """
@@ -16,8 +16,6 @@ from flce_dist.kernels.eager_rows import counts
 from flce_dist.op.call import extra_schedule
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
-
-ANY_TEXT = Declared(str, False, (), None)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -41,9 +39,10 @@ def _checked_once(*_: type, **given: Any) -> LossOptions:
 
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
-    given, extra = vars(options), extra_schedule(options.schedule)
-    declarations = {**DECLARED, "schedule": ANY_TEXT} if extra is not None else DECLARED
-    plain = {name: _value(name, given[name], declared) for name, declared in declarations.items()}
+    plain, extra = dict(vars(options)), extra_schedule(options.schedule)
+    for name, declared in DECLARED.items():
+        if extra is None or name != "schedule":
+            plain[name] = _value(name, plain[name], declared)
     options = LossOptions(**plain)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
@@ -74,9 +73,9 @@ def check_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None
 ) -> None:
     """Check types, devices and the shapes that do not depend on the group."""
-    _tensor("hidden", hidden, _FLOATS)
-    _tensor("weight", weight, _FLOATS)
-    _tensor("labels", labels, (torch.int64, torch.int32))
+    check_tensor("hidden", hidden, _FLOATS)
+    check_tensor("weight", weight, _FLOATS, hidden)
+    check_tensor("labels", labels, (torch.int64, torch.int32), hidden)
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
@@ -84,61 +83,47 @@ def check_tensors(
         raise ValueError(
             f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
         )
-    _same_dtype("weight", weight, hidden)
-    _same_device("weight", weight, hidden)
-    _same_device("labels", labels, hidden)
     if bias is not None:
-        _tensor("bias", bias, _FLOATS)
+        check_tensor("bias", bias, _FLOATS, hidden)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
             )
-        _same_dtype("bias", bias, hidden)
-        _same_device("bias", bias, hidden)
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
+                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
+                "the gradient of each has the dtype that was passed"
+            )
     if token_weight is not None:
-        _tensor("token_weight", token_weight, _FLOATS)
+        check_tensor("token_weight", token_weight, _FLOATS, hidden)
         if token_weight.shape != labels.shape:
             raise ValueError(
                 f"token_weight must have labels' shape {tuple(labels.shape)}, "
                 f"got {tuple(token_weight.shape)}"
             )
-        _same_device("token_weight", token_weight, hidden)
         if token_weight.requires_grad:
             raise ValueError(
                 "token_weight must have requires_grad=False, since it gets no gradient, got True"
             )
 
 
-def check_main_grad(main_grad: object, weight: Tensor, dtype: torch.dtype) -> None:
-    """Check what backward adds dweight into; ``dtype`` is that of the operands."""
-    if main_grad is None:
-        raise ValueError(
-            "weight must have an attribute main_grad, [V, H], or get_main_grad, with "
-            "accumulate_dweight=True (Megatron's gradient_accumulation_fusion, whose DDP sets it), "
-            "got neither"
-        )
-    wide = torch.promote_types(dtype, torch.float32)
-    _tensor("weight.main_grad", main_grad, (wide, dtype))
-    assert isinstance(main_grad, Tensor)
-    if main_grad.shape != weight.shape:
-        raise ValueError(
-            f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "
-            f"got {tuple(main_grad.shape)}"
-        )
-    row, column = main_grad.stride()
-    V, H = main_grad.shape
-    if (column != 1 and H > 1) or (row < H and V > 1) or main_grad.is_neg():
-        kind = "a view of negated numbers" if main_grad.is_neg() else f"strides {(row, column)}"
-        raise ValueError(
-            "weight.main_grad must have contiguous rows that do not overlap, as [V, H] of a flat "
-            f"buffer has, got {kind}"
-        )
-    if main_grad.requires_grad:
-        raise ValueError("weight.main_grad must have requires_grad=False, got True")
-    if main_grad.device != weight.device:
-        raise ValueError(
-            f"weight.main_grad must be on weight's {weight.device}, got {main_grad.device}"
-        )
+def check_tensor(
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], hidden: Tensor | None = None
+) -> None:
+    """Check that x is a dense tensor of one of the dtypes, on the device of ``hidden`` if given."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
+        raise ValueError(f"{name} must hold data, got a tensor on device meta")
+    if hidden is not None and x.device != hidden.device:
+        raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
 
 
 def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
@@ -245,17 +230,12 @@ def check_impl(impl: str, hidden: Tensor) -> None:
             "impl='triton' has kernels for NVIDIA GPUs only, this PyTorch is built for ROCm "
             f"{torch.version.hip}: use impl='eager'"
         )
-    major, minor = _capability(hidden.device)
+    major, minor = torch.cuda.get_device_capability(hidden.device)
     if major < 8:
         raise NotImplementedError(
             f"impl='triton' needs compute capability 8.0 or newer, {hidden.device} has "
             f"{major}.{minor}: use impl='eager'"
         )
-
-
-@functools.cache  # queried once, to save host time in each call
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def check_labels(
@@ -270,16 +250,12 @@ def check_labels(
     if labels.is_cuda:
         return
     ignore_index, most = options.ignore_index, options.max_counted
-    counted = labels != ignore_index
-    if most is not None:
-        counted = counts(labels, token_weight, ignore_index)
-        n = int(counted.sum())
-        if n > most:
-            raise ValueError(
-                f"max_counted must be at least the number of tokens that count, {n} of "
-                f"{len(labels)} here, whose label is not ignore_index {ignore_index} and whose "
-                f"token_weight is not 0, got {most}"
-            )
+    counted = counts(labels, None if most is None else token_weight, ignore_index)
+    if most is not None and int(counted.sum()) > most:
+        raise ValueError(
+            "max_counted must be at least the tokens that count, whose label is not ignore_index "
+            f"and whose token_weight is not 0, {int(counted.sum())}, got {most}"
+        )
     bad = ((labels < 0) | (labels >= vocab_size)) & counted
     if bad.any():
         where = int(bad.to(torch.uint8).argmax())
@@ -317,39 +293,10 @@ def _plain(value: Any, kind: type) -> Any:
         return ends if len(ends) == 2 and None not in ends else None
     if type(value) is kind or (kind is int and isinstance(value, torch.SymInt)):
         return value
-    if isinstance(value, bool):
+    numbers: dict[type, type] = {int: Integral, float: Real}
+    if kind not in numbers or isinstance(value, bool) or not isinstance(value, numbers[kind]):
         return None
-    if kind is int and isinstance(value, Integral):
-        return int(value)
-    if kind is float and isinstance(value, Real):
-        try:
-            return float(value)
-        except OverflowError:  # an int beyond fp64
-            return None
-    return None
-
-
-def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout != torch.strided:
-        layout = "a nested tensor" if x.is_nested else x.layout
-        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
-        raise ValueError(f"{name} must hold data, got a tensor on device meta")
-
-
-def _same_dtype(name: str, x: Tensor, hidden: Tensor) -> None:
-    if x.dtype != hidden.dtype:
-        raise ValueError(
-            f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
-            f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
-            "the gradient of each has the dtype that was passed"
-        )
-
-
-def _same_device(name: str, x: Tensor, hidden: Tensor) -> None:
-    if x.device != hidden.device:
-        raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
+    try:
+        return kind(value)
+    except OverflowError:  # an int beyond fp64
+        return None

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.op.autograd import run_backward, run_forward
 from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, counted_operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
-from flce_dist.parallel import collectives
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
@@ -72,7 +72,7 @@ def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Op
     hidden, weight, labels, bias, token_weight = operands
     *given, group_name, needs = spec
     given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
-    group = collectives.group_of(group_name)
+    group = None if group_name is None else torch_private.group_named(group_name)
     arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*given), group)
     # A plan of symbolic sizes determines the shapes that an operator returns, and cannot tell
     # whether dweight's memory is large enough for in_forward.

@@ -67,10 +67,9 @@ def localized(arguments: Arguments) -> Arguments:
 
 
 def _checked_wholes(arguments: Arguments) -> LossOptions:
-    """Check global sizes: a wrong one might show in the local tensors of some ranks only.
+    """Check global sizes, of which a wrong one might show on some ranks only.
 
-    Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight, whose shards
-    may be uneven.
+    Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
     """
     hidden, weight, _, bias, _, options, tp_group = arguments
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)

@@ -37,7 +37,7 @@ class MainGrad:
         main_grad = self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
-            checks.check_main_grad(main_grad, weight, self.dtype)
+            _check(main_grad, weight, self.dtype)
         weight.main_grad = main_grad  # as Megatron does: buffers may have been exchanged since
         if not getattr(weight, "overwrite_main_grad", self.buffer is None):
             return Accumulator(main_grad, True)
@@ -78,5 +78,36 @@ def captured(weight: Tensor, call: Call) -> MainGrad:
     buffer = None
     if not hasattr(weight, "get_main_grad"):
         buffer = getattr(weight, "main_grad", None)
-        checks.check_main_grad(buffer, weight, call.dtype)
+        _check(buffer, weight, call.dtype)
     return MainGrad(weight, buffer, call.dtype)
+
+
+def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
+    """Check what backward adds dweight into; ``dtype`` is that of the operands."""
+    if main_grad is None:
+        raise ValueError(
+            "weight must have an attribute main_grad, [V, H], or get_main_grad, with "
+            "accumulate_dweight=True (Megatron's gradient_accumulation_fusion, whose DDP sets it), "
+            "got neither"
+        )
+    wide = torch.promote_types(dtype, torch.float32)
+    checks.check_tensor("weight.main_grad", main_grad, (wide, dtype))
+    if main_grad.shape != weight.shape:
+        raise ValueError(
+            f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "
+            f"got {tuple(main_grad.shape)}"
+        )
+    row, column = main_grad.stride()
+    V, H = main_grad.shape
+    if (column != 1 and H > 1) or (row < H and V > 1) or main_grad.is_neg():
+        kind = "a view of negated numbers" if main_grad.is_neg() else f"strides {(row, column)}"
+        raise ValueError(
+            "weight.main_grad must have contiguous rows that do not overlap, as [V, H] of a flat "
+            f"buffer has, got {kind}"
+        )
+    if main_grad.requires_grad:
+        raise ValueError("weight.main_grad must have requires_grad=False, got True")
+    if main_grad.device != weight.device:
+        raise ValueError(
+            f"weight.main_grad must be on weight's {weight.device}, got {main_grad.device}"
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flce_dist import options
 from flce_dist.op.call import Schedule
 from flce_dist.op.in_forward import InForward
-from flce_dist.op.lending import LentWindows, lent_windows
+from flce_dist.op.lending import lent_windows
 from flce_dist.op.windows import Windows
 
 DEFAULT_LOGITS_BYTES = 1 << 30
@@ -186,40 +186,32 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
     def later(rest: int) -> int:
         return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), unit)))
 
-    def of(
-        columns: tuple[int, int, int], chunks: tuple[int, int], lending: LentWindows = ()
-    ) -> InForward:
-        return InForward(T, V, *columns, budget, converts, *chunks, lending)
-
-    lends = bool(shape.row) and chunk < T and not converts
-    first = _lend(shape, T, budget, shape.row, round(V * _MOST_RECOMPUTED)) if lends else None
-    if first is not None:
-        return of(first[:3], (T, max(1, T)), first[3])
-    without_lending = -(-T // chunk)  # chunks
-    for more in range(1, without_lending - 1) if lends else ():
-        first_t = _round_up(max(T - more * chunk, -(-T // (more + 1))), unit)
-        first = _lend(shape, first_t, budget, shape.accumulator_row, 0)
-        if first is not None:
-            rest = later(T - first_t)
-            held_bytes = max(first[2], rest * V * itemsize)
-            return of((*first[:2], held_bytes), (first_t, rest), first[3])
+    lends = shape.row and chunk < T and not converts
+    for more in range(-(-T // chunk) - 1) if lends else ():  # chunks after the first
+        first_t = min(T, _round_up(max(T - more * chunk, -(-T // (more + 1))), unit))
+        fits = _lend(shape, first_t, later(T - first_t) if more else T, budget)
+        if fits is not None:
+            return fits
     chunk = later(T)
-    first_t = min(chunk, T)
-    return of((V, window, chunk * held * itemsize), (first_t, chunk))
+    sizes = (V, window, chunk * held * itemsize)
+    return InForward(T, V, *sizes, budget, converts, min(chunk, T), chunk)
 
 
-def _lend(
-    shape: _Shape, T: int, budget: int, row_bytes: int, most_recomputed: int
-) -> tuple[int, int, int, LentWindows] | None:
-    """Fit T tokens into ``budget`` by lending dweight's memory and recomputing a few columns.
+def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
+    """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit.
 
-    Returns ``(cached_v, window_v, bytes, lending)``, or None if they do not fit even so.
+    If it has all tokens, a few columns may be computed again.
     """
-    V, itemsize = shape.V, shape.itemsize
-    columns = budget // (T * itemsize)
-    if not row_bytes or columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
+    T, V, itemsize = shape[:3]
+    row_bytes, most_recomputed, later_bytes = shape.row, round(V * _MOST_RECOMPUTED), 0
+    if first_t < T:
+        row_bytes, most_recomputed = shape.accumulator_row, 0
+        later_bytes = chunk_t * V * itemsize
+    column_bytes = first_t * itemsize
+    columns = budget // column_bytes
+    if columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None
-    windows = lent_windows(T * itemsize, V, _round_up(V - columns), row_bytes, tile=_TILE)
+    windows = lent_windows(column_bytes, V, _round_up(V - columns), row_bytes, tile=_TILE)
     lent = sum(columns for columns, _ in windows)
     cached, window = V, _MIN_WINDOW
     if V - lent > columns:
@@ -227,7 +219,8 @@ def _lend(
     if not windows or V - cached > most_recomputed:
         return None
     held = cached - lent + (window if cached < V else 0)
-    return cached, window, held * T * itemsize, windows
+    sizes = (cached, window, max(held * column_bytes, later_bytes))
+    return InForward(T, V, *sizes, budget, shape.converts, first_t, chunk_t, windows)
 
 
 def _unit(P: int) -> int:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.replay import issued
 
@@ -30,11 +29,6 @@ class Pending(NamedTuple):
         for work in self.works:
             work.wait()
         return self.result
-
-
-def group_of(name: str | None) -> dist.ProcessGroup | None:
-    """Return the process group of this name, by which compiled code refers to it."""
-    return None if name is None else torch_private.group_named(name)
 
 
 def group_size(tp_group: dist.ProcessGroup | None) -> int:
@@ -131,8 +125,7 @@ class TokenGather:
             pass
 
     def wait_all(self) -> Tensor:
-        for piece in range(len(self._order.pieces)):
-            self.wait(piece)
+        self.wait_tokens(0, len(self.tokens))
         return self.tokens
 
 

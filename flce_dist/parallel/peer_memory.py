@@ -43,14 +43,11 @@ and from then on smaller calls use it, too.
 
 Failures:
 
-* All ranks raise at the same place of a use. The use stays open, and the next ``open`` recovers:
-  all ranks meet and reset their flags.
-* One rank raises alone. Its next ``open`` waits for the others in vain and raises, naming them;
-  the others' streams wait for its flags until ``peer_watch.py`` ends their processes. No rank
-  takes the data of one use for those of another.
-* A capture fails. Nothing of it has run, so the flags are as before.
-* A use raises in a capture that is then ended. Its graph must not be replayed: it would leave the
-  flags half set.
+* All ranks raise at the same place of a use: the next ``open`` lets all meet and reset their flags.
+* One rank raises alone: its next ``open`` waits for the others in vain and raises, naming them; the
+  others' streams wait for its flags until ``peer_watch.py`` ends their processes.
+* A capture fails: nothing of it has run, so the flags are as before. If a use raised in a capture
+  that was ended, its graph must not be replayed: it would leave the flags half set.
 """
 
 import weakref

@@ -204,37 +204,27 @@ def _forget_destroyed() -> None:
             _memories.pop(key, None)  # ranks may be threads
 
 
-class _Site(NamedTuple):
-    """A rank's host and GPU, and which other visible GPUs it has peer access to, by name."""
-
-    host: tuple[str, str]
-    gpu: str
-    reaches: dict[str, bool]
-    willing: bool
-
-
 def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
     if "cuda:nccl" not in dist.get_backend_config(group):
         return False
     gpus = [_gpu_name(i) for i in range(torch.cuda.device_count())]
     others = [i for i in range(len(gpus)) if i != device.index]
-    mine = _Site(
-        host=(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()),
-        gpu=gpus[device.index],
-        reaches={gpus[i]: torch.cuda.can_device_access_peer(device, i) for i in others},
-        willing=(
-            os.environ.get("FLCE_DIST_PEER_COPIES", "1") != "0"
-            and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-            and torch_private.shares_memory()
-        ),
+    host = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()
+    reaches = {gpus[i]: torch.cuda.can_device_access_peer(device, i) for i in others}
+    is_willing = (
+        os.environ.get("FLCE_DIST_PEER_COPIES", "1") != "0"
+        and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+        and torch_private.shares_memory()
     )
-    sites: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(sites, mine, group=group)
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, (host, is_willing, gpus[device.index], reaches), group=group)
+    hosts, are_willing, used, reached = zip(*everyones, strict=True)
     return (
-        all(site.willing and site.host == mine.host for site in sites)
-        and len({site.gpu for site in sites}) == len(sites)
+        all(are_willing)
+        and len(set(hosts)) == 1
+        and len(set(used)) == len(used)
         # A rank cannot tell about a GPU that is not visible to it; access is then assumed.
-        and all(one.reaches.get(other.gpu, True) for one in sites for other in sites)
+        and all(known.get(gpu, True) for known in reached for gpu in used)
     )
 
 

@@ -1,19 +1,6 @@
 """For users' unit tests: simulated ranks on one machine, and a budget for numerical errors.
 
-    import torch
-    from flce_dist import linear_cross_entropy
-    from flce_dist.testing import run_ranks
-
-    def test_every_rank_returns_the_same_loss():
-        hidden, weight = torch.randn(16, 32), torch.randn(100, 32)
-        labels = torch.randint(100, (16,))
-
-        def rank(tp_group):
-            shard = weight.chunk(4)[tp_group.rank()]
-            return linear_cross_entropy(hidden, shard, labels, tp_group=tp_group)
-
-        losses = run_ranks(rank, 4)
-        assert all(loss == losses[0] for loss in losses)
+    losses = run_ranks(lambda tp_group: my_loss(shards[tp_group.rank()], tp_group), 4)
 
 The backend "threads" runs any closure in milliseconds and names the rank whose collective differs.
 "gloo" forks processes with real collectives, for end-to-end cases and for code with process-wide

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -38,7 +38,7 @@ class RankFailed(RuntimeError):
     """A simulated rank failed; the message has its number and its traceback or exit code."""
 
 
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """Forked gloo workers that serve many calls; once they run, a call takes milliseconds.
 
     A context manager. Workers start at the first ``run``, and again after a failed one. The
@@ -57,9 +57,6 @@ class RankPool:
         self._executors: list[ProcessPoolExecutor] = []
         self._workers: list[BaseProcess] = []
         self._at_close = ExitStack()
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

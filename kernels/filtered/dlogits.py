@@ -8,13 +8,15 @@ matrix it is [capacity * TILE_T, TILE_V], which one descriptor addresses.
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TileLists
-from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
-from flce_dist.kernels.primitives import exp, label_columns, logits_tile, store_tile
+from flce_dist.kernels.primitives import exp, label_columns, logits_tile, parts_of, store_tile
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
+
+TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 
 
 @Kernel
@@ -27,13 +29,12 @@ def _kept_dlogits_kernel(
     strides,  # the tuples are those of ShardLogits
     vocab_start_index, scalars,
     EVEN_V: tl.constexpr, TMA: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
     ignore_index = scalars[0]
-    PARTS_V: tl.constexpr = TILE_V // BLOCK_V
-    PARTS: tl.constexpr = TILE_T // BLOCK_T * PARTS_V
+    PARTS_V: tl.constexpr = parts_of(TILE_V, BLOCK_V)
+    PARTS: tl.constexpr = parts_of(TILE_T, BLOCK_T) * PARTS_V
     first = tl.load(round_tile_ptr + round)
     parts = (tl.load(round_tile_ptr + round + 1) - first) * PARTS
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
@@ -66,7 +67,7 @@ def _kept_dlogits_kernel(
 
 def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
     """Return uninitialised [capacity, TILE_T, TILE_V] for D of one round."""
-    return logits.hidden.new_empty(capacity, TILE_T, TILE_V)
+    return logits.hidden.new_empty(capacity, tiles.TILE_T, tiles.TILE_V)
 
 
 def kept_dlogits(
@@ -76,7 +77,7 @@ def kept_dlogits(
 
     It is relative to the reference of ``rows``, whose ``affine`` is () or holds the scale.
     """
-    matrix = out.view(-1, TILE_V)
+    matrix = out.view(-1, tiles.TILE_V)
     launch = tile_launch(logits, matrix)
     parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](
@@ -87,8 +88,7 @@ def kept_dlogits(
         logits.T, logits.V, logits.H, len(matrix), round,
         logits.strides,
         logits.vocab_start_index, logits.scalars,
-        EVEN_V=logits.V % TILE_V == 0,
-        TILE_T=TILE_T, TILE_V=TILE_V,
+        EVEN_V=logits.V % tiles.TILE_V == 0,
         **launch.listed_constexprs,
     )  # fmt: skip
     return out

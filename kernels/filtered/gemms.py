@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
+from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TileLists
-from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V
 from flce_dist.kernels.filtered.tuning import GEMMS
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import fits_descriptor, matrix
-from flce_dist.kernels.primitives import cast, dot, load_tile, store_tile
+from flce_dist.kernels.primitives import cast, dot, load_tile, parts_of, store_tile
+
+TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 
 
 @triton.jit
@@ -50,11 +52,11 @@ def _add_kept_dhidden_kernel(
     acc_ptr,  # in and out: [T, H] fp32
     T, V, H, rows, blocks, round,
     stride_weight_v, stride_weight_h, stride_acc_t,
-    TMA: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program adds all tiles of one block of tokens to a [BLOCK_T, BLOCK_H] tile of acc."""
-    STEPS: tl.constexpr = TILE_V // BLOCK_V
+    STEPS: tl.constexpr = parts_of(TILE_V, BLOCK_V)
     num_h = tl.cdiv(H, BLOCK_H)
     start_h = tl.program_id(0) % num_h * BLOCK_H
     row = tl.program_id(0) // num_h % (TILE_T // BLOCK_T) * BLOCK_T
@@ -95,7 +97,6 @@ def _kept_dweight_kernel(
     T, V, H, rows, round,
     strides,  # of hidden by t and h, of out by v
     ACCUMULATES: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile [BLOCK_V, BLOCK_H] of the round's columns.
@@ -104,8 +105,8 @@ def _kept_dweight_kernel(
     that is being read fits into L2.
     """
     stride_hidden_t, stride_hidden_h, stride_out_v = strides
-    STEPS: tl.constexpr = TILE_T // BLOCK_T
-    PARTS: tl.constexpr = TILE_V // BLOCK_V
+    STEPS: tl.constexpr = parts_of(TILE_T, BLOCK_T)
+    PARTS: tl.constexpr = parts_of(TILE_V, BLOCK_V)
     first_tile = tl.load(round_tile_ptr + round)
     first_column = tl.load(round_column_ptr + round)
     columns = tl.load(round_column_ptr + round + 1) - first_column
@@ -157,7 +158,7 @@ def _add_kept_dbias_kernel(
     round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
     out_ptr,  # in and out: [V] fp32
     T, V, round,
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program sums BLOCK_V rows of one column of tiles, if the round has it."""
     j = tl.load(round_column_ptr + round) + tl.program_id(0)
@@ -182,9 +183,9 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    packed = d.view(-1, TILE_V)
+    packed = d.view(-1, tiles.TILE_V)
     tma = _has_tma(arch, packed, weight)
-    programs = -(-H // config.BLOCK_COL) * (TILE_T // config.BLOCK_ROW) * lists.blocks
+    programs = -(-H // config.BLOCK_COL) * (tiles.TILE_T // config.BLOCK_ROW) * lists.blocks
     _add_kept_dhidden_kernel[(programs,)](
         matrix(packed, (config.BLOCK_ROW, config.BLOCK_K), tma),
         matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
@@ -193,7 +194,7 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
         acc,
         T, len(weight), H, len(packed), lists.blocks, round,
         *weight.stride(), acc.stride(0),
-        TMA=tma, TILE_T=TILE_T, TILE_V=TILE_V,
+        TMA=tma,
         BLOCK_T=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_V=config.BLOCK_K,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -219,11 +220,11 @@ def kept_dweight(
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    packed = d.view(-1, TILE_V)
+    packed = d.view(-1, tiles.TILE_V)
     tma = _has_tma(arch, packed, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = _has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
-    items = -(-H // config.BLOCK_COL) * (TILE_V // config.BLOCK_ROW) * len(hbar)
+    items = -(-H // config.BLOCK_COL) * (tiles.TILE_V // config.BLOCK_ROW) * len(hbar)
     _kept_dweight_kernel[(min(programs * config.PROGRAMS, items),)](
         matrix(packed, (config.BLOCK_K, config.BLOCK_ROW), tma),
         matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
@@ -234,7 +235,6 @@ def kept_dweight(
         len(hidden), V, H, len(packed), round,
         (*hidden.stride(), out.stride(0)),
         ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
-        TILE_T=TILE_T, TILE_V=TILE_V,
         BLOCK_V=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_T=config.BLOCK_K,
         GROUP_H=config.GROUP,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -245,15 +245,15 @@ def add_kept_dbias(
     d: Tensor, scale: Tensor | None, lists: TileLists, round: int, out: Tensor
 ) -> None:
     """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V] fp32; None is 1."""
-    T = TILE_T * lists.blocks if scale is None else len(scale)
+    T = tiles.TILE_T * lists.blocks if scale is None else len(scale)
     BLOCK_V = 64
-    _add_kept_dbias_kernel[(len(lists.column_order), TILE_V // BLOCK_V)](
+    _add_kept_dbias_kernel[(len(lists.column_order), tiles.TILE_V // BLOCK_V)](
         d, scale,
         lists.first_tile, lists.block,
         lists.round_tile, lists.round_column,
         out,
         T, len(out), round,
-        TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_V=BLOCK_V,
+        BLOCK_V=BLOCK_V,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,17 +29,9 @@ def unpacked(release: str) -> Path:
     """Return a folder with the newest patch of a release of megatron-core."""
     folder = ROOT / "runs" / "contract" / release
     if not folder.exists():
-        with tempfile.TemporaryDirectory() as wheels:
-            subprocess.run(
-                [
-                    *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
-                    *("--only-binary=:all:", "--python-version=3.12", f"--dest={wheels}"),
-                    f"megatron-core=={release}.*",
-                ],
-                check=True,
-            )
-            (wheel,) = Path(wheels).iterdir()
-            zipfile.ZipFile(wheel).extractall(folder)
+        options = "--quiet --no-deps --only-binary=:all: --python-version=3.12"
+        command = [sys.executable, "-m", "pip", "install", *options.split(), f"--target={folder}"]
+        subprocess.run([*command, f"megatron-core=={release}.*"], check=True)
     return folder
 
 

@@ -23,17 +23,11 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def fp32_loss_and_gradients(model: Any) -> dict[str, Any]:
-    found = loss_and_gradients(model)
-    assert found["loss"].dtype == torch.float32
-    return found
-
-
 BOTH = {"tied": True}, {"tied": False}
 
 compared("loss of each token, every gradient", loss_and_gradients, {})
 compared("tied embeddings", loss_and_gradients, {"tied": True})
-compared("bf16 parameters", fp32_loss_and_gradients, {"bf16": True}, dtype=torch.bfloat16)
+compared("bf16 parameters", loss_and_gradients, {"bf16": True}, dtype=torch.bfloat16)
 compared("multi-token prediction, two depths", loss_and_gradients, *({**x, "mtp": 2} for x in BOTH))
 compared(
     "multi-token prediction with detached heads", loss_and_gradients,
@@ -51,13 +45,8 @@ compared(
 )  # fmt: skip
 
 
-def scaled_loss_and_gradients(model: Any) -> dict[str, Any]:
-    assert model.config.mup_output_mult == 0.3
-    return loss_and_gradients(model)
-
-
 compared(
-    "MuP's scale of the logits", scaled_loss_and_gradients,
+    "MuP's scale of the logits", loss_and_gradients,
     {"mtp": 1, "use_mup": True, "mup_output_mult": 0.3}, needs="use_mup",
 )  # fmt: skip
 

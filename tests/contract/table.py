@@ -13,10 +13,9 @@ MARKED = re.compile(r"(<!-- contract -->\n).*?(<!-- end of contract -->)", re.S)
 
 def entry(settings: dict[str, Any]) -> str:
     """The settings in which a line holds, as "5/5", or "n/a"."""
-    texts = [found for found in settings.values() if isinstance(found, str)]
-    if texts and all(text.startswith("n/a") for text in texts) and len(texts) == len(settings):
+    if all(str(found).startswith("n/a") for found in settings.values()):
         return "n/a"
-    return f"{len(settings) - len(texts)}/{len(settings)}"
+    return f"{sum(isinstance(x, float) for x in settings.values())}/{len(settings)}"
 
 
 def table(result: dict[str, Any]) -> str:
