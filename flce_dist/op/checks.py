@@ -252,9 +252,9 @@ def check_labels(
     ignore_index, most = options.ignore_index, options.max_counted
     counted = counts(labels, None if most is None else token_weight, ignore_index)
     if most is not None and int(counted.sum()) > most:
+        number = f"{int(counted.sum())} whose label is not ignore_index and whose weight is not 0"
         raise ValueError(
-            "max_counted must be at least the tokens that count, whose label is not ignore_index "
-            f"and whose token_weight is not 0, {int(counted.sum())}, got {most}"
+            f"max_counted must be at least the tokens that count, {number}, got {most}"
         )
     bad = ((labels < 0) | (labels >= vocab_size)) & counted
     if bad.any():
