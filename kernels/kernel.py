@@ -88,7 +88,7 @@ class Kernel:
 
     @staticmethod
     def _as_triton(launch: Callable[..., Any], constexprs: dict[str, Any], *args: Any) -> Any:
-        described = [TensorDescriptor(*x) if x.__class__ is Tiled else x for x in args]
+        described = [TensorDescriptor(*x[:4]) if x.__class__ is Tiled else x for x in args]
         return launch(*described, **constexprs)
 
     def _pick(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
