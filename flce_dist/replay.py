@@ -194,7 +194,7 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         x = getattr(self._of, name)
         if inspect.isgeneratorfunction(x):  # strings other methods together
-            return partial(x.__func__, self)
+            return partial(getattr(type(self._of), name), self)
         if callable(x):
             return partial(self._called, name)
         return self._noted.noted(x, self._source(name)) if isinstance(x, Tensor) else x

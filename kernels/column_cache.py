@@ -60,4 +60,4 @@ class ColumnCache:
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialised [T, columns]; rows start at multiples of 16 bytes, as TMA requires."""
     padded = -(-columns // 16) * 16
-    return torch.empty(T, padded, dtype=dtype, device=device)[:, :columns]
+    return part_of(torch.empty(T, padded, dtype=dtype, device=device), 0, columns)

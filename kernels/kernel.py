@@ -60,27 +60,27 @@ class Kernel:
         key = (
             device, *constexprs, *constexprs.values(), *numbers(args), *map(_fact, tensors(args))
         )  # fmt: skip
-        compiled = self._known.get(key)
-        if compiled is None:
+        known = self._known.get(key)
+        if known is None:
             warmup = functools.partial(self.jit.warmup, grid=grid)
             compiled = self._as_triton(warmup, constexprs, *args)
             if compiled is None:  # a hook of Triton's has looked at it
                 return
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = compiled
-        issued(functools.partial(self._run, compiled, device, grid, constexprs), *args)
+            rest = tuple(constexprs[name] for name in self._names[len(args) :])
+            known = self._known[key] = compiled, rest
+        issued(functools.partial(self._run, *known, device, grid, constexprs), *args)
 
     def _run(
-        self, compiled: Any, device: int, grid: tuple[int, ...], constexprs: dict[str, Any],
-        *args: Any,
+        self, compiled: Any, rest: tuple[Any, ...], device: int, grid: tuple[int, ...],
+        constexprs: dict[str, Any], *args: Any,
     ) -> None:  # fmt: skip
         hooks = triton.knobs.runtime.launch_enter_hook  # of Triton's profiler
         if getattr(hooks, "calls", hooks):
             self._as_triton(self.jit[grid], constexprs, *args)
             return
         x, y = grid if len(grid) == 2 else (*grid, 1)
-        rest = [constexprs[name] for name in self._names[len(args) :]]
         compiled.run(
             x, y, 1, driver.active.get_current_stream(device), compiled.function,
             compiled.packed_metadata, None, None, None, *args, *rest,
@@ -88,7 +88,7 @@ class Kernel:
 
     @staticmethod
     def _as_triton(launch: Callable[..., Any], constexprs: dict[str, Any], *args: Any) -> Any:
-        described = [TensorDescriptor(*x) if x.__class__ is Tiled else x for x in args]
+        described = [TensorDescriptor(*x[:4]) if x.__class__ is Tiled else x for x in args]
         return launch(*described, **constexprs)
 
     def _pick(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

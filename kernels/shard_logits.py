@@ -81,3 +81,8 @@ class ShardLogits(NamedTuple):
 def part_of(x: Tensor, start: int, end: int) -> Tensor:
     """Return ``x[..., start:end]``; x itself, which costs the host no view, if that is all."""
     return x if start == 0 and end == x.shape[-1] else x[..., start:end]
+
+
+def rows_of(x: Tensor, start: int, end: int) -> Tensor:
+    """Return ``x[start:end]``; likewise x itself."""
+    return x if start == 0 and end == x.shape[0] else x[start:end]

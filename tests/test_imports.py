@@ -113,7 +113,7 @@ def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
 PRIVATE_OF_OTHERS = {
     "_exit", "_current_frames", "_processes", "_fields", "_make", "_replace", "_asdict", "_modules",
     "_model", "_apply", "_save_to_state_dict", "_load_from_state_dict", "__fsdp_param__",
-    "__version__", "__file__", "__future__", "__wrapped__",
+    "__version__", "__file__", "__future__", "__wrapped__", "__func__",
 }  # fmt: skip
 
 

@@ -20,11 +20,19 @@ pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
 pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
 pytest.importorskip("flce_dist.launch.train.run")
 
+from flce_dist.launch.train import data
 from flce_dist.launch.train.run import Trainer
 from tests.processes import Running, descendants, is_running, kill_all, started, torchrun
-from tests.tiny_training import program, records
+from tests.tiny_training import load_once, program, records
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That forks find."""
+    load_once()
+    monkeypatch.setattr(data, "load_tokenizer", load_once)
 
 
 def output_of(run: Running, status: int = 0) -> str:

@@ -1,6 +1,5 @@
 """The order of training data, and the text it comes from."""
 
-import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,13 @@ from flce_dist.launch.train import __main__ as program
 from flce_dist.launch.train import data as data_module
 from flce_dist.launch.train import ranks
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.data import load_tokenizer, open_corpus, tokenise
+from flce_dist.launch.train.data import open_corpus, tokenise
 from flce_dist.testing import RankPool
-from tests.tiny_training import CONFIG, corpus
-
-load_once = functools.cache(load_tokenizer)
+from tests.tiny_training import CONFIG, corpus, load_once
 
 
 @pytest.fixture(autouse=True)
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each load takes a second."""
     monkeypatch.setattr(data_module, "load_tokenizer", load_once)
 
 

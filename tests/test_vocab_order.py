@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.filtered import VocabOrder, frequency_order
@@ -147,4 +148,6 @@ def test_all_ranks_say_the_same(group, kinds, said, layout):
         return
     with pytest.raises(ValueError) as caught:
         agreed_order(make, torch.empty(0), groups)
-    assert re.fullmatch(said, str(caught.value))
+    everywhere = [""] * layout.size
+    dist.all_gather_object(everywhere, str(caught.value))
+    assert re.fullmatch(said, everywhere[0]) and len({*everywhere}) == 1, everywhere

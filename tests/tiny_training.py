@@ -1,5 +1,6 @@
 """Training runs of seconds, under torchrun and in simulated ranks, and what they leave."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 
 from flce_dist.launch.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from flce_dist.launch.train.data import Corpus
+from flce_dist.launch.train.data import Corpus, load_tokenizer
 from tests.shared_groups import group_of
 
 TINY = """
@@ -20,6 +21,8 @@ model: {hidden_size: 16, num_layers: 1, num_heads: 2, ffn_hidden_size: 16, seq_l
 data: {batch_size: 1, validation_batches: 1}
 optimizer: {lr: 0.03, warmup_steps: 2, decay_steps: 9}
 """
+load_once = functools.cache(load_tokenizer)
+"""In its place: each load takes a second."""
 VOCAB = 64
 CONFIG = RunConfig(
     model=ModelConfig(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm, token_gradient_formulas
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.shard_logits import ShardLogits, part_of, rows_of
 from flce_dist.kernels.token_gradient_formulas import MetricGradients, RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Accumulator, Call, Operands, Results, Upstream
@@ -159,13 +159,13 @@ class Gradients:
         """Allocate that of dhidden, and return a [T, H] that is scratch until it is rounded."""
         if self.dhidden is None:
             return None
-        share = self.dhidden.tokens[slice(*chunk.tokens)]
+        share = rows_of(self.dhidden.tokens, *chunk.tokens)
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
     def _add_dhidden(self, start: int, end: int, d: Tensor) -> None:
         if self.acc is not None:
-            gemm.add_matmul(self.acc, d, self.weight[start:end], first=start == 0)
+            gemm.add_matmul(self.acc, d, rows_of(self.weight, start, end), first=start == 0)
 
     def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
         """Round the accumulator into this rank's share, and start the sum over ranks."""
@@ -183,7 +183,7 @@ class Gradients:
             chunk.labels,
             ignore_index=self.call.options.ignore_index,
             plus=plus,
-            out=self.dhidden.tokens[slice(*chunk.tokens)],
+            out=rows_of(self.dhidden.tokens, *chunk.tokens),
         )
         self.acc = None  # freed before the peers' shares get buffers
         self.dhidden.start(*chunk.tokens)
@@ -200,7 +200,7 @@ class Gradients:
         """Add D [T, end - start] to dweight and dbias of these columns."""
         if self.dweight is not None:
             hidden, row = factor()
-            out = self.dweight[start:end]
+            out = rows_of(self.dweight, start, end)
             is_only = len(self.call.schedule.chunks()) == 1 and not self.accumulates
             if out.dtype == self.weight.dtype and is_only:
                 gemm.matmul(d.T, hidden, row=row, out=out)
@@ -264,7 +264,7 @@ def dlogits(
         if buffer is None:
             widest = max(window.end - window.start for window in windows)
             buffer = new_window(len(chunk.labels), widest, call.dtype, chunk.labels.device)
-        d = buffer[:, : end - start]
+        d = part_of(buffer, 0, end - start)
         if cached is not None:
             _rescale(call, chunk, rows, cached, call.vocab_start_index + start, out=d)
         elif start < end:
@@ -280,10 +280,10 @@ def _recompute(
     for t in chunk.gather.arrivals(*chunk.tokens):
         call.kernels.dlogits(
             chunk.logits.tokens(t.start, t.stop).columns(start, end),
-            rows.reference[t],
-            rows.label_value[t],
-            tuple(x[t] for x in rows.affine),
-            out=out[t],
+            rows_of(rows.reference, t.start, t.stop),
+            rows_of(rows.label_value, t.start, t.stop),
+            tuple(rows_of(x, t.start, t.stop) for x in rows.affine),
+            out=rows_of(out, t.start, t.stop),
         )
 
 

@@ -103,8 +103,10 @@ def prepare(
     if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
         token_weight = as_stored(token_weight).reshape(-1).to(call.stats_dtype).contiguous()
         token_weight = call.order.permuted(token_weight)
+    if hidden.dim() != 2:  # a view is a node of the graph, too
+        hidden = hidden.reshape(-1, hidden.shape[-1])
     return call, Operands(
-        as_stored(hidden).reshape(-1, hidden.shape[-1]),
+        as_stored(hidden),
         as_stored(weight),
         as_stored(bias),
         call.order.permuted(labels.reshape(-1).long().contiguous()),
