@@ -93,6 +93,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "softcap": 1.0, "logit_scale": 2.0, "vocab_size": V - 1, "vocab_range": (0, V),
         "sequence_parallel": True, "sequence_dim": 2, "accumulate_dweight": True,
         "schedule": "other", "max_logits_bytes": 0, "impl": "other", "tp_invariant": True,
+        "max_counted": 3,
     }.items()},
 }  # fmt: skip
 

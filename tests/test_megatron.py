@@ -230,6 +230,21 @@ def test_the_layer_of_the_development_branch(group):
     assert type(layer(hidden[0])[0]) is Tensor
 
 
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, True)])
+@on_ranks("tp")
+def test_ignored_labels_that_are_not_computed(group, tp, sp):
+    tokens, labels = batch()
+    labels = labels.masked_fill(torch.arange(labels.numel()).view_as(labels) % 3 != 0, -100)
+    found = []
+    for most in (None, int((labels >= 0).sum())):
+        model = plugged(tp, sp, max_counted=most)
+        loss = token_losses(model, tokens, labels)
+        loss.sum().backward()
+        found.append([loss, *(x.grad for x in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 # --- filtered gradients: blocks of tokens are of one sequence each
 
 SEQUENCES, TILE_T, TILE_V, WIDTH = 4, 128, 256, 16
