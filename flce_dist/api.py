@@ -18,6 +18,7 @@ from flce_dist.op.gradients import NewDweight
 from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import (
     Arguments,
+    counted_operands,
     gradients_needed,
     in_autocast_dtype,
     prepare,
@@ -72,6 +73,7 @@ def linear_cross_entropy(
     accumulate_dweight: bool = False,
     schedule: Schedule | ExtraSchedule = "auto",
     max_logits_bytes: int | None = None,
+    max_counted: int | None = None,
     impl: Impl | None = None,
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T`` and labels, without materialising the logits.
@@ -144,6 +146,11 @@ def linear_cross_entropy(
             not fit. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
             computing logits again, half of the fp32 logits of up to 16,384 tokens, or less if
             in_forward needs less. Otherwise no bound.
+        max_counted: upper bound on the tokens that count: whose label is not ``ignore_index`` and
+            whose token_weight is not 0. The same on all ranks. Time and memory are then those of so
+            many tokens. Others contribute nothing, even if their hidden states are NaN or labels of
+            weight 0 wrong; loss, metrics and dhidden have zeros there. More tokens that count are
+            an error, on a GPU a failed device assertion. Default: all tokens are computed.
         impl: "triton" or "eager". Default: triton on a GPU, eager elsewhere.
 
     Returns:
@@ -170,7 +177,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl,
+        max_logits_bytes=max_logits_bytes, max_counted=max_counted, impl=impl,
     )  # fmt: skip
     arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
     return _apply(arguments)[0]
@@ -238,7 +245,7 @@ def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
         return compiled.apply(arguments, needs)
 
     call, operands = prepare(arguments, needs)
-    checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
+    operands = counted_operands(call, operands)
     accumulates = needs[1] and call.options.accumulate_dweight
     sink = captured(weight, call) if accumulates else NewDweight(call.dtype)
     loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))

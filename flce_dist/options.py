@@ -60,6 +60,7 @@ class LossOptions:
     accumulate_dweight: bool = False
     schedule: Schedule | ExtraSchedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
+    max_counted: Annotated[int | None, COUNT] = None
     impl: Impl | None = None
     with_metrics: bool = False
 

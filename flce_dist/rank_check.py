@@ -89,11 +89,12 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     options = arguments.options
     arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
-    call, (_, weight, _, labels, token_weight) = prepare(arguments, needs)
+    call, (_, weight, _, labels, token_weight, _) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index
-    checks.check_labels(labels, call.vocab_size, options.ignore_index)
+    on_cpu = None if token_weight is None else token_weight.cpu()
+    checks.check_labels(labels, on_cpu, call.vocab_size, options)
     counted = labels[labels != options.ignore_index]
     dtypes = [None if x is None else str(x.dtype) for x in arguments[:5]]
     return {

@@ -20,6 +20,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     write_at_labels,
 )
 from flce_dist.kernels.eager_rows import (  # noqa: F401
+    counted_tokens,
     loss_norm,
     reduce_loss,
     scale,

@@ -18,6 +18,10 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 class Kernels(Protocol):
     """The passes over logits, [T, N] and [T] that every schedule is made of."""
 
+    def counted_tokens(
+        self, labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
     def label_logit(self, logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None: ...
 
     def new_sums(self, logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor: ...

@@ -86,6 +86,7 @@ def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_do
     assert len({json.dumps(as_json(config)) for config in configs}) == 3
 
 
+TOLD = RunSpec("canonical", max_counted=True)
 SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
 
@@ -98,6 +99,11 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
         (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
         (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
+        (
+            BenchConfig(shapes=SHAPE, runs=(TOLD,)),
+            1,
+            "max_counted is an option of triton and eager",
+        ),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
         (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),

@@ -115,6 +115,16 @@ def problem_and_truth(shape: ShapeSpec, P: int) -> list[dict[str, Any]]:
     return run_ranks(rank, P, backend="gloo")
 
 
+def test_a_run_may_be_told_how_many_tokens_count(tmp_path):
+    runs = "  - {impl: eager, max_counted: true}\n" + EAGER
+    grid = GRID.replace("dtype: fp32}", "dtype: fp32, counted: 0.5}")
+    assert run(tmp_path, runs, "--check", "gradients", grid=grid) == 0
+    found = records(tmp_path, "eager")
+    assert {record.status for record in found} == {"ok"}
+    assert {record.max_counted for record in found} == {True, False}
+    assert all(record.counted == 0.5 and record.dhidden_error < 1e-5 for record in found)
+
+
 @pytest.mark.parametrize("P", [1, 2])
 def test_flagged_tokens_are_rescued_and_no_others(P):
     shape = ShapeSpec(T=20, H=64, V=60, dtype="bf16", flagged=3)
@@ -128,9 +138,11 @@ def test_flagged_tokens_are_rescued_and_no_others(P):
 
 
 @pytest.mark.parametrize("P", [1, 2])
-def test_the_truth_is_the_textbook_in_fp64(P, monkeypatch):
+@pytest.mark.parametrize("counted", [1.0, 0.5])
+def test_the_truth_is_the_textbook_in_fp64(counted, P, monkeypatch):
     monkeypatch.setattr(problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
-    ranks = problem_and_truth(ShapeSpec(T=24, H=8, V=60, dtype="fp32"), P)
+    ranks = problem_and_truth(ShapeSpec(T=24, H=8, V=60, dtype="fp32", counted=counted), P)
+    assert 0 < (ranks[0]["labels"] == -100).sum() < 24 or counted == 1.0
     hidden = ranks[0]["hidden"].double().requires_grad_()
     weight = torch.cat([x["weight"] for x in ranks]).double().requires_grad_()
     (loss, *_) = reference_linear_cross_entropy(hidden, weight, ranks[0]["labels"])

@@ -60,12 +60,15 @@ labels = torch.arange(70, device="cuda") % 40
 labels[::7] = -100
 
 def loss(impl):
-    return linear_cross_entropy(hidden, weight, labels, vocab_size=40, impl=impl)
+    most = 60 if token == 0 else None  # ignored until now
+    return linear_cross_entropy(
+        hidden, weight, labels, vocab_size=40, impl=impl, max_counted=most
+    )
 
-impl, wrong = sys.argv[1], int(sys.argv[2])
+impl, token, wrong = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 loss(impl)  # compiles and loads kernels, for which the host may wait
 torch.cuda.synchronize()
-labels[69] = wrong
+labels[token] = wrong
 if impl == "triton":
     torch.cuda.set_sync_debug_mode("error")
 loss(impl)
@@ -78,18 +81,24 @@ print("not noticed", flush=True)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("impl", "wrong"),
-    [("triton", 40), ("triton", -1), ("triton", 1 << 40), ("eager", 40)],
-    ids=["a padding row", "-1", "beyond 2**31", "eager"],
+    ("impl", "token", "wrong", "said"),
+    [
+        *(("triton", 69, wrong, "labels must be within [0") for wrong in (40, -1, 1 << 40)),
+        ("eager", 69, 40, "labels must be within [0"),
+        *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
+    ],
+    ids=["a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager"],
 )
-def test_a_wrong_label_on_a_gpu_ends_the_process(impl: str, wrong: int) -> None:
+def test_a_wrong_label_on_a_gpu_ends_the_process(
+    impl: str, token: int, wrong: int, said: str
+) -> None:
     """In a process of its own: a device-side assertion leaves the CUDA context unusable.
 
     The host of the kernels must not wait for it; eager's waits anyway, to find rows to rescue.
     """
-    command = [sys.executable, "-c", WRONG_LABEL_ON_A_GPU, impl, str(wrong)]
+    command = [sys.executable, "-c", WRONG_LABEL_ON_A_GPU, impl, str(token), str(wrong)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stdout.strip() == ("enqueued" if impl == "triton" else ""), done.stderr[-2000:]
     assert "device-side assert" in done.stderr
-    assert "labels must be within [0, vocab_size)" in done.stderr
+    assert said in done.stderr

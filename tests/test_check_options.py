@@ -42,6 +42,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "accumulate_dweight": ("a bool", FLAGS),
     "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
+    "max_counted": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "impl": ("one of ('triton', 'eager', None)", [*NAMES, "cuda"]),
 }  # fmt: skip
 
@@ -64,7 +65,7 @@ def test_numbers_of_numpy_are_as_good() -> None:
     """What travels on, to a plan or a compiled operator, are plain numbers."""
     plain: dict[str, Any] = dict(
         ignore_index=-1, label_smoothing=0.5, z_loss_weight=0.25, softcap=None, logit_scale=2.0,
-        vocab_size=9, vocab_range=(0, 11), max_logits_bytes=4096,
+        vocab_size=9, vocab_range=(0, 11), max_logits_bytes=4096, max_counted=5,
     )  # fmt: skip
     numpy = {
         name: np.int32(x) if isinstance(x, int) else np.float32(x)

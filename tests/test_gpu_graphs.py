@@ -95,8 +95,12 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 @each_device
 @pytest.mark.parametrize("schedule", [*EVERY_SCHEDULE, "filtered"])
 @pytest.mark.parametrize("metrics", [False, True])
-def test_replay_equals_a_plain_call(metrics, schedule, device):
-    """Captured with one batch, replayed with others; of each other tiles are kept."""
+@pytest.mark.parametrize("counted", [None, 0.9])
+def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
+    """Captured with one batch, replayed with others; of each other tiles are kept.
+
+    Another fifth of the tokens is ignored, so that ``counted`` of all hold those that count.
+    """
     if metrics and schedule == "in_forward":
         pytest.skip("in_forward has no gradient of the metrics")
     static = batch(0, device)
@@ -109,6 +113,8 @@ def test_replay_equals_a_plain_call(metrics, schedule, device):
         options = options_of(schedule, static)
     if metrics:
         options |= {"metrics": True, "label_smoothing": 0.1}
+    if counted is not None:
+        options["max_counted"] = round(counted * len(static.labels))
     expected = [step_on(batch(seed, device), **options) for seed in range(4)]
     replayed = Replayed(lambda: step_on(static, **options), device)
     for seed in (1, 2, 3, 0):

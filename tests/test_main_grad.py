@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.2},
     "softcap and scale": {"softcap": 5.0, "logit_scale": 0.7},
     "z-loss": {"z_loss_weight": 1e-2},
+    "counted": {"max_counted": T - 3},
 }
 DTYPES = [  # of the operands, of main_grad
     (torch.float32, torch.float32),

@@ -36,6 +36,7 @@ CHANGED: dict[str, Any] = dict(
     accumulate_dweight=True,
     schedule="recompute",
     max_logits_bytes=4096,
+    max_counted=20,
     impl="triton",
 )
 

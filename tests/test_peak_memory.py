@@ -144,6 +144,19 @@ def test_cached_stays_within_its_budget(schedule: Any, budget: int | None, dtype
     assert saved <= T * chosen.cached_v * dtype.itemsize + vector_bytes(T)
 
 
+@each_schedule
+def test_max_counted_takes_the_memory_of_so_many_tokens(schedule: Any) -> None:
+    """Beside it dhidden, whose other rows are 0, a copy of N rows of hidden, and places."""
+    T, N = 2048, 64
+    hidden, weight, labels = operands(T=T)
+    labels[torch.arange(T) % (T // N) != 0] = -100
+    peak, saved = step_bytes(operands(T=N), schedule=schedule)
+    of_tokens = hidden.nbytes + N * H * 4 + 5 * T * 8
+    found, found_saved = step_bytes((hidden, weight, labels), max_counted=N, schedule=schedule)
+    assert found <= peak + of_tokens <= T * V * 4 // 8
+    assert found_saved <= saved + of_tokens
+
+
 @each_dtype
 @pytest.mark.parametrize("tokens", [256, 512, 1024])
 def test_in_forward_stays_within_its_chunk(tokens: int, dtype: torch.dtype) -> None:

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Upstream, dict[str, Any]]] = {
     "in_forward": (Upstream(0.5), {"schedule": "in_forward", "softcap": 4.0}),
     "chunks": (Upstream(), {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
     "filtered": (Upstream(), {"schedule": filtered.schedule(2.0**-5)}),
+    "counted": (Upstream(), {"schedule": "cached", "max_counted": 36}),
     "metrics": (
         Upstream(per_token_upstream(T), metric_upstream(T, "lse", "entropy")),
         {"schedule": "cached", "reduction": "none"},
@@ -83,7 +84,7 @@ def test_one_rank(programs: list[Any], impl: str, case: str, dtype: torch.dtype)
 
 @interpreted
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("case", ["recompute", "cached", "chunks", "filtered"])
+@pytest.mark.parametrize("case", ["recompute", "cached", "chunks", "filtered", "counted"])
 def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
     P = 2
 

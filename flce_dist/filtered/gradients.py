@@ -186,7 +186,7 @@ class Filtered:
         norm, *of_tokens, kept, mass = FilteredSaved(*saved)
         stats = TokenStats(*of_tokens)
         rows = row_gradient(call, operands, stats, norm, upstream, from_lse=True)
-        gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+        gather = transport.gather(operands.hidden, call.order, call.sequence_group, operands.places)
         gather.start_all()
         logits = shard_logits(call, operands, gather.tokens)
         gradients = Gradients.new(call, operands, accumulator)

@@ -1,7 +1,8 @@
 """A call as the schedules know it, and the two protocols between which it runs.
 
 A ``Schedule`` decides where backward gets the probabilities from, a ``Sink`` where dweight goes.
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size, P = ranks.
+T = tokens on the tensor-parallel group (with max_counted those that are computed, of T_all),
+V = real vocabulary rows here, H = hidden size, P = ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flce_dist.parallel.token_order import TokenOrder
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
 Results = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dhidden [T, H] (under sequence parallelism [T / P, H]), dweight [V, H] and dbias [V]."""
+"""dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V]."""
 
 Outputs = tuple[Tensor | None, ...]
 """``Metrics`` and, behind them, scalars that only an ``ExtraSchedule`` has."""
@@ -41,7 +42,7 @@ class Needs(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients in the caller's order: [T] each, the loss's also a scalar."""
+    """Upstream gradients in the caller's order: [T_all] each, the loss's also a scalar."""
 
     loss: Tensor | None
     lse: Tensor | None = None
@@ -54,13 +55,14 @@ class Upstream(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, flat: T tokens, or T / P of hidden if it is split by token."""
+    """The tensors of a call, flat: hidden is of T_all tokens, or T_all / P if it is split."""
 
-    hidden: Tensor  # [T or T / P, H]
+    hidden: Tensor  # [T_all or T_all / P, H]
     weight: Tensor  # [V and padding, H]
     bias: Tensor | None  # [V and padding]
     labels: Tensor  # [T] int64, in the order of the pieces
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
+    places: Tensor | None = None  # [T] int64, with max_counted: of these tokens among T_all
 
 
 class Accumulator(NamedTuple):
@@ -73,7 +75,7 @@ class Accumulator(NamedTuple):
 class Metrics(NamedTuple):
     """What one pass over the logits yields besides the loss; None if not asked for."""
 
-    lse: Tensor | None = None  # [T], as the next three
+    lse: Tensor | None = None  # [T_all] for the caller, as the next three
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
@@ -145,6 +147,7 @@ class Call:
     options: LossOptions
     dtype: torch.dtype  # of hidden, weight and bias
     T: int
+    T_all: int  # tokens of the caller
     vocab_start_index: int  # of this rank's rows
     V: int  # this rank's rows below vocab_size
     vocab_size: int  # of all ranks, without padding

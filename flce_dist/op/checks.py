@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.kernels.eager_rows import counts
 from flce_dist.op.call import extra_schedule
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
@@ -237,15 +238,25 @@ def check_impl(impl: str, hidden: Tensor) -> None:
         )
 
 
-def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_labels(
+    labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions
+) -> None:
     """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
 
-    Labels on a GPU are not read here, because the host must not wait for the device. There the
-    kernels assert it, see ``kernels.label_logit``.
+    With ``max_counted`` only those that count, and their number. Labels on a GPU are not read here,
+    because the host must not wait for the device. There the kernels assert it, see
+    ``kernels.label_logit`` and ``kernels.counted_tokens``.
     """
     if labels.is_cuda:
         return
-    bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+    ignore_index, most = options.ignore_index, options.max_counted
+    counted = counts(labels, None if most is None else token_weight, ignore_index)
+    if most is not None and int(counted.sum()) > most:
+        number = f"{int(counted.sum())} whose label is not ignore_index and whose weight is not 0"
+        raise ValueError(
+            f"max_counted must be at least the tokens that count, {number}, got {most}"
+        )
+    bad = ((labels < 0) | (labels >= vocab_size)) & counted
     if bad.any():
         where = int(bad.to(torch.uint8).argmax())
         raise ValueError(

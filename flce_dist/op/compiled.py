@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.op import checks
 from flce_dist.op.autograd import run_backward, run_forward
 from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
 from flce_dist.op.gradients import NewDweight
-from flce_dist.op.prepare import Arguments, prepare
+from flce_dist.op.prepare import Arguments, counted_operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
@@ -24,7 +23,7 @@ _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 
 def _schema(name: str, declared: Declared) -> str:
     kind = _TYPES[declared.kind] + "?" * declared.optional
-    if name == "max_logits_bytes":  # torch.compile may make it symbolic
+    if name in ("max_logits_bytes", "max_counted"):  # torch.compile may make them symbolic
         kind = f"Sym{kind.capitalize()}"
     return f"{kind} {name}"
 
@@ -91,7 +90,7 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
 def _forward(hidden, weight, labels, bias, token_weight, *spec):
     """Return the loss, metrics if asked for, then what is saved."""
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    checks.check_labels(operands.labels, call.vocab_size, call.options.ignore_index)
+    operands = counted_operands(call, operands)
     needs, shape = spec[-1], labels.shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
@@ -130,6 +129,7 @@ def _backward(
 ):
     """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    operands = counted_operands(call, operands)
     needs = spec[-1]
     given = (dloss, dlse, dlogprob, dentropy)
     upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in given))

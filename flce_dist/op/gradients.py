@@ -20,6 +20,7 @@ from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Accumulator, Call, Operands, Results, Upstream
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather, TokenSum
+from flce_dist.parallel.counted import chosen
 
 
 class NewDweight(NamedTuple):
@@ -54,7 +55,8 @@ def row_gradient(
 ) -> RowGradient:
     """Return the factors of dlogits; the gradient of metrics with entropy needs ``entropy`` [T]."""
     dloss, *dmetrics = (
-        g if g is None or g.dim() == 0 else call.order.permuted(g) for g in upstream
+        g if g is None or g.dim() == 0 else call.order.permuted(chosen(g, operands.places))
+        for g in upstream
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)
@@ -112,7 +114,7 @@ class Gradients:
         """Allocate the gradients that the call needs; dweight is the accumulator's."""
         weight, dhidden, dweight, dbias, accumulates = operands.weight, None, None, None, False
         if call.needs.hidden:
-            dhidden = _sum_of_dhidden(call, weight)
+            dhidden = _sum_of_dhidden(call, operands)
         if accumulator is not None:
             dweight, accumulates = accumulator
             if not accumulates and call.V < len(weight):
@@ -221,8 +223,9 @@ class Gradients:
         return dhidden, self.dweight, dbias
 
 
-def _sum_of_dhidden(call: Call, weight: Tensor) -> TokenSum:
+def _sum_of_dhidden(call: Call, operands: Operands) -> TokenSum:
     """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
+    weight = operands.weight
     in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
     return transport.token_sum(
         (call.T, weight.shape[1]),
@@ -231,6 +234,8 @@ def _sum_of_dhidden(call: Call, weight: Tensor) -> TokenSum:
         call.order,
         call.tp_group if call.reduces_dhidden else None,
         sequence_parallel=call.options.sequence_parallel,
+        places=operands.places,
+        T_all=call.T_all,
     )
 
 

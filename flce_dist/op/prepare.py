@@ -114,6 +114,22 @@ def prepare(
     )
 
 
+def counted_operands(call: Call, operands: Operands) -> Operands:
+    """Check labels; with max_counted choose T tokens, among them all that count.
+
+    hidden stays that of T_all tokens: ``transport.gather`` takes the rows at ``places``.
+    """
+    options, labels, token_weight = call.options, operands.labels, operands.token_weight
+    checks.check_labels(labels, token_weight, call.vocab_size, options)
+    if options.max_counted is None:
+        return operands
+    with torch.cuda.device_of(labels):
+        places, labels, token_weight = call.kernels.counted_tokens(
+            labels, token_weight, call.T, ignore_index=options.ignore_index
+        )
+    return operands._replace(labels=labels, token_weight=token_weight, places=places)
+
+
 def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Any:
     """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
     group = arguments.tp_group
@@ -151,7 +167,8 @@ def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool
     return Call(
         options=options,
         dtype=hidden.dtype,
-        T=labels.numel(),
+        T=_computed_tokens(labels, options),
+        T_all=labels.numel(),
         vocab_start_index=start,
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
@@ -164,12 +181,18 @@ def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool
     )
 
 
+def _computed_tokens(labels: Tensor, options: LossOptions) -> int:
+    T = labels.numel()
+    return T if options.max_counted is None else torch.sym_min(T, options.max_counted)
+
+
 def _plan(
     arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
 ) -> tuple[Schedule, TokenOrder]:
     """Return the schedule, and the order of tokens that follows from its pieces."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
-    T, (V, H), itemsize = arguments.labels.numel(), weight.shape, weight.element_size()
+    T, (V, H) = _computed_tokens(arguments.labels, options), weight.shape
+    itemsize = weight.element_size()
     if options.vocab_range is not None:
         V = -(-(options.vocab_size or 0) // P)
     elif options.vocab_size is not None:
@@ -177,7 +200,8 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    P = P if known and options.sequence_parallel else 1
+    in_pieces = known and options.sequence_parallel and options.max_counted is None
+    P = P if in_pieces else 1
     extra = extra_schedule(options.schedule)
     schedule: Any = options.schedule if extra is None else "recompute"
     chosen: Schedule = plan(

@@ -11,6 +11,7 @@ from flce_dist.kernels.shard_logits import ShardLogits, part_of
 from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
 from flce_dist.op.call import Call, Metrics, Operands
 from flce_dist.parallel import collectives, transport
+from flce_dist.parallel.counted import put_back
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
@@ -25,8 +26,10 @@ class Pass:
     """
 
     def __init__(self, call: Call, operands: Operands):
-        self.call, self.token_weight = call, operands.token_weight
-        self.gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+        self.call, self.token_weight, self.places = call, operands.token_weight, operands.places
+        self.gather = transport.gather(
+            operands.hidden, call.order, call.sequence_group, operands.places
+        )
         self.logits = shard_logits(call, operands, self.gather.tokens)
         self.norm = _loss_norm(call, operands)
 
@@ -111,13 +114,16 @@ class Pass:
         call = self.call
         loss = losses[0] if len(losses) == 1 else torch.cat(losses)
         loss = call.order.restored(loss)  # the order decides the bits of a sum
-        if call.options.reduction != "none":
+        if call.options.reduction == "none":
+            loss = put_back(loss, self.places, call.T_all)
+        else:
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:
             return loss, Metrics()
         parts = zip(*metrics, strict=True)
         # Copies, also of one chunk: what an operator returns must not be what it saves.
-        lse, logprob, entropy, correct = (call.order.restored(torch.cat(part)) for part in parts)
+        ordered = (call.order.restored(torch.cat(part)) for part in parts)
+        lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in ordered)
         return loss, Metrics(lse, logprob, entropy, correct)
 
 

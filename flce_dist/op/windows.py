@@ -131,7 +131,9 @@ class Windows(Sizes):
             call.options.vocab_range is not None and self.limit is not None  # the larger shards
         )
         if call.needs.weight or call.options.with_metrics or some_recompute:
-            gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+            gather = transport.gather(
+                operands.hidden, call.order, call.sequence_group, operands.places
+            )
             gather.start_all()
             logits = shard_logits(call, operands, gather.tokens)
 

@@ -7,6 +7,7 @@ At a group's first call it also checks that the ranks have the same tokens.
 import os
 import socket
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from flce_dist.parallel.collectives import (
     TokenGather,
     TokenSum,
     gather_tokens,
+    group_size,
 )
+from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peer_memory import PeerMemory
@@ -30,8 +33,19 @@ from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.replay import issued
 
 
-def gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None) -> TokenGather:
-    """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``."""
+def gather(
+    x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None, places: Tensor | None = None
+) -> TokenGather:
+    """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``.
+
+    With ``places`` it is of the tokens there, and all of them have arrived.
+    """
+    if places is not None:
+        if group is not None:
+            x = gather(x, _at_once(group, group_size(group) * len(x)), group).wait_all()
+        gathered = TokenGather(chosen(x, places), order)
+        gathered.owns_tokens = True
+        return gathered
     if group is None:
         return TokenGather(x, order)
     return issued(_gather, x, order, group)
@@ -52,11 +66,23 @@ def token_sum(
     group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool,
+    places: Tensor | None = None,
+    T_all: int = 0,
 ) -> TokenSum:
     """Return the sum of [T, H] over ranks, with a buffer for this rank's share.
 
-    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
+    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens. With
+    ``places`` these are the places of the share's tokens among ``T_all``, which the sum has.
     """
+    if places is not None:
+        new_sum = partial(
+            token_sum, dtype=dtype, device=device, group=group, sequence_parallel=sequence_parallel
+        )
+        if group is None or not sequence_parallel:
+            return SumPutBack(new_sum(shape, order=order), places, T_all)
+        whole = partial(new_sum, (T_all, shape[1]), order=_at_once(group, T_all))
+        share = torch.empty(shape, dtype=dtype, device=device)
+        return PutBackAndScattered(share, places, whole)
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
     return issued(_token_sum, shape, dtype, device, order, group, sequence_parallel)
@@ -73,6 +99,10 @@ def _token_sum(
     return (
         CollectiveScatter(share, order, group) if sequence_parallel else CollectiveSum(share, group)
     )
+
+
+def _at_once(group: dist.ProcessGroup, T: int) -> TokenOrder:
+    return TokenOrder(group_size(group), ((0, T),))
 
 
 _have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

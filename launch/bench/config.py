@@ -21,7 +21,7 @@ from flce_dist.launch.yaml_config import (
     from_command_line,
     require,
 )
-from flce_dist.options import COUNT, POSITIVE, Schedule
+from flce_dist.options import COUNT, POSITIVE, UNIT, Schedule
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -43,6 +43,8 @@ class RunSpec:
     """Hidden is split by token over the ranks; one rank holds all of it."""
     filter_eps: Annotated[float | None, BELOW_1] = None
     """Of ours. It pays on the head of a trained model."""
+    max_counted: bool = False
+    """Of ours: it is told how many tokens count."""
 
     @property
     def is_ours(self) -> bool:
@@ -64,6 +66,8 @@ class RunSpec:
             words.append("SP")
         if self.filter_eps is not None:
             words.append(f"eps {self.filter_eps:.2g}")
+        if self.max_counted:
+            words.append("max_counted")
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -79,6 +83,8 @@ class ShapeSpec:
     dtype: Dtype = "bf16"
     flagged: Annotated[int, SEED] = 0
     """Tokens, evenly spread, whose label is so unlikely that their logits are computed twice."""
+    counted: Annotated[float, UNIT] = 1.0
+    """Share of the tokens that count; the others are ignored, by chance."""
     runs: tuple[RunSpec, ...] = ()
     """Runs at this shape in place of the common ones."""
 
@@ -89,7 +95,8 @@ class ShapeSpec:
     @property
     def name(self) -> str:
         flagged = f" flagged={self.flagged}" if self.flagged else ""
-        return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}"
+        counted = f" counted={self.counted:g}" if self.counted < 1 else ""
+        return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}{counted}"
 
 
 @dataclass(frozen=True)
@@ -213,5 +220,7 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         is_auto = run.is_ours and run.schedule == "auto"
         filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
         require(run.filter_eps is None or is_auto, filter_eps)
+        told = f"max_counted is an option of {' and '.join(OURS)}, got {run.name!r}"
+        require(run.is_ours or not run.max_counted, told)
         if run.sequence_parallel:
             require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

@@ -96,6 +96,8 @@ class Measured:
             "max_logits_bytes": run.max_logits_bytes,
             "impl": run.impl,
         }
+        if run.max_counted:
+            options["max_counted"] = max(1, int(self.problem.counted.sum()))
         if run.filter_eps is not None:
             options["schedule"] = filtered.schedule(run.filter_eps)
             found: Any = linear_cross_entropy_with_metrics(

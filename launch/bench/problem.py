@@ -23,6 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHUNK_BYTES = 1 << 30
 """Of fp64 logits held at a time; a few temporaries of that size come on top."""
 HEAD_T = 8192
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Problem:
     @property
     def rank(self) -> int:
         return rank_and_size(self.tp_group)[0]
+
+    @property
+    def counted(self) -> Tensor:
+        """[T] bool: which tokens are not ignored."""
+        return self.labels != IGNORED
 
     @property
     def shape(self) -> ShapeSpec:
@@ -101,6 +107,9 @@ def make_problem(shape: ShapeSpec, device: torch.device, seed: int, tp_group: Gr
         column, mine = problem.column_of_label(t)
         of_label = reduced(weight[column].float() * mine[:, None], tp_group)
         hidden[t] = (of_label * (-100 / (shape.H * 0.02**2))).to(dtype)
+    if shape.counted < 1:
+        generator.manual_seed(seed - 1)
+        labels[torch.rand(shape.T, **common) >= shape.counted] = IGNORED
     return problem
 
 
@@ -129,6 +138,7 @@ def load_head(path: Path, widen: int) -> Problem:
 def make_truth(problem: Problem, *, gradients: bool) -> Truth:
     """Compute the mean loss and, if asked for, its gradients."""
     T, rows, group = len(problem.labels), len(problem.weight), problem.tp_group
+    n = max(1, int(problem.counted.sum()))
     weight = problem.weight.double()
     loss = torch.zeros((), dtype=torch.float64, device=weight.device)
     dhidden = torch.empty_like(problem.hidden, dtype=torch.float64) if gradients else None
@@ -143,12 +153,13 @@ def make_truth(problem: Problem, *, gradients: bool) -> Truth:
         top = reduced(z.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
         z.sub_(top).exp_()
         total = reduced(z.sum(1, keepdim=True), group)
-        loss += (top + total.log() - label_logit).sum()
+        counted = problem.counted[tokens, None]
+        loss += ((top + total.log() - label_logit) * counted).sum()
         if dhidden is not None and dweight is not None:
-            z.div_(total).scatter_add_(1, column, -mine.double())  # now the logits' gradient, T dz
-            dhidden[tokens] = reduced(z @ weight, group) / T
-            dweight.addmm_(z.T, hidden, alpha=1 / T)
-    return Truth(loss.item() / T, dhidden, dweight)
+            z.div_(total).scatter_add_(1, column, -mine.double()).mul_(counted)  # n dz
+            dhidden[tokens] = reduced(z @ weight, group) / n
+            dweight.addmm_(z.T, hidden, alpha=1 / n)
+    return Truth(loss.item() / n, dhidden, dweight)
 
 
 def errors_of(

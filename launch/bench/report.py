@@ -59,6 +59,8 @@ class Record:
     filter_eps: float | None = None
     kept_share: float | None = None  # of the tiles
     rank_one_mass: float | None = None  # of the probabilities
+    counted: float = 1.0  # share of the tokens that are not ignored
+    max_counted: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, str]:
@@ -92,6 +94,7 @@ def _make_record(
     run, is_floor = found.run, found.run.impl in FLOORS
     given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
+    given["counted"] = shape.counted
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
     if found.failure is not None:

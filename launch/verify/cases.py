@@ -38,6 +38,7 @@ class Variant:
     metrics: bool = False
     padding: int = 0  # rows of the weight beyond the vocabulary
     uneven: bool = False  # shards of different lengths, given by vocab_range
+    counted: bool = False  # most tokens are ignored, and max_counted says how many are not
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
 
     @property
@@ -87,6 +88,8 @@ def variants() -> list[Variant]:
         Variant("metrics", metrics=True),
         Variant("padded vocabulary", padding=5),
         Variant("uneven shards", uneven=True),
+        Variant("max_counted", counted=True, token_weight=True),
+        Variant("max_counted", "none", counted=True, metrics=True, bias=True, uneven=True),
         Variant(
             "many together", "none", options=(smoothing, z_loss, scale), bias=True,
             token_weight=True, metrics=True, padding=5, uneven=True,

@@ -102,6 +102,7 @@ def _results(
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
+        max_counted=int((data.labels != -100).sum()) if case.variant.counted else None,
         impl=impl,
         **leaves,
         **_options(case.variant, data),

@@ -1,0 +1,59 @@
+"""With max_counted only some tokens are computed: those at ``places``.
+
+``places`` [T] int64 are those of T tokens among T_all, each once. P ranks, H hidden size.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flce_dist.parallel.collectives import TokenSum
+
+
+def chosen(x: Tensor, places: Tensor | None) -> Tensor:
+    """Return [T, ...] of [T_all, ...]; x itself if all tokens are computed."""
+    return x if places is None else x.index_select(0, places)
+
+
+def put_back(x: Tensor, places: Tensor | None, T_all: int) -> Tensor:
+    """Return [T_all, ...] with the rows of x [T, ...] at their places, and 0 elsewhere."""
+    if places is None:
+        return x
+    return x.new_zeros(T_all, *x.shape[1:]).index_copy_(0, places, x)
+
+
+class SumPutBack(TokenSum):
+    """The sum of [T, H] over ranks, put back into [T_all, H]."""
+
+    def __init__(self, of_chosen: TokenSum, places: Tensor, T_all: int):
+        super().__init__(of_chosen.tokens)
+        self._of_chosen, self._places, self._T_all = of_chosen, places, T_all
+
+    def start(self, first: int, last: int) -> None:
+        self._of_chosen.start(first, last)
+
+    def wait(self) -> Tensor:
+        return put_back(self._of_chosen.wait(), self._places, self._T_all)
+
+
+class PutBackAndScattered(TokenSum):
+    """Shares [T, H] put back into [T_all, H], and their sum over ranks: [T_all / P, H].
+
+    The sum, which ``new_sum`` makes, starts with the last of the T tokens.
+    """
+
+    def __init__(self, tokens: Tensor, places: Tensor, new_sum: Callable[[], TokenSum]):
+        super().__init__(tokens)
+        self._places, self._new_sum = places, new_sum
+
+    def start(self, first: int, last: int) -> None:
+        if last < len(self.tokens):
+            return
+        self._whole = self._new_sum()
+        self._whole.acquire()
+        whole = self._whole.tokens
+        whole.zero_().index_copy_(0, self._places, self.tokens)
+        self._whole.start(0, len(whole))
+
+    def wait(self) -> Tensor:
+        return self._whole.wait()
