@@ -19,6 +19,7 @@ from tests.problems import (
     assert_same,
     make_inputs,
     metric_upstream,
+    on_a_gpu,
     per_token_upstream,
     run_op,
 )
@@ -66,12 +67,13 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [(case, torch.float32) for case in CASES]
     + [(case, torch.float16) for case in ("cached", "in_forward", "filtered")],
 )
-def test_one_rank(programs: list[Any], case: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("impl", ["triton", on_a_gpu])
+def test_one_rank(programs: list[Any], impl: str, case: str, dtype: torch.dtype) -> None:
     upstream, options = CASES[case]
 
     def outcome(seed: int) -> Outcome:
         inputs = make_inputs(T, V, H, dtype, seed=seed, bias=True, token_weight=True)
-        return run_op(inputs, upstream, impl="triton", **options)
+        return run_op(inputs, upstream, impl=impl, **options)
 
     seen, recorded = outcome(0), outcome(1)
     assert not programs
