@@ -251,11 +251,9 @@ def check_labels(
         return
     ignore_index, most = options.ignore_index, options.max_counted
     counted = counts(labels, None if most is None else token_weight, ignore_index)
-    if most is not None and int(counted.sum()) > most:
-        number = f"{int(counted.sum())} whose label is not ignore_index and whose weight is not 0"
-        raise ValueError(
-            f"max_counted must be at least the tokens that count, {number}, got {most}"
-        )
+    n = int(counted.sum())
+    if most is not None and n > most:
+        raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")
     bad = ((labels < 0) | (labels >= vocab_size)) & counted
     if bad.any():
         where = int(bad.to(torch.uint8).argmax())
