@@ -6,6 +6,7 @@ does not specialise on runs what that one compiled.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ FOLLOW_T = ("T", "T_all", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
 no multiple of 16 compiles nothing anew."""
 
+_compiling = threading.Lock()  # a thread could run what another has begun to load
 _MOST_KNOWN = 1024  # launches of one kernel that are remembered
 
 
@@ -63,9 +65,11 @@ class Kernel:
         known = self._known.get(key)
         if known is None:
             warmup = functools.partial(self.jit.warmup, grid=grid)
-            compiled = self._as_triton(warmup, constexprs, *args)
-            if compiled is None:  # a hook of Triton's has looked at it
-                return
+            with _compiling:
+                compiled = self._as_triton(warmup, constexprs, *args)
+                if compiled is None:  # a hook of Triton's has looked at it
+                    return
+                assert compiled.run is not None  # loads it
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             rest = tuple(constexprs[name] for name in self._names[len(args) :])

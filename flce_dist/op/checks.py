@@ -39,10 +39,11 @@ def _checked_once(*_: type, **given: Any) -> LossOptions:
 
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
-    plain, extra = dict(vars(options)), extra_schedule(options.schedule)
-    for name, declared in DECLARED.items():
-        if extra is None or name != "schedule":
-            plain[name] = _value(name, plain[name], declared)
+    given, extra = vars(options), extra_schedule(options.schedule)
+    plain = {
+        name: given[name] if extra and name == "schedule" else _value(name, given[name], declared)
+        for name, declared in DECLARED.items()
+    }
     options = LossOptions(**plain)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
