@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -115,7 +114,9 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     token = torch.empty(T)
     stats = TokenStats(token, token, token)
     kept, _ = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
-    sample = torch.zeros(SAMPLE, dtype=torch.int64)
+    gathered = logits.labels if main_grad else None
+    sample = filter_gpu.profile_sample(logits.labels, token, gathered, ignore_index=-100)
+    sample.zero_()  # no kernel has written it
     q = filter_gpu.tile_profile(logits, token, kept, sample)
     filter_gpu.tile_means(q, weight)
     lists = filter_gpu.tile_lists(kept, 2 * len(kept))

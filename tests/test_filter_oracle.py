@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from flce_dist import filtered
-from flce_dist.filtered import gradients
 from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V, sampled_tokens
 from flce_dist.kernels.filtered import tiles
-from flce_dist.parallel.token_order import TokenOrder
+from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import filtered_gradients, zipf_inputs
-from tests.problems import IGNORE, Upstream, run_op, run_reference
+from tests.problems import IGNORE, Upstream, both, run_op, run_reference
 from tests.test_filtered import EPS
 
 
@@ -87,11 +86,15 @@ def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 100_003])
-def test_each_run_of_counted_tokens_gives_one(n: int) -> None:
+@both
+def test_each_run_of_counted_tokens_gives_one(impl: str, n: int) -> None:
     """All tokens while they are few; never one twice."""
     counted = torch.zeros(2 * n + 3, dtype=torch.bool)
     counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(n))[:n]] = True
-    found = gradients.profile_sample(counted, TokenOrder(1, ((0, len(counted)),)))
+    labels, scale = torch.zeros_like(counted).long(), torch.ones(len(counted))
+    others = (~counted).nonzero().squeeze(1)
+    labels[others[::2]], scale[others[1::2]] = -100, 0.0
+    found = filter_kernels_of(impl).profile_sample(labels, scale, None, ignore_index=-100)
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered.interface import filter_kernels_of
-from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import (
@@ -40,7 +39,6 @@ from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.op.windows import Windows, WindowsSaved
 from flce_dist.options import ExtraSchedule, LossOptions
 from flce_dist.parallel import collectives, transport
-from flce_dist.parallel.token_order import TokenOrder
 
 
 class FilteredSaved(NamedTuple):
@@ -229,7 +227,13 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     kernels, weight = filter_kernels_of(call.impl), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
-    sample = profile_sample(logits.counted & (rows.scale != 0), call.order)
+    order = call.order
+    sample = kernels.profile_sample(
+        order.restored(logits.labels),
+        order.restored(rows.scale),
+        order.gathered(call.T, logits.labels.device),
+        ignore_index=logits.ignore_index,
+    )
     dbias = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]
@@ -270,19 +274,3 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if rows.uniform is not None:
             dbias += rows.uniform.sum()
         dbias /= call.options.logit_scale
-
-
-def profile_sample(counted: Tensor, order: TokenOrder) -> Tensor:
-    """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
-
-    ``counted`` [T] bool says which may be taken: in the caller's order, the same for any number of
-    ranks, as ``oracle.py`` says. Places that move by the golden ratio share no period with
-    sequences or masks. Integers, so all ranks find the same tokens.
-    """
-    ordinal = order.restored(counted).cumsum(0)
-    n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=counted.device)
-    first = i * n // n.clamp(1, SAMPLE)
-    place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
-    token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
-    gathered = order.restored(torch.arange(len(counted), device=counted.device))
-    return F.pad(gathered, (0, 1), value=-1).index_select(0, token)

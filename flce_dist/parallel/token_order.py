@@ -49,6 +49,13 @@ class TokenOrder:
             return x
         return torch.cat([x[start:end].view(self.P, -1) for start, end in self.pieces], 1).flatten()
 
+    def gathered(self, T: int, device: torch.device) -> Tensor | None:
+        """Return the place of each of the caller's tokens among the gathered ones.
+
+        [T] int64; None if they have one order.
+        """
+        return None if self._is_callers else self.restored(torch.arange(T, device=device))
+
     @property
     def _is_callers(self) -> bool:
         return self.P == 1 or len(self.pieces) <= 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import dlogits, windows, write_at_labels
-from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
@@ -58,6 +58,20 @@ def kept_tiles(
     kept = padded.view(J, blocks, TILE_T).any(2).T.contiguous()
     exact = _of_tokens(kept, logits.T).T | ~counted
     return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
+
+
+def profile_sample(
+    labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
+) -> Tensor:
+    """Return [SAMPLE] int64: gathered tokens, -1 after the last."""
+    ordinal = ((labels != ignore_index) & (scale != 0)).cumsum(0)
+    n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
+    first = i * n // n.clamp(1, SAMPLE)
+    place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
+    token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
+    if gathered is None:
+        gathered = torch.arange(len(labels), device=labels.device)
+    return F.pad(gathered, (0, 1), value=-1).index_select(0, token)
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:

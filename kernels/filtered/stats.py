@@ -22,6 +22,7 @@ from flce_dist.kernels.primitives import (
     logits_tile,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss import log_total_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.kernels.tuning import next_power_of_2
 
@@ -31,7 +32,8 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 @Kernel
 def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
-    labels_ptr, label_logit_ptr, lse_ptr,  # in:  [T] int64 (global ids), [T], [T] fp32
+    labels_ptr,  # in:  [T] int64, global ids
+    label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each
     kept_ptr, mass_ptr,  # out: [blocks, J] uint8, [J, T]
     T, V, J, num_stats,
     vocab_start_index, ignore_index, eps,
@@ -43,8 +45,10 @@ def _kept_tiles_kernel(
     mask_t = offs_t < T
     sums_ptr = stats_ptr + tl.cast(num_stats, tl.int64) * T
     column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-    lse = tl.load(lse_ptr + offs_t, mask=mask_t, other=0.0)
     label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
+    reference = tl.load(reference_ptr + offs_t, mask=mask_t, other=0.0)
+    others = tl.load(others_ptr + offs_t, mask=mask_t, other=0.0)
+    lse = reference + log_total_of(others, label_logit - reference)
     largest = tl.full((BLOCK_J, TILE_T), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_J, TILE_T), tl.float32)
     for i in tl.static_range(STATS):
@@ -169,7 +173,8 @@ def kept_tiles(
     BLOCK_J = 16
     _kept_tiles_kernel[(blocks, -(-J // BLOCK_J))](
         tiles,
-        logits.labels, stats.label_logit, stats.lse,
+        logits.labels,
+        stats.label_logit, stats.reference, stats.others,
         kept.view(torch.uint8), mass,
         T, V, J, tiles.shape[1],
         logits.vocab_start_index, logits.ignore_index, eps,

@@ -1,0 +1,78 @@
+"""Which tokens the profiles of tiles are taken from.  T = tokens."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.filtered.tiles import SAMPLE
+from flce_dist.kernels.kernel import Kernel
+
+_SAMPLE = tl.constexpr(SAMPLE)
+
+
+@triton.jit
+def _counts(labels_ptr, scale_ptr, start, T, ignore_index, BLOCK_T: tl.constexpr):
+    """Return which of BLOCK_T tokens may be taken, int64."""
+    offs_t = start + tl.arange(0, BLOCK_T)
+    label = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
+    scale = tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)
+    return ((label != ignore_index) & (scale != 0.0)).to(tl.int64)
+
+
+@Kernel
+def _sample_kernel(
+    labels_ptr, scale_ptr, gathered_ptr,  # in:  [T] int64, [T] fp32, [T] int64
+    sample_ptr,  # out: [SAMPLE] int64
+    T,
+    ignore_index,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A program takes those of its BLOCK_T tokens that are in the sample.
+
+    n tokens that count are cut into runs, as many as there are to be taken; run i gives one.
+    """
+    mine = tl.program_id(0) * BLOCK_T
+    before, n = tl.zeros((BLOCK_T,), tl.int64), tl.zeros((BLOCK_T,), tl.int64)
+    for start in range(0, T, BLOCK_T):
+        counted = _counts(labels_ptr, scale_ptr, start, T, ignore_index, BLOCK_T)
+        n += counted
+        before += tl.where(start < mine, counted, 0)
+    n = tl.sum(n, axis=0)
+    counted = _counts(labels_ptr, scale_ptr, mine, T, ignore_index, BLOCK_T)
+    ordinal = tl.sum(before, axis=0) + tl.cumsum(counted, axis=0) - 1
+    some = tl.maximum(n, 1)
+    runs = tl.minimum(some, _SAMPLE)
+    i = ((ordinal + 1) * runs - 1) // some
+    first, after = i * n // runs, (i + 1) * n // runs
+    place = ((after - first) * (((i + 1) * 0x9E3779B9) & 0xFFFFFFFF)) >> 32
+    token = (mine + tl.arange(0, BLOCK_T)).to(tl.int64)
+    taken = (counted != 0) & (ordinal == first + place)
+    if gathered_ptr is not None:
+        token = tl.load(gathered_ptr + token, mask=taken, other=0)
+    tl.store(sample_ptr + i, token, mask=taken)
+    if mine == 0:
+        offs = tl.arange(0, _SAMPLE).to(tl.int64)
+        tl.store(sample_ptr + offs, offs * 0 - 1, mask=offs >= n)
+
+
+def profile_sample(
+    labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
+) -> Tensor:
+    """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
+
+    labels [T] int64 and scale [T], which is 0 where a token may not be taken, are in the caller's
+    order, the same for any number of ranks, as ``oracle.py`` says; ``gathered`` [T] int64 are the
+    places in the order of gathered tokens, None if they are the same. Places in a run move by the
+    golden ratio, so they share no period with sequences or masks. Integers, so all ranks find the
+    same tokens.
+    """
+    sample = labels.new_empty(SAMPLE)
+    BLOCK_T = 2048
+    _sample_kernel[(max(1, -(-len(labels) // BLOCK_T)),)](
+        labels, scale, gathered,
+        sample,
+        len(labels),
+        ignore_index,
+        BLOCK_T=BLOCK_T, num_warps=8,
+    )  # fmt: skip
+    return sample
