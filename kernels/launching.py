@@ -3,13 +3,10 @@
 Used by ``linear_stats``, ``rescue`` and ``dlogits``. T = tokens, V = vocabulary rows here.
 """
 
-import functools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flce_dist.kernels import tuning
@@ -39,11 +36,11 @@ class TileLaunch:
     V: int
     group_v: int
 
-    @cached_property
+    @property
     def num_v(self) -> int:
         return -(-self.V // self.config.BLOCK_V)
 
-    @cached_property
+    @property
     def grid(self) -> tuple[int]:
         tiles = self.num_v * -(-self.T // self.config.BLOCK_T)
         return (min(self.programs, tiles),)
@@ -61,12 +58,12 @@ class TileLaunch:
         """x [T, V], which the kernel stores tile by tile."""
         return matrix(x, (self.config.BLOCK_T, self.config.BLOCK_V), self.tma)
 
-    @cached_property
+    @property
     def constexprs(self) -> dict[str, Any]:
         """Constexprs of ``logits_tile`` in a grid over all tiles, and launch options."""
         return {"TMA": self.tma, **vars(self.config)}
 
-    @cached_property
+    @property
     def listed_constexprs(self) -> dict[str, Any]:
         """The same in a grid over listed tiles."""
         return {name: x for name, x in self.constexprs.items() if name != "GROUP_T"}
@@ -87,20 +84,11 @@ def tile_launch(
         and fits_descriptor(weight)
         and (output is None or fits_descriptor(output))
     )
-    (T, _), V, stores = hidden.shape, weight.shape[0], output is not None
-    return _tile_launch(
-        *tuning.device_arch(hidden.device), hidden.dtype, T, V, logits.group_v, fits, stores
-    )
-
-
-@functools.lru_cache
-def _tile_launch(
-    arch: str, programs: int, dtype: torch.dtype, T: int, V: int, group_v: int | None,
-    fits: bool, stores: bool,
-) -> TileLaunch:  # fmt: skip
-    config = tuning.tile_config(arch, dtype.itemsize, T, stores)
-    tma, group_v = tuning.has_tma(arch) and fits, group_v or config.BLOCK_V
-    return TileLaunch(config, programs, tma, T, V, group_v)
+    arch, programs = tuning.device_arch(hidden.device)
+    T, V, itemsize = logits.T, logits.V, hidden.element_size()
+    config = tuning.tile_config(arch, itemsize, T, stores=output is not None)
+    tma = fits and tuning.has_tma(arch)
+    return TileLaunch(config, programs, tma, T, V, logits.group_v or config.BLOCK_V)
 
 
 def fits_descriptor(x: Tensor) -> bool:

@@ -1,20 +1,22 @@
-"""Launch a kernel in many ways, by ``Kernel`` and by ``triton.jit``; print where they differ.
+"""Launch a kernel by a program and by ``triton.jit``; print where the launches differ.
 
 Run by test_kernel.py, in a process in which triton compiles.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels.kernel import Kernel, Tiled
+from flce_dist.replay import replayed
 from tests.aot_compile import AbsentGpu
 
-Launch = tuple[Any, ...]
-noted: list[Launch] = []
+noted: list[tuple[Any, ...]] = []
 
 
 class Launcher:
@@ -28,7 +30,7 @@ class Launcher:
 
 
 class Utils:
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> Launch:
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return None, hash(binary), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -45,59 +47,45 @@ def add(x, y_ptr, out_ptr, T, n, scale, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
         z = tl.load(y_ptr + offs * n, mask=offs < T, other=0.0)
     else:
         z = offs.to(tl.float32)
-    tl.store(out_ptr + offs, z * scale + x.load([0, 0]).sum(), mask=offs < T)
-
-
-def changes() -> dict[str, Launch]:
-    """Arguments of a launch and, by name, the same with one of them changed."""
-    x, y = torch.empty(64, 64), torch.empty(64)
-
-    def args(
-        x: Any = x, block: int = 16, y: Any = y, out: Any = y, T: Any = 64, n: Any = 48,
-        scale: Any = 2.0, device: int = 90, grid: tuple[int, ...] = (4,), **constexprs: Any,
-    ) -> Launch:  # fmt: skip
-        described = Tiled(x, list(x.shape), list(x.stride()), [block, block])
-        constexprs = {"HAS_Y": y is not None, "BLOCK": 32, **constexprs}
-        return device, grid, (described, y, out, T, n, scale), constexprs
-
-    return {
-        "nothing": args(),
-        "values": args(x=torch.ones(64, 64), y=torch.ones(64)),
-        "shape and stride of a descriptor": args(x=torch.empty(32, 128)),
-        "block of a descriptor": args(block=32),
-        "dtype of a descriptor": args(x=torch.empty(64, 64, dtype=torch.bfloat16)),
-        "dtype": args(y=torch.empty(64, dtype=torch.bfloat16)),
-        "alignment": args(y=torch.empty(65)[1:]),
-        "absent tensor": args(y=None),
-        "T": args(T=63),
-        "T is 1": args(T=1),
-        "divisor of a number": args(n=47),
-        "a number is 1": args(n=1),
-        "a number of 64 bits": args(n=2**40),
-        "a float": args(scale=3.0),
-        "constexpr": args(BLOCK=64),
-        "launch option": args(num_warps=8),
-        "grid": args(grid=(2, 3)),
-        "device": args(device=80),
-    }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, TensorDescriptor) and isinstance(b, Tiled):
-        return all(same(getattr(a, name, x), x) for name, x in b._asdict().items())
-    return a is b or (not isinstance(a, torch.Tensor) and a == b)
+    tl.store(out_ptr + offs, z * scale[0] + x.load([0, 0]).sum(), mask=offs < T)
 
 
 def main() -> None:
     plain, ours = triton.jit(add, do_not_specialize=["T"]), Kernel(add)
-    for name, (device, grid, args, constexprs) in [*changes().items(), *changes().items()]:
-        triton.runtime.driver.set_active(NotingGpu(device))
-        noted.clear()
-        plain[grid](TensorDescriptor(*args[0][:4]), *args[1:], **constexprs)
-        ours[grid](*args, **constexprs)
-        expected, got = noted
-        if not all(map(same, expected, got)) or len(expected) != len(got):
-            print(f"{name}: other kernel or arguments")
+
+    def launch(x: Any, y: Any, out: Any, *numbers: Any, **constexprs: Any) -> None:
+        tiled = Tiled(x, list(x.shape), list(x.stride()), [16, 16])
+        ours[(4, 3)](tiled, y, out, *numbers, HAS_Y=y is not None, **constexprs)
+
+    x, y = torch.empty(64, 64), torch.empty(65)
+    cases = [
+        (device, (x, other, y[:64]), numbers, {"BLOCK": block, "num_warps": 4})
+        for device in (80, 90)
+        for block in (32, 64)
+        for other in (y[:64], y[1:], y.bfloat16(), None)
+        for numbers in ((64, 48, (2.0, None)), (63, 1, (3.0, None)), (1, 2**40, (2.0, 5)))
+    ]
+    programs: list[dict[Any, Any]] = [{} for _ in cases]
+    for repeat in range(3):
+        for of_case, (device, inputs, numbers, constexprs) in zip(programs, cases, strict=True):
+            triton.runtime.driver.set_active(NotingGpu(device))
+            noted.clear()
+            facts = device, *numbers, *constexprs.values()
+            replayed(of_case, facts, inputs, partial(launch, *inputs, *numbers, **constexprs))
+            described = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16])
+            has_y = inputs[1] is not None
+            plain[(4, 3)](described, *inputs[1:], *numbers, HAS_Y=has_y, **constexprs)
+            got, expected = noted
+            if len(got) != len(expected) or not all(map(same, expected, got)):
+                print(f"other kernel or arguments: {repeat}, {facts}, {inputs[1]}")
+    if not all(callable(program) for of_case in programs for program in of_case.values()):
+        print("not recorded")
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, TensorDescriptor):
+        return all(same(getattr(a, name), getattr(b, name)) for name in Tiled._fields[:4])
+    return a is b or (not isinstance(a, Tensor) and a == b)
 
 
 if __name__ == "__main__":
