@@ -34,7 +34,8 @@ from flce_dist.op.call import (
     Schedule,
     Upstream,
 )
-from flce_dist.op.gradients import Chunk, Gradients, dweight_factor, row_gradient
+from flce_dist.op.dlogits import Chunk
+from flce_dist.op.gradients import Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.op.windows import Windows, WindowsSaved
 from flce_dist.options import ExtraSchedule, LossOptions

@@ -245,8 +245,7 @@ def check_labels(
     """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
 
     With ``max_counted`` only those that count, and their number. Labels on a GPU are not read here,
-    because the host must not wait for the device. There the kernels assert it, see
-    ``kernels.label_logit`` and ``kernels.counted_tokens``.
+    because the host must not wait: ``label_logit`` and ``counted_tokens`` of the kernels assert it.
     """
     if labels.is_cuda:
         return

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
-from flce_dist.op.gradients import Chunk, Gradients, new_accumulator
+from flce_dist.op.dlogits import Chunk
+from flce_dist.op.gradients import Gradients, new_accumulator
 from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes

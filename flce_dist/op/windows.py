@@ -12,7 +12,8 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
-from flce_dist.op.gradients import Chunk, Gradients, row_gradient
+from flce_dist.op.dlogits import Chunk
+from flce_dist.op.gradients import Gradients, row_gradient
 from flce_dist.op.statistics import Pass, shard_logits
 from flce_dist.parallel import transport
 from flce_dist.parallel.vocab import INVARIANT_ROWS

@@ -1,0 +1,109 @@
+"""D of a chunk's windows: from forward's cache, converted from it, or computed again.
+
+T = tokens, V = real vocabulary rows here. Only as many columns of D exist as a window has.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.shard_logits import ShardLogits, part_of, rows_of
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.op.call import Call
+from flce_dist.parallel.collectives import TokenGather
+
+
+class Chunk(NamedTuple):
+    """Tokens ``first <= t < last`` whose statistics are known. Tensors hold these tokens only."""
+
+    tokens: tuple[int, int]
+    labels: Tensor
+    stats: TokenStats
+    rows: RowGradient
+    cache: ColumnCache
+    gather: TokenGather | None  # None where nothing needs hidden
+    logits: ShardLogits | None  # hidden may still be arriving
+    window_v: int  # columns of D that are computed, or converted, at a time
+
+
+class Window(NamedTuple):
+    """Columns ``start <= v < end`` of this shard, and their cached D, if any."""
+
+    start: int
+    end: int
+    cached: Tensor | None
+
+
+def split_columns(call: Call, chunk: Chunk) -> list[Window]:
+    """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
+    # A cache in the operands' dtype is used as it is; another is converted a window at a time.
+    cached_step = max(1, call.V) if chunk.cache.dtype == call.dtype else chunk.window_v
+    columns = chunk.cache.split(call.V, chunk.window_v, cached_step)
+    windows = [Window(*ends) for ends in columns]
+    return windows or [Window(0, 0, None)]
+
+
+def dlogits(
+    call: Call, chunk: Chunk, rows: RowGradient, windows: Sequence[Window]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``start, end`` and D [T, end - start] of each window, in the operands' dtype.
+
+    D that is not cached lies in one buffer, which the next window overwrites. Only recomputed
+    columns wait for hidden.
+    """
+    buffer = None
+    for start, end, cached in windows:
+        if cached is not None and not call.rescales_cache:
+            yield start, end, cached
+            continue
+        if buffer is None:
+            widest = max(window.end - window.start for window in windows)
+            buffer = new_window(len(chunk.labels), widest, call.dtype, chunk.labels.device)
+        d = part_of(buffer, 0, end - start)
+        if cached is not None:
+            _rescale(call, chunk, rows, cached, call.vocab_start_index + start, out=d)
+        elif start < end:
+            _recompute(call, chunk, rows, start, end, out=d)
+        yield start, end, d
+
+
+def _recompute(
+    call: Call, chunk: Chunk, rows: RowGradient, start: int, end: int, out: Tensor
+) -> None:
+    """Compute D of columns ``start <= v < end`` from the logits, token piece by token piece."""
+    assert chunk.logits is not None and chunk.gather is not None
+    for t in chunk.gather.arrivals(*chunk.tokens):
+        call.kernels.dlogits(
+            chunk.logits.tokens(t.start, t.stop).columns(start, end),
+            rows_of(rows.reference, t.start, t.stop),
+            rows_of(rows.label_value, t.start, t.stop),
+            tuple(rows_of(x, t.start, t.stop) for x in rows.affine),
+            out=rows_of(out, t.start, t.stop),
+        )
+
+
+def _rescale(
+    call: Call,
+    chunk: Chunk,
+    rows: RowGradient,
+    cached: Tensor,
+    vocab_start_index: int,
+    out: Tensor,
+) -> None:
+    """Multiply bf16 exponentials by the tokens' scales; in fp16 make them relative to lse."""
+    if call.is_from_lse:
+        change = (chunk.stats.reference - rows.reference).exp()
+    else:
+        (change,) = rows.affine
+    kernels, ignore_index = call.kernels, call.options.ignore_index
+    kernels.scale_rows(cached, change, chunk.labels, ignore_index=ignore_index, out=out)
+    kernels.write_label_value(
+        out,
+        chunk.labels,
+        rows.label_value,
+        vocab_start_index=vocab_start_index,
+        ignore_index=ignore_index,
+    )
