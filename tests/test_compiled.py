@@ -234,3 +234,14 @@ def test_two_ranks(ranks, name):
     for ours, expected in zip(*pairs, strict=True):
         for mine, right in zip(ours, expected, strict=True):
             assert relative_rms(mine, right) <= (1e-6 if name == "two heads" else 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+def test_a_weight_whose_memory_was_freed_before_backward(schedule):
+    """As FSDP2's reshard does."""
+    hidden, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+    step = torch.compile(partial(linear_cross_entropy, schedule=schedule), backend="aot_eager")
+    loss = step(hidden, weight, torch.arange(6) % 5)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight must not be resharded between forward and back"):
+        loss.backward()

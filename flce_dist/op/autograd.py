@@ -55,7 +55,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             )
         call = ctx.call
         if call.needs.weight:
-            _check_not_resharded(ctx.given())
+            check_not_resharded(ctx.given())
         # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
         accumulates = call.needs.weight and call.options.accumulate_dweight
         if accumulates and not torch_private.is_wanted(ctx.next_functions[1][0]):
@@ -72,7 +72,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return *gradients, *(None,) * 6
 
 
-def _check_not_resharded(weight: Tensor | None) -> None:
+def check_not_resharded(weight: Tensor | None) -> None:
     """Check that the caller's weight, if it still exists, has its memory.
 
     FSDP2's reshard frees it. What in_forward has saved would become the gradient of a parameter

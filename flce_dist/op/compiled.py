@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.op.autograd import run_backward, run_forward
+from flce_dist.op.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, counted_operands, prepare
@@ -131,6 +131,8 @@ def _backward(
     call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
     operands = counted_operands(call, operands)
     needs = spec[-1]
+    if needs[1]:
+        check_not_resharded(weight)
     given = (dloss, dlse, dlogprob, dentropy)
     upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in given))
     gradients: Results = (None, None, None)
