@@ -1,6 +1,7 @@
-"""A call is decided once for the same facts: no call gets the decision of another.
+"""A call is decided once for the same facts: no call gets the decision, or the replay, of another.
 
-Each case calls as usual, then with one thing changed, and compares with the changed call alone.
+Each case calls as usual until calls are replayed, then with one thing changed, and compares with
+the changed call alone.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from flce_dist import linear_cross_entropy
 from flce_dist.op import checks, prepare
 from flce_dist.testing import run_ranks
 
-T, H, V = 12, 16, 20
+T, H, V = 12, 16, 70
+IMPLS = "eager", "triton"
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
@@ -25,6 +27,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
         "labels": torch.randint(0, V, (T,)),
         "bias": torch.randn(V, requires_grad=True),
         "token_weight": torch.rand(T),
+        "impl": None,
     }
     return {**usual, **changed}
 
@@ -50,10 +53,11 @@ def same(a: Any, b: Any) -> bool:
 def check_decides_anew(changed: dict[str, Any], context: Any = contextlib.nullcontext) -> None:
     prepare.calls.clear()
     checks._checked_once.cache_clear()
-    usual = outcome(arguments())
+    impl = {"impl": changed["impl"]} if changed["impl"] in IMPLS else {}
+    usual, *_ = (outcome(arguments(**impl)) for _ in range(3))
     after = outcome(changed, context)
     decided = list(prepare.calls.values())
-    again = outcome(arguments())
+    again = outcome(arguments(**impl))
     prepare.calls.clear()
     checks._checked_once.cache_clear()
     alone = outcome(changed, context)
@@ -66,7 +70,7 @@ def check_decides_anew(changed: dict[str, Any], context: Any = contextlib.nullco
 FP64 = {
     name: x.detach().double().requires_grad_() if x.is_floating_point() else x
     for name, x in arguments().items()
-    if name != "token_weight"
+    if name not in ("token_weight", "impl")
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "dtype": FP64,
@@ -85,6 +89,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "layout": {"hidden": torch.ones(T, H).to_sparse().requires_grad_()},
     "device": {"hidden": torch.ones(T, H, device="meta", requires_grad=True)},
     "negated view": {"hidden": torch.randn(T, H, dtype=torch.complex64).conj().imag},
+    "strides of hidden": {"hidden": torch.randn(H, T).T.requires_grad_()},
+    "alignment": {"hidden": torch.randn(T * H + 1)[1:].view(T, H).requires_grad_()},
     "strides": {"weight": torch.randn(H, V).T.requires_grad_()},
     "a bool for a number": {"label_smoothing": False},
     "another type of group": {"tp_group": 0},
@@ -98,9 +104,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_argument(name: str) -> None:
-    changed = arguments(**CHANGES[name])
+def test_changed_argument(name: str, impl: str) -> None:
+    changed = arguments(**{"impl": impl, **CHANGES[name]})
     if name == "ignore_index=3":
         changed["labels"] = torch.full((T,), 3)
     check_decides_anew(changed)
