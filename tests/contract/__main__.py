@@ -29,7 +29,7 @@ def unpacked(release: str) -> Path:
     """Return a folder with the newest patch of a release of megatron-core."""
     folder = ROOT / "runs" / "contract" / release
     if not folder.exists():
-        options = "--quiet --no-deps --only-binary=:all: --python-version=3.12"
+        options = "-q --no-deps --only-binary=:all: --python-version=3.12 --ignore-requires-python"
         command = [sys.executable, "-m", "pip", "install", *options.split(), f"--target={folder}"]
         subprocess.run([*command, f"megatron-core=={release}.*"], check=True)
     return folder
