@@ -91,11 +91,14 @@ def gpt(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     initialize(at, cp=cp, pp=pp)
     if mtp:
         changes.update(mtp_num_layers=mtp, mtp_loss_scaling_factor=0.5)
+        # Or it has as many losses as an earlier model of this process had depths.
+        multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
     config = config_of(at, cp=cp, pp=pp, **changes)
     block = TransformerBlockSubmodules([layer_spec(ValuesOnly)], layer_norm=ParallelRMSNorm)
     depths = None
