@@ -85,7 +85,7 @@ def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
         assert relative_rms(actual[name], gradient) <= 1e-11, name
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 100_003])
+@pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 30_011])
 @both
 def test_each_run_of_counted_tokens_gives_one(impl: str, n: int) -> None:
     """All tokens while they are few; never one twice."""
