@@ -40,11 +40,9 @@ def _checked_once(*_: type, **given: Any) -> LossOptions:
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
     given, extra = vars(options), extra_schedule(options.schedule)
-    plain = {
-        name: given[name] if extra and name == "schedule" else _value(name, given[name], declared)
-        for name, declared in DECLARED.items()
-    }
-    options = LossOptions(**plain)
+    declarations = {k: x for k, x in DECLARED.items() if extra is None or k != "schedule"}
+    checked = {name: _value(name, given[name], x) for name, x in declarations.items()}
+    options = LossOptions(**{"schedule": options.schedule, **checked})
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but "
