@@ -13,7 +13,7 @@ from flce_dist.kernels.kernel import Kernel
 
 
 @triton.jit
-def _counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T: tl.constexpr):
+def counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T: tl.constexpr):
     """Return which of these tokens count, their labels and their weights."""
     mask = offs_t < T_all
     label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
@@ -42,10 +42,10 @@ def _counted_tokens_kernel(
     before = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, first, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
-        counted, _, _ = _counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T)
+        counted, _, _ = counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T)
         before += counted.to(tl.int32)
     offs_t = first + tl.arange(0, BLOCK_T)
-    counted, label, weight = _counts(
+    counted, label, weight = counts(
         labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T
     )
     ordinal = tl.sum(before, axis=0) + tl.cumsum(counted.to(tl.int32), axis=0)

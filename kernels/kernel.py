@@ -46,8 +46,8 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
         launch = partial(_as_triton, partial(self.jit[grid], **constexprs))
-        names = [param.name for param in getattr(self.jit, "params", ())]  # none if interpreted
-        if recorder() is not None and names:
+        if recorder() is not None and hasattr(self.jit, "params"):  # else it is interpreted
+            names = [param.name for param in self.jit.params]
             compiled = _as_triton(partial(self.jit.warmup, grid=grid, **constexprs), *args)
             if compiled is not None:  # else a hook of Triton's keeps it from compiling
                 device = driver.active.get_current_device()

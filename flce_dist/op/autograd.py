@@ -1,10 +1,11 @@
 """The autograd Function: what is saved, and when a schedule runs forward and backward."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
 from flce_dist.replay import replayed
+
+_T = TypeVar("_T")
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -92,9 +95,7 @@ def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]
     with _computing_on(operands.hidden):
         transport.check_same_labels(operands.labels, call.tp_group)
         issue = partial(call.schedule.forward, call, operands)
-        if call.impl != "triton":  # whose functions may read data
-            return issue()
-        return replayed(call.programs, "forward", operands, issue)
+        return _issued(call, "forward", operands, issue)
 
 
 def run_backward(
@@ -116,15 +117,18 @@ def run_backward(
         issue = partial(
             call.schedule.backward, call, operands, saved, upstream, accumulator, is_last=is_last
         )
-        if call.impl != "triton":
-            gradients = issue()
-        else:
-            inputs = *(operands or ()), *saved, *upstream, out
-            gradients = replayed(call.programs, (call.needs, adds, is_last), inputs, issue)
+        inputs = *(operands or ()), *saved, *upstream, out
+        gradients = _issued(call, (call.needs, adds, is_last), inputs, issue)
         dhidden, dweight, dbias = gradients
         if dweight is not None:
             dweight = sink.added(dweight) if accumulator is None else sink.closed(dweight)
         return dhidden, dweight, dbias
+
+
+def _issued(call: Call, facts: Any, inputs: Sequence[Tensor | None], issue: Callable[[], _T]) -> _T:
+    if call.impl != "triton":  # whose functions may read data
+        return issue()
+    return replayed(call.programs, facts, inputs, issue)
 
 
 def _computing_on(x: Tensor) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import dlogits, windows, write_at_labels
+from flce_dist.kernels.eager_rows import counts
 from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
@@ -64,7 +65,7 @@ def profile_sample(
     labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
 ) -> Tensor:
     """Return [SAMPLE] int64: gathered tokens, -1 after the last."""
-    ordinal = ((labels != ignore_index) & (scale != 0)).cumsum(0)
+    ordinal = counts(labels, scale, ignore_index).cumsum(0)
     n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
     first = i * n // n.clamp(1, SAMPLE)
     place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31

@@ -1,22 +1,13 @@
 """Which tokens the profiles of tiles are taken from.  T = tokens."""
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.counted_tokens import counts
 from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.kernels.kernel import Kernel
 
 _SAMPLE = tl.constexpr(SAMPLE)
-
-
-@triton.jit
-def _counts(labels_ptr, scale_ptr, start, T, ignore_index, BLOCK_T: tl.constexpr):
-    """Return which of BLOCK_T tokens may be taken, int64."""
-    offs_t = start + tl.arange(0, BLOCK_T)
-    label = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
-    scale = tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)
-    return ((label != ignore_index) & (scale != 0.0)).to(tl.int64)
 
 
 @Kernel
@@ -34,19 +25,21 @@ def _sample_kernel(
     mine = tl.program_id(0) * BLOCK_T
     before, n = tl.zeros((BLOCK_T,), tl.int64), tl.zeros((BLOCK_T,), tl.int64)
     for start in range(0, T, BLOCK_T):
-        counted = _counts(labels_ptr, scale_ptr, start, T, ignore_index, BLOCK_T)
-        n += counted
-        before += tl.where(start < mine, counted, 0)
+        offs_t = start + tl.arange(0, BLOCK_T)
+        counted, _, _ = counts(labels_ptr, scale_ptr, offs_t, T, ignore_index, BLOCK_T)
+        n += counted.to(tl.int64)
+        before += tl.where(start < mine, counted.to(tl.int64), 0)
     n = tl.sum(n, axis=0)
-    counted = _counts(labels_ptr, scale_ptr, mine, T, ignore_index, BLOCK_T)
-    ordinal = tl.sum(before, axis=0) + tl.cumsum(counted, axis=0) - 1
+    offs_t = mine + tl.arange(0, BLOCK_T)
+    counted, _, _ = counts(labels_ptr, scale_ptr, offs_t, T, ignore_index, BLOCK_T)
+    ordinal = tl.sum(before, axis=0) + tl.cumsum(counted.to(tl.int64), axis=0) - 1
     some = tl.maximum(n, 1)
     runs = tl.minimum(some, _SAMPLE)
     i = ((ordinal + 1) * runs - 1) // some
     first, after = i * n // runs, (i + 1) * n // runs
     place = ((after - first) * (((i + 1) * 0x9E3779B9) & 0xFFFFFFFF)) >> 32
-    token = (mine + tl.arange(0, BLOCK_T)).to(tl.int64)
-    taken = (counted != 0) & (ordinal == first + place)
+    token = offs_t.to(tl.int64)
+    taken = counted & (ordinal == first + place)
     if gathered_ptr is not None:
         token = tl.load(gathered_ptr + token, mask=taken, other=0)
     tl.store(sample_ptr + i, token, mask=taken)
