@@ -138,7 +138,10 @@ def linear_stats(
         sums.zero_()
         return
     segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
-    part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
+    if tiles is not None and tiles.is_contiguous() and segment[1:] == (tiles.shape[1], 2):
+        part = tiles
+    else:
+        part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
     for start, end, window in cache.split(V, segment.columns, segment.columns):
         here = logits.columns(start, end)
         launch = tile_launch(here, window)
@@ -156,7 +159,7 @@ def linear_stats(
             GROUP_V=launch.group_v,
             **launch.constexprs,
         )  # fmt: skip
-        if tiles is not None:
+        if tiles is not None and part is not tiles:
             # Copied, for the next segment overwrites part.
             first, last = start // launch.config.BLOCK_V, -(-end // launch.config.BLOCK_V)
             tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)

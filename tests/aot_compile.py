@@ -112,18 +112,17 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     """Call the launchers of filtered gradients, as usual, or with every option of theirs."""
     T, V, weight = logits.T, logits.V, logits.weight
     token = torch.empty(T)
+    of_d, scale = (None, token) if main_grad else (token, None)
     stats = TokenStats(token, token, token)
-    kept, _ = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
+    kept, mass = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
     gathered = logits.labels if main_grad else None
     sample = filter_gpu.profile_sample(logits.labels, token, gathered, ignore_index=-100)
-    sample.zero_()  # no kernel has written it
-    q = filter_gpu.tile_profile(logits, token, kept, sample)
-    filter_gpu.tile_means(q, weight)
+    total = filter_gpu.tile_profile(logits, token, kept, sample)
+    q, *_ = filter_gpu.rank_one(logits, total, mass, of_d, with_means=not main_grad)
     lists = filter_gpu.tile_lists(kept, 2 * len(kept))
-    scale, affine = (token, ()) if main_grad else (None, (token,))
-    rows = RowGradient(scale, token, token, affine, None)
+    rows = RowGradient(scale, token, token, (), None)
     d = filter_gpu.new_kept_buffer(logits, 2 * len(kept))
-    filter_gpu.kept_dlogits(logits, rows, lists, 0, out=d)
+    filter_gpu.kept_dlogits(logits, rows, of_d, lists, 0, out=d)
     filter_gpu.add_kept_dhidden(d, weight, lists, 0, torch.empty(T, H))
     hbar, row = torch.empty(kept.shape[1], H), torch.empty(H) if main_grad else None
     out = torch.empty(V, H, dtype=torch.float32 if main_grad else weight.dtype)

@@ -1,4 +1,4 @@
-"""The kernels of filtered gradients one by one: lists of the kept tiles, mean rows, kept tiles."""
+"""The kernels of filtered gradients one by one: lists of the kept tiles, rank one, kept tiles."""
 
 from collections.abc import Callable
 
@@ -52,33 +52,39 @@ def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
     kept = kept.to(device)
     blocks, J = kept.shape
     lists = tile_lists.tile_lists(kept, capacity)
-    assert lists.rounds == round_count(blocks, J, capacity)
+    assert lists[1:] == (blocks, J, round_count(blocks, J, capacity))
+    N = blocks * J
+    of_tiles, of_rows, first_tile, column_order, of_rounds = lists.parts.split(
+        [2 * N, 2 * N, J + 1, J, (lists.rounds + 1) * (2 + 2 * blocks)]
+    )
+    (block, column), (row_column, row_slot) = of_tiles.view(N, 2).T, of_rows.view(N, 2).T
+    round_tile, round_column, *of_blocks = of_rounds.view(lists.rounds + 1, -1).T.tolist()
+    row_bounds, block_order = of_blocks[:blocks], of_blocks[blocks:]
     in_order = kept.T.nonzero().tolist()  # column by column
     count = len(in_order)
-    assert torch.stack((lists.column, lists.block), 1)[:count].tolist() == in_order
-    assert lists.first_tile.tolist() == [0, *kept.sum(0).cumsum(0).tolist()]
-    round_column, round_tile = lists.round_column.tolist(), lists.round_tile.tolist()
+    assert torch.stack((column, block), 1)[:count].tolist() == in_order
+    assert first_tile.tolist() == [0, *kept.sum(0).cumsum(0).tolist()]
     assert (round_column[0], round_column[-1], round_tile[-1]) == (0, J, count)
-    assert round_tile == [lists.first_tile[j] for j in round_column]
+    assert round_tile == [first_tile[j] for j in round_column]
     rows: dict[int, list[int]] = {b: [] for b in range(blocks)}
     for r in range(lists.rounds):
         begin, end = round_column[r], round_column[r + 1]
         assert 0 <= round_tile[r + 1] - round_tile[r] <= capacity
-        order = lists.column_order[begin:end].tolist()
+        order = column_order[begin:end].tolist()
         assert order == sorted(range(begin, end), key=lambda j: (-int(kept[:, j].sum()), j))
         lengths = kept[:, begin:end].sum(1).tolist()
-        order = lists.block_order[r].tolist()
+        order = [places[r] for places in block_order]
         assert order == sorted(range(blocks), key=lambda b: (-lengths[b], b))
         for b in range(blocks):
-            part = slice(int(lists.row_bounds[r, b]), int(lists.row_bounds[r + 1, b]))
-            slots = lists.row_slot.flatten()[part] + round_tile[r]
-            rows[b] += lists.row_column.flatten()[part].tolist()
-            assert torch.equal(lists.column[slots], lists.row_column.flatten()[part])
-            assert (lists.block[slots] == b).all()
+            part = slice(*row_bounds[b][r : r + 2])
+            tile = row_slot[part] + round_tile[r]
+            rows[b] += row_column[part].tolist()
+            assert torch.equal(column[tile], row_column[part])
+            assert (block[tile] == b).all()
     assert rows == {b: kept[b].nonzero().squeeze(1).tolist() for b in range(blocks)}
 
 
-# --- mean rows, and masses that overflowed
+# --- rank one, and masses that overflowed
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,12 +99,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @each_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @poisoned_memory()
-def test_tile_means(dtype: torch.dtype, layout: str) -> None:
+def test_factors_of_rank_one(dtype: torch.dtype, layout: str) -> None:
     weight = LAYOUTS[layout](make_inputs(1, 700, 40, dtype).weight)
-    q = torch.rand(700)
-    tiles = zip(q.double().split(TILE_V), weight.double().split(TILE_V), strict=True)
-    wanted = torch.stack([a @ b for a, b in tiles])
-    assert relative_rms(stats.tile_means(q, weight), wanted) < torch.finfo(dtype).eps + 1e-6
+    total = torch.rand(700)
+    q = [part / part.sum() for part in total.double().split(TILE_V)]
+    wanted = torch.stack([a @ b for a, b in zip(q, weight.double().split(TILE_V), strict=True)])
+    mass, scale = torch.rand(3, 1100).to(dtype), torch.rand(1100)
+    logits = ShardLogits(weight, weight, None, mass.long(), 0, -100, 1.0, None)
+    found, means, scaled = stats.rank_one(logits, total, mass, scale, with_means=True)
+    assert means is not None and relative_rms(means, wanted) < torch.finfo(dtype).eps + 1e-6
+    assert relative_rms(found, torch.cat(q)) < 1e-6
+    assert torch.equal(scaled, (mass * scale).to(dtype))
 
 
 @interpreted

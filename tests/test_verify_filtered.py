@@ -103,7 +103,7 @@ def uniform_profile(original: Callable[..., Any], logits: Any, *args: Any) -> Te
 
 def a_tile_of_zeros(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     d = original(*args, **kwargs)
-    if args[3] == 0:  # the first round
+    if args[4] == 0:  # the first round
         d[:TILE_T, :TILE_V] = 0.0
     return d
 

@@ -22,7 +22,7 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
-from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import (
     Accumulator,
@@ -209,9 +209,8 @@ def _approximation(
     if not call.options.with_metrics:
         return ()
     counted = logits.counted.sum()
-    sums = counted.new_zeros(3, dtype=logits.stats_dtype)
+    sums = mass.new_full((3,), kept.numel(), dtype=logits.stats_dtype)
     sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
-    sums[2:].fill_(kept.numel())  # assigning a number copies it from the host
     kept_sum, left, tiles = collectives.all_reduce_sum(sums, call.tp_group)
     return kept_sum / tiles, left / counted.clamp_min(1)
 
@@ -235,24 +234,26 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         order.gathered(call.T, logits.labels.device),
         ignore_index=logits.ignore_index,
     )
-    dbias = None
+    dbias = scale_of_d = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]
         of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
     if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
-        mass = torch.mul(mass, rows.scale, out=torch.empty_like(mass))
-        rows = rows.folded()
+        scale_of_d, rows = rows.scale, rows._replace(scale=None)
 
     gather.wait_all()
-    profile = kernels.tile_profile(logits, rows.reference, kept, sample)
+    total = kernels.tile_profile(logits, rows.reference, kept, sample)
     scratch = gradients.new_accumulator(chunk)
-    if gradients.acc is not None:
-        gemm.add_matmul(gradients.acc, mass.T, kernels.tile_means(profile, weight), first=True)
+    profile, means, mass = kernels.rank_one(
+        logits, total, mass, scale_of_d, with_means=gradients.acc is not None
+    )
+    if gradients.acc is not None and means is not None:
+        gemm.add_matmul(gradients.acc, mass.T, means, first=True)
     if dbias is not None:
         torch.mul(profile, of_tiles.repeat_interleave(TILE_V)[: logits.V], out=dbias)
     buffer = kernels.new_kept_buffer(logits, capacity)
     for turn in range(lists.rounds):
-        d = kernels.kept_dlogits(logits, rows, lists, turn, out=buffer)
+        d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, turn, out=buffer)
         if gradients.acc is not None:
             kernels.add_kept_dhidden(d, weight, lists, turn, gradients.acc)
         if turn == lists.rounds - 1 and scratch is None:
@@ -265,7 +266,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
                 gemm.add_matmul(hbar, mass, hidden, first=True)
             kernels.kept_dweight(
                 d, hidden, lists, turn, profile, hbar, row,
-                out=gradients.dweight[: logits.V], accumulates=gradients.accumulates,
+                out=rows_of(gradients.dweight, 0, logits.V), accumulates=gradients.accumulates,
             )  # fmt: skip
         if dbias is not None:
             kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)

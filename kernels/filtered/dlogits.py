@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered import tiles
-from flce_dist.kernels.filtered.tile_lists import TileLists
+from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import exp, label_columns, logits_tile, parts_of, store_tile
@@ -23,7 +23,7 @@ TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 def _kept_dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each
-    block_ptr, column_ptr, round_tile_ptr,  # in:  [N], [N], [rounds + 1] int32
+    lists_ptr,  # in:  of ``TileLists``
     out,  # out: [slots * TILE_T, TILE_V]; like hidden and weight a descriptor if TMA
     T, V, H, rows, round,
     strides,  # the tuples are those of ShardLogits
@@ -35,13 +35,14 @@ def _kept_dlogits_kernel(
     ignore_index = scalars[0]
     PARTS_V: tl.constexpr = parts_of(TILE_V, BLOCK_V)
     PARTS: tl.constexpr = parts_of(TILE_T, BLOCK_T) * PARTS_V
-    first = tl.load(round_tile_ptr + round)
-    parts = (tl.load(round_tile_ptr + round + 1) - first) * PARTS
+    tile_ptr, _, _, _, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)
+    first = tl.load(round_ptr)
+    parts = (tl.load(next_ptr) - first) * PARTS
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
         slot = part // PARTS
         row, col = part % PARTS // PARTS_V * BLOCK_T, part % PARTS_V * BLOCK_V
-        start_t = tl.load(block_ptr + first + slot) * TILE_T + row
-        start_v = tl.load(column_ptr + first + slot) * TILE_V + col
+        start_t = tl.load(tile_ptr + 2 * (first + slot)) * TILE_T + row
+        start_v = tl.load(tile_ptr + 2 * (first + slot) + 1) * TILE_V + col
         offs_t = start_t + tl.arange(0, BLOCK_T)
         offs_v = start_v + tl.arange(0, BLOCK_V)
         mask_t = offs_t < T
@@ -58,34 +59,33 @@ def _kept_dlogits_kernel(
         x = tl.where(counted[:, None], z - reference[:, None], -float("inf"))
         if not EVEN_V:  # exp(-reference) may be inf there, and inf * 0 is NaN
             x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-        d = exp(x)
+        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], exp(x))
         if scale_ptr is not None:
             d *= scale[:, None]
-        d = tl.where(offs_v[None, :] == column[:, None], label_value[:, None], d)
         store_tile(out, d, slot * TILE_T + row, col, rows, TILE_V, TILE_V, BLOCK_T, BLOCK_V, TMA)
 
 
 def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
-    """Return uninitialised [capacity, TILE_T, TILE_V] for D of one round."""
-    return logits.hidden.new_empty(capacity, tiles.TILE_T, tiles.TILE_V)
+    """Return uninitialised [capacity * TILE_T, TILE_V] for D of one round."""
+    return logits.hidden.new_empty(capacity * tiles.TILE_T, tiles.TILE_V)
 
 
 def kept_dlogits(
-    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
-) -> Tensor:
-    """Write D of the kept tiles of a round to ``out`` [capacity, TILE_T, TILE_V], and return it.
+    logits: ShardLogits, rows: RowGradient, scale: Tensor | None, lists: TileLists, round: int, *,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write D of the kept tiles of a round to ``out`` (``new_kept_buffer``), and return it.
 
-    It is relative to the reference of ``rows``, whose ``affine`` is () or holds the scale.
+    It is relative to the reference of ``rows``, times scale [T] fp32; None is 1.
     """
-    matrix = out.view(-1, tiles.TILE_V)
-    launch = tile_launch(logits, matrix)
-    parts = matrix.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
+    launch = tile_launch(logits, out)
+    parts = out.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](
         *launch.operands(logits), logits.labels,
-        rows.reference, rows.label_value, *(rows.affine or (None,)),
-        lists.block, lists.column, lists.round_tile,
-        launch.output(matrix),
-        logits.T, logits.V, logits.H, len(matrix), round,
+        rows.reference, rows.label_value, scale,
+        lists.parts,
+        launch.output(out),
+        logits.T, logits.V, logits.H, len(out), round,
         logits.strides,
         logits.vocab_start_index, logits.scalars,
         EVEN_V=logits.V % tiles.TILE_V == 0,

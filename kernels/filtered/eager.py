@@ -76,24 +76,30 @@ def profile_sample(
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
-    """Return q [V] in the dtype of statistics: how mass spreads inside each tile."""
+    """Return [V] in the dtype of statistics: what the sampled tokens have in rows not kept."""
     tokens = sample.clamp_min(0)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
     some = logits._replace(hidden=logits.hidden[tokens], labels=logits.labels[tokens])
-    q = lse.new_empty(logits.V)
+    total = lse.new_empty(logits.V)
     for start, z in windows(some):
         columns = torch.arange(start, start + z.shape[1], device=z.device)
         left_out = ~of_tiles[:, columns // TILE_V]
-        q[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)
-    even = torch.ones_like(q) if logits.bias is None else (logits.bias != -torch.inf).to(q)
-    q = q.where(_spread(_tile_sums(q) > 0, logits.V), even)
-    return q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
+        total[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)
+    return total
 
 
-def tile_means(q: Tensor, weight: Tensor) -> Tensor:
-    """Return [tiles, H] in weight's dtype: each tile's mean row of weight, weighted by q."""
-    tiles = zip(q.split(TILE_V), weight.split(TILE_V), strict=True)
-    return torch.stack([part @ rows.to(q.dtype) for part, rows in tiles]).to(weight.dtype)
+def rank_one(
+    logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *, with_means: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return q [V] in the dtype of statistics, the mean rows [tiles, H], and the scaled mass."""
+    even = torch.ones_like(total) if logits.bias is None else (logits.bias != -torch.inf).to(total)
+    q = total.where(_spread(_tile_sums(total) > 0, logits.V), even)
+    q = q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
+    means = None
+    if with_means:
+        tiles = zip(q.split(TILE_V), logits.weight.split(TILE_V), strict=True)
+        means = torch.stack([part @ rows.to(q.dtype) for part, rows in tiles]).to(mass.dtype)
+    return q, means, mass if scale is None else (mass * scale).to(mass.dtype)
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,14 @@ def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
 
 
 def kept_dlogits(
-    logits: ShardLogits, rows: RowGradient, lists: TileLists, round: int, *, out: Tensor
-) -> Tensor:
+    logits: ShardLogits, rows: RowGradient, scale: Tensor | None, lists: TileLists, round: int, *,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
     """Write D of the kept tiles of a round to ``out``, and return its part that was written."""
     part = logits.columns(*lists.window(round, logits.V))
     d = out[:, : part.V]
+    if scale is not None:
+        rows = rows._replace(label_value=scale * rows.label_value, affine=(scale,))
     dlogits(part, rows.reference, rows.label_value, rows.affine, out=d)
     kept = lists.kept[:, round * lists.columns :][:, : lists.columns]
     d.masked_fill_(~_spread(_of_tokens(kept, logits.T), d.shape[1]), 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
-from flce_dist.kernels.filtered.tile_lists import TileLists
+from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
 from flce_dist.kernels.filtered.tuning import GEMMS
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import fits_descriptor, matrix
@@ -47,10 +47,9 @@ def _add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row):
 @Kernel
 def _add_kept_dhidden_kernel(
     d, weight,  # in:  [slots * TILE_T, TILE_V], [V, H]; descriptors if TMA
-    block_order_ptr, row_bounds_ptr,  # in:  [rounds, blocks], [rounds + 1, blocks] int32
-    row_column_ptr, row_slot_ptr,  # in:  [blocks * J] int32 each
+    lists_ptr,  # in:  of ``TileLists``
     acc_ptr,  # in and out: [T, H] fp32
-    T, V, H, rows, blocks, round,
+    T, V, H, rows, round,
     stride_weight_v, stride_weight_h, stride_acc_t,
     TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -61,28 +60,28 @@ def _add_kept_dhidden_kernel(
     start_h = tl.program_id(0) % num_h * BLOCK_H
     row = tl.program_id(0) // num_h % (TILE_T // BLOCK_T) * BLOCK_T
     place = tl.program_id(0) // (num_h * (TILE_T // BLOCK_T))
-    block = tl.load(block_order_ptr + round * blocks + place)
-    begin = tl.load(row_bounds_ptr + round * blocks + block)
-    end = tl.load(row_bounds_ptr + (round + 1) * blocks + block)
-    if begin < end:
+    _, row_ptr, _, _, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)
+    block = tl.load(round_ptr + 2 + tl.cdiv(T, TILE_T) + place)
+    begin = tl.load(round_ptr + 2 + block)
+    count = tl.load(next_ptr + 2 + block) - begin
+    if count > 0:
         # The GEMM begins with what is there, which is loaded beside the first operands.
         offs_t = block * TILE_T + row + tl.arange(0, BLOCK_T)
         offs_h = start_h + tl.arange(0, BLOCK_H)
         mask = (offs_t[:, None] < T) & (offs_h[None, :] < H)
         ptrs = acc_ptr + offs_t.to(tl.int64)[:, None] * stride_acc_t + offs_h[None, :]
         acc = tl.load(ptrs, mask=mask, other=0.0)
-        start_d = tl.load(row_slot_ptr + begin) * TILE_T + row
-        start_v = tl.load(row_column_ptr + begin) * TILE_V
-        for step in tl.range(0, (end - begin) * STEPS):
+        row_ptr += 2 * begin
+        start_v, start_d = tl.load(row_ptr) * TILE_V, tl.load(row_ptr + 1) * TILE_T + row
+        for step in tl.range(0, count * STEPS):
             v = step % STEPS * BLOCK_V
             x = load_tile(d, start_d, v, rows, TILE_V, TILE_V, 1, BLOCK_T, BLOCK_V, TMA)
             w = load_tile(
                 weight, start_v + v, start_h, V, H, stride_weight_v, stride_weight_h,
                 BLOCK_V, BLOCK_H, TMA,
             )  # fmt: skip
-            entry = tl.minimum(begin + (step + 1) // STEPS, end - 1)
-            start_d = tl.load(row_slot_ptr + entry) * TILE_T + row
-            start_v = tl.load(row_column_ptr + entry) * TILE_V
+            entry_ptr = row_ptr + 2 * tl.minimum((step + 1) // STEPS, count - 1)
+            start_v, start_d = tl.load(entry_ptr) * TILE_V, tl.load(entry_ptr + 1) * TILE_T + row
             acc = dot(x, w, acc)
         tl.store(ptrs, acc, mask=mask)
 
@@ -90,8 +89,7 @@ def _add_kept_dhidden_kernel(
 @Kernel
 def _kept_dweight_kernel(
     d, hidden,  # in:  [slots * TILE_T, TILE_V], [T, H]; descriptors if TMA
-    column_order_ptr, first_tile_ptr, block_ptr,  # in:  [J], [J + 1], [N] int32
-    round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
+    lists_ptr,  # in:  of ``TileLists``
     q_ptr, hbar_ptr, row_ptr,  # in:  [V], [J, H], [H] fp32
     out,  # out: [V, H]; a descriptor if TMA_OUT
     T, V, H, rows, round,
@@ -107,9 +105,11 @@ def _kept_dweight_kernel(
     stride_hidden_t, stride_hidden_h, stride_out_v = strides
     STEPS: tl.constexpr = parts_of(TILE_T, BLOCK_T)
     PARTS: tl.constexpr = parts_of(TILE_V, BLOCK_V)
-    first_tile = tl.load(round_tile_ptr + round)
-    first_column = tl.load(round_column_ptr + round)
-    columns = tl.load(round_column_ptr + round + 1) - first_column
+    tile_ptr, _, first_tile_ptr, order_ptr, round_ptr, next_ptr = list_pointers(
+        lists_ptr, T, V, round
+    )
+    first_tile, first_column = tl.load(round_ptr), tl.load(round_ptr + 1)
+    columns = tl.load(next_ptr + 1) - first_column
     num_h = tl.cdiv(H, BLOCK_H)
     for item in tl.range(tl.program_id(0), columns * PARTS * num_h, tl.num_programs(0)):
         first_h = item // (columns * PARTS * GROUP_H) * GROUP_H
@@ -117,12 +117,12 @@ def _kept_dweight_kernel(
         place = item % (columns * PARTS * GROUP_H)
         start_h = (first_h + place % width) * BLOCK_H
         col = place // width % PARTS * BLOCK_V
-        j = tl.load(column_order_ptr + first_column + place // (width * PARTS))
+        j = tl.load(order_ptr + first_column + place // (width * PARTS))
         begin = tl.load(first_tile_ptr + j)
         end = tl.load(first_tile_ptr + j + 1)
         acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
         start_d = (begin - first_tile) * TILE_T
-        start_t = tl.load(block_ptr + begin, mask=begin < end, other=0) * TILE_T
+        start_t = tl.load(tile_ptr + 2 * begin, mask=begin < end, other=0) * TILE_T
         for step in tl.range(0, (end - begin) * STEPS):
             x = load_tile(
                 d, start_d + step * BLOCK_T, col, rows, TILE_V, TILE_V, 1, BLOCK_T, BLOCK_V, TMA
@@ -132,7 +132,7 @@ def _kept_dweight_kernel(
                 stride_hidden_t, stride_hidden_h, BLOCK_T, BLOCK_H, TMA,
             )  # fmt: skip
             entry = tl.minimum(begin + (step + 1) // STEPS, end - 1)
-            start_t = tl.load(block_ptr + entry) * TILE_T
+            start_t = tl.load(tile_ptr + 2 * entry) * TILE_T
             acc = dot(x.T, h, acc)
 
         start_v = j * TILE_V + col
@@ -154,23 +154,23 @@ def _kept_dweight_kernel(
 @Kernel
 def _add_kept_dbias_kernel(
     d_ptr, scale_ptr,  # in:  [slots * TILE_T, TILE_V], [T] fp32
-    first_tile_ptr, block_ptr,  # in:  [J + 1], [N] int32
-    round_tile_ptr, round_column_ptr,  # in:  [rounds + 1] int32 each
+    lists_ptr,  # in:  of ``TileLists``
     out_ptr,  # in and out: [V] fp32
     T, V, round,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A program sums BLOCK_V rows of one column of tiles, if the round has it."""
-    j = tl.load(round_column_ptr + round) + tl.program_id(0)
-    if j < tl.load(round_column_ptr + round + 1):
-        first_tile = tl.load(round_tile_ptr + round)
+    tile_ptr, _, first_tile_ptr, _, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)
+    j = tl.load(round_ptr + 1) + tl.program_id(0)
+    if j < tl.load(next_ptr + 1):
+        first_tile = tl.load(round_ptr)
         offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         acc = tl.zeros((TILE_T, BLOCK_V), tl.float32)
         for tile in range(tl.load(first_tile_ptr + j), tl.load(first_tile_ptr + j + 1)):
             offs = (tile - first_tile).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
             x = tl.load(d_ptr + offs[:, None] * TILE_V + offs_v[None, :]).to(tl.float32)
             if scale_ptr is not None:
-                offs_t = tl.load(block_ptr + tile) * TILE_T + tl.arange(0, TILE_T)
+                offs_t = tl.load(tile_ptr + 2 * tile) * TILE_T + tl.arange(0, TILE_T)
                 x *= tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)[:, None]
             acc += x
         offs_v += j * TILE_V
@@ -183,16 +183,14 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    packed = d.view(-1, tiles.TILE_V)
-    tma = _has_tma(arch, packed, weight)
+    tma = _has_tma(arch, d, weight)
     programs = -(-H // config.BLOCK_COL) * (tiles.TILE_T // config.BLOCK_ROW) * lists.blocks
     _add_kept_dhidden_kernel[(programs,)](
-        matrix(packed, (config.BLOCK_ROW, config.BLOCK_K), tma),
+        matrix(d, (config.BLOCK_ROW, config.BLOCK_K), tma),
         matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
-        lists.block_order, lists.row_bounds,
-        lists.row_column, lists.row_slot,
+        lists.parts,
         acc,
-        T, len(weight), H, len(packed), lists.blocks, round,
+        T, len(weight), H, len(d), round,
         *weight.stride(), acc.stride(0),
         TMA=tma,
         BLOCK_T=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_V=config.BLOCK_K,
@@ -220,19 +218,17 @@ def kept_dweight(
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
     config = GEMMS[arch, d.element_size()]
-    packed = d.view(-1, tiles.TILE_V)
-    tma = _has_tma(arch, packed, hidden)
+    tma = _has_tma(arch, d, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = _has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
     items = -(-H // config.BLOCK_COL) * (tiles.TILE_V // config.BLOCK_ROW) * len(hbar)
     _kept_dweight_kernel[(min(programs * config.PROGRAMS, items),)](
-        matrix(packed, (config.BLOCK_K, config.BLOCK_ROW), tma),
+        matrix(d, (config.BLOCK_K, config.BLOCK_ROW), tma),
         matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
-        lists.column_order, lists.first_tile, lists.block,
-        lists.round_tile, lists.round_column,
+        lists.parts,
         q, hbar, row,
         matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
-        len(hidden), V, H, len(packed), round,
+        len(hidden), V, H, len(d), round,
         (*hidden.stride(), out.stride(0)),
         ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
         BLOCK_V=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_T=config.BLOCK_K,
@@ -247,10 +243,9 @@ def add_kept_dbias(
     """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V] fp32; None is 1."""
     T = tiles.TILE_T * lists.blocks if scale is None else len(scale)
     BLOCK_V = 64
-    _add_kept_dbias_kernel[(len(lists.column_order), tiles.TILE_V // BLOCK_V)](
+    _add_kept_dbias_kernel[(lists.J, tiles.TILE_V // BLOCK_V)](
         d, scale,
-        lists.first_tile, lists.block,
-        lists.round_tile, lists.round_column,
+        lists.parts,
         out,
         T, len(out), round,
         BLOCK_V=BLOCK_V,

@@ -29,15 +29,19 @@ class FilterKernels(Protocol):
         self, logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor
     ) -> Tensor: ...
 
-    def tile_means(self, q: Tensor, weight: Tensor) -> Tensor: ...
+    def rank_one(
+        self, logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *,
+        with_means: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]: ...  # fmt: skip
 
     def tile_lists(self, kept: Tensor, capacity: int) -> Any: ...
 
     def new_kept_buffer(self, logits: ShardLogits, capacity: int) -> Tensor: ...
 
     def kept_dlogits(
-        self, logits: ShardLogits, rows: RowGradient, lists: Any, round: int, *, out: Tensor
-    ) -> Tensor: ...
+        self, logits: ShardLogits, rows: RowGradient, scale: Tensor | None,
+        lists: Any, round: int, *, out: Tensor,
+    ) -> Tensor: ...  # fmt: skip
 
     def add_kept_dhidden(
         self, d: Tensor, weight: Tensor, lists: Any, round: int, acc: Tensor

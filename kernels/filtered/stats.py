@@ -11,21 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import tile_launch
+from flce_dist.kernels.launching import fits_descriptor, matrix
 from flce_dist.kernels.primitives import (
     cast,
+    dot,
     exp,
     first_reference,
     label_columns,
-    logits_tile,
+    load_tile,
+    logits_of,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss import log_total_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.kernels.tuning import next_power_of_2
 
+TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
+_SAMPLE = tl.constexpr(tiles.SAMPLE)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -34,10 +38,10 @@ def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr,  # in:  [T] int64, global ids
     label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each
-    kept_ptr, mass_ptr,  # out: [blocks, J] uint8, [J, T]
+    kept_ptr, mass_ptr,  # out: [blocks, J] bool, [J, T]
     T, V, J, num_stats,
     vocab_start_index, ignore_index, eps,
-    STATS: tl.constexpr, TILE_T: tl.constexpr, TILE_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    STATS: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """A program decides about BLOCK_J tiles of one block of tokens."""
     offs_t = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
@@ -64,7 +68,7 @@ def _kept_tiles_kernel(
     reached = (exp(largest - lse[None, :]) >= eps) | ~is_finite | has_label
     reached = reached & counted[None, :]
     kept = tl.max(reached.to(tl.int32), axis=1)
-    tl.store(kept_ptr + tl.program_id(0) * J + offs_j, kept.to(tl.uint8), mask=offs_j < J)
+    tl.store(kept_ptr + tl.program_id(0) * J + offs_j, kept != 0, mask=offs_j < J)
     left_out = counted[None, :] & (kept == 0)[:, None]
     mass = cast(tl.where(left_out, mass, 0.0), mass_ptr.dtype.element_ty)
     offs = offs_j.to(tl.int64)[:, None] * T + offs_t[None, :]
@@ -73,27 +77,38 @@ def _kept_tiles_kernel(
 
 @Kernel
 def _profile_kernel(
-    hidden, weight, bias_ptr,  # in:  [N, H] (the sample), [V, H], [V]
-    sample_ptr, lse_ptr, kept_ptr,  # in:  [N] int64, [T] fp32, [blocks, J] uint8
+    hidden_ptr, weight, bias_ptr,  # in:  [T, H], [V, H] (a descriptor if TMA), [V]
+    sample_ptr, lse_ptr, kept_ptr,  # in:  [SAMPLE] int64, [T] fp32, [blocks, J] bool
     total_ptr,  # out: [V] fp32
-    N, V, H, J,
+    V, H,
     strides, scalars,  # of ShardLogits
-    TILE_T: tl.constexpr, TILE_V: tl.constexpr, TMA: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program sums probabilities over the tokens of the sample whose tile is not kept."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     start_v = tl.program_id(0) * BLOCK_V
     total = tl.zeros((BLOCK_V,), tl.float32)
-    for start in range(0, N, BLOCK_T):
-        offs = start + tl.arange(0, BLOCK_T)
-        offs_t = tl.load(sample_ptr + offs, mask=offs < N, other=-1)
-        lse = tl.load(lse_ptr + offs_t, mask=offs_t >= 0, other=0.0)
-        tiles = kept_ptr + offs_t // TILE_T * J + start_v // TILE_V
-        left_out = tl.load(tiles, mask=offs_t >= 0, other=1) == 0
-        z = logits_tile(
-            hidden, weight, bias_ptr, start, start_v, N, V, H,
-            strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
-        )  # fmt: skip
+    for start in range(0, _SAMPLE, BLOCK_T):
+        offs_t = tl.load(sample_ptr + start + tl.arange(0, BLOCK_T))
+        is_token = offs_t >= 0
+        acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for start_h in tl.range(0, H, BLOCK_H):
+            offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)
+            h = tl.load(
+                hidden_ptr + offs_t[:, None] * stride_hidden_t + offs_h[None, :] * stride_hidden_h,
+                mask=is_token[:, None] & (offs_h < H)[None, :],
+                other=0.0,
+            )
+            w = load_tile(
+                weight, start_v, start_h, V, H, stride_weight_v, stride_weight_h,
+                BLOCK_V, BLOCK_H, TMA,
+            )  # fmt: skip
+            acc = dot(h, w.T, acc)
+        z = logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
+        lse = tl.load(lse_ptr + offs_t, mask=is_token, other=0.0)
+        tile = kept_ptr + offs_t // TILE_T * tl.cdiv(V, TILE_V) + start_v // TILE_V
+        left_out = tl.load(tile, mask=is_token, other=1) == 0
         p = exp(tl.where(left_out[:, None], z - lse[:, None], -float("inf")))
         total += tl.sum(p, axis=0)
     offs_v = start_v + tl.arange(0, BLOCK_V)
@@ -101,43 +116,44 @@ def _profile_kernel(
 
 
 @Kernel
-def _normalise_kernel(
-    bias_ptr,  # in:  [V]
-    q_ptr,  # in and out: [V] fp32
-    V,
-    TILE_V: tl.constexpr,
+def _rank_one_kernel(
+    total_ptr, bias_ptr, weight_ptr,  # in:  [V] fp32, [V], [V, H]
+    mass_ptr, scale_ptr,  # in:  [J, T], [T] fp32
+    q_ptr, means_ptr, scaled_ptr,  # out: [V] fp32, [J, H], [J, T]
+    T, V, H,
+    stride_weight_v, stride_weight_h,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program divides a tile of q by its sum; if that is 0, all rows not banned share equally."""
-    offs_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
-    q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
+    """A program sums BLOCK_H columns of a tile's rows, all loaded at once, and scales some masses.
+
+    If the tile's total is 0, all rows that are not banned share equally.
+    """
+    j = tl.program_id(1)
+    offs_v = j * TILE_V + tl.arange(0, TILE_V)
+    total = tl.load(total_ptr + offs_v, mask=offs_v < V, other=0.0)
     even = tl.where(offs_v < V, 1.0, 0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
         even = tl.where(bias == -float("inf"), 0.0, even)
-    q = tl.where(tl.sum(q, axis=0) > 0, q, even)
-    q /= tl.maximum(tl.sum(q, axis=0), _TINY)
-    tl.store(q_ptr + offs_v, q, mask=offs_v < V)
-
-
-@Kernel
-def _tile_means_kernel(
-    q_ptr, weight_ptr,  # in:  [V] fp32, [V, H]
-    out_ptr,  # out: [J, H]
-    V, H,
-    stride_weight_v, stride_weight_h,
-    TILE_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program sums BLOCK_H columns of a tile's rows, all loaded at once."""
-    j = tl.program_id(1)
-    offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_v = j * TILE_V + tl.arange(0, TILE_V)
-    offs = offs_v.to(tl.int64)[:, None] * stride_weight_v  # V * H passes 2**31 at 524k x 4k
-    offs += offs_h.to(tl.int64)[None, :] * stride_weight_h
-    mask = (offs_v < V)[:, None] & (offs_h < H)[None, :]
-    rows = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + offs_v, mask=offs_v < V, other=0.0)
-    mean = cast(tl.sum(q[:, None] * rows, axis=0), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + j.to(tl.int64) * H + offs_h, mean, mask=offs_h < H)
+    total = tl.where(tl.sum(total, axis=0) > 0, total, even)
+    q = total / tl.maximum(tl.sum(total, axis=0), _TINY)
+    if tl.program_id(0) == 0:
+        tl.store(q_ptr + offs_v, q, mask=offs_v < V)
+    if means_ptr is not None:
+        offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+        offs = offs_v.to(tl.int64)[:, None] * stride_weight_v  # V * H passes 2**31 at 524k x 4k
+        offs += offs_h.to(tl.int64)[None, :] * stride_weight_h
+        mask = (offs_v < V)[:, None] & (offs_h < H)[None, :]
+        rows = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        mean = cast(tl.sum(q[:, None] * rows, axis=0), means_ptr.dtype.element_ty)
+        tl.store(means_ptr + j.to(tl.int64) * H + offs_h, mean, mask=offs_h < H)
+    if scale_ptr is not None:
+        for start in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
+            offs_t = start + tl.arange(0, BLOCK_T)
+            place = j.to(tl.int64) * T + offs_t
+            mass = tl.load(mass_ptr + place, mask=offs_t < T, other=0.0).to(tl.float32)
+            mass *= tl.load(scale_ptr + offs_t, mask=offs_t < T, other=0.0)
+            tl.store(scaled_ptr + place, cast(mass, scaled_ptr.dtype.element_ty), mask=offs_t < T)
 
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:
@@ -155,74 +171,77 @@ def _stats_columns(logits: ShardLogits) -> int:
 
 
 def kept_tiles(
-    logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
+    logits: ShardLogits, tile_stats: Tensor, stats: TokenStats, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return ``kept`` [blocks, J] bool, and ``mass`` [J, T] in hidden's dtype.
 
-    ``tiles`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of one of
-    its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a mass
-    is not finite, as only tokens can have it that were rescued. The mass is each token's
+    ``tile_stats`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of
+    one of its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a
+    mass is not finite, as only tokens can have it that were rescued. The mass is each token's
     probability in a tile that is not kept; in kept tiles and for ignored tokens it is 0.
     """
     T, V = logits.T, logits.V
-    blocks, J = tile_grid(T, V)
-    kept = torch.empty(blocks, J, dtype=torch.bool, device=tiles.device)
+    blocks, J = tiles.tile_grid(T, V)
+    kept = logits.hidden.new_empty(blocks, J, dtype=torch.bool)
     mass = logits.hidden.new_empty(J, T)
     if T == 0 or V == 0:
         return kept, mass
     BLOCK_J = 16
     _kept_tiles_kernel[(blocks, -(-J // BLOCK_J))](
-        tiles,
+        tile_stats,
         logits.labels,
         stats.label_logit, stats.reference, stats.others,
-        kept.view(torch.uint8), mass,
-        T, V, J, tiles.shape[1],
+        kept, mass,
+        T, V, J, tile_stats.shape[1],
         logits.vocab_start_index, logits.ignore_index, eps,
-        STATS=TILE_V // _stats_columns(logits),
-        TILE_T=TILE_T, TILE_V=TILE_V, BLOCK_J=BLOCK_J,
+        STATS=tiles.TILE_V // _stats_columns(logits), BLOCK_J=BLOCK_J,
     )  # fmt: skip
     return kept, mass
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
-    """Return q [V] fp32: how mass spreads inside each tile.
-
-    It is the sum of the probabilities of the tokens ``sample`` [N] int64, none of them ignored,
-    where their tile is not kept, divided by its sum over the tile; -1 stands for no token. Where no
-    such token has any, rows that no bias of -inf bans share the mass equally. Reads weight once.
+    """Return [V] fp32: the sum of the probabilities of the tokens ``sample`` (``profile_sample``)
+    where their tile is not kept. Reads weight once.
     """
-    logits = logits._replace(hidden=logits.hidden.index_select(0, sample.clamp_min(0)))
-    launch = tile_launch(logits)
-    q = lse.new_empty(logits.V)
-    _profile_kernel[(launch.num_v,)](
-        *launch.operands(logits),
-        sample, lse, kept.view(torch.uint8),
-        q,
-        len(sample), logits.V, logits.H, kept.shape[1],
-        logits.strides, logits.scalars,
-        TILE_T=TILE_T, TILE_V=TILE_V,
-        **launch.listed_constexprs,
-    )  # fmt: skip
-    _normalise_kernel[(kept.shape[1],)](
+    arch, _ = tuning.device_arch(logits.hidden.device)
+    itemsize = logits.hidden.element_size()
+    config = tuning.tile_config(arch, itemsize, tiles.SAMPLE, stores=False)
+    tma = tuning.has_tma(arch) and fits_descriptor(logits.weight)
+    total = lse.new_empty(logits.V)
+    _profile_kernel[(-(-logits.V // config.BLOCK_V),)](
+        logits.hidden,
+        matrix(logits.weight, (config.BLOCK_V, config.BLOCK_H), tma),
         logits.bias,
-        q,
-        logits.V,
-        TILE_V=TILE_V,
+        sample, lse, kept,
+        total,
+        logits.V, logits.H,
+        logits.strides, logits.scalars,
+        TMA=tma,
+        BLOCK_T=config.BLOCK_T, BLOCK_V=config.BLOCK_V, BLOCK_H=config.BLOCK_H,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return q
+    return total
 
 
-def tile_means(q: Tensor, weight: Tensor) -> Tensor:
-    """Return [J, H] in weight's dtype: the mean of each tile's rows of weight, weighted by q."""
-    V, H = weight.shape
-    J = -(-V // TILE_V)
-    means = weight.new_empty(J, H)
+def rank_one(
+    logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *, with_means: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return q [V] fp32, how mass spreads inside each tile, the mean rows [J, H] of weight, if
+    asked for, and ``mass`` [J, T] times scale [T] fp32; None is 1.
+
+    q is ``total`` (``tile_profile``) divided by its sum over the tile. Where that is 0, rows that
+    no bias of -inf bans share the mass equally. The means are weighted by q, in weight's dtype.
+    """
+    (J, T), H = mass.shape, logits.H
+    q, means = torch.empty_like(total), logits.weight.new_empty(J, H) if with_means else None
+    scaled = mass if scale is None else torch.empty_like(mass)
     BLOCK_H = min(128, next_power_of_2(H))
-    _tile_means_kernel[(-(-H // BLOCK_H), J)](
-        q, weight,
-        means,
-        V, H,
-        *weight.stride(),
-        TILE_V=TILE_V, BLOCK_H=BLOCK_H, num_warps=8,
+    _rank_one_kernel[(-(-H // BLOCK_H), J)](
+        total, logits.bias, logits.weight,
+        mass, scale,
+        q, means, scaled,
+        T, logits.V, H,
+        *logits.weight.stride(),
+        BLOCK_T=1024, BLOCK_H=BLOCK_H, num_warps=8,
     )  # fmt: skip
-    return means
+    return q, means, scaled
