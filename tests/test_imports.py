@@ -18,8 +18,9 @@ FILES = sorted(
 # Each folder with those that it may import; itself always. Three files count as folders: "leaf" is
 # options.py, "private" is torch_private.py, "replay" is replay.py.
 MAY = {
-    "faces": {"leaf", "private", "op", "parallel", "testing", "filtered"},
+    "faces": {"leaf", "private", "op", "parallel", "testing", "filtered", "scores"},
     "filtered": {"leaf", "private", "op", "parallel", "kernels", "faces"},
+    "scores": {"leaf", "private", "op", "parallel", "kernels"},
     "op": {"leaf", "private", "replay", "parallel", "kernels"},
     "parallel": {"private", "replay"},
     "kernels": {"private", "replay"},

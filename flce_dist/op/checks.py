@@ -17,7 +17,7 @@ from flce_dist.op.call import extra_schedule
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked_options(**given: Any) -> LossOptions:
@@ -41,8 +41,8 @@ def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
     given, extra = vars(options), extra_schedule(options.schedule)
     declarations = {k: x for k, x in DECLARED.items() if extra is None or k != "schedule"}
-    checked = {name: _value(name, given[name], x) for name, x in declarations.items()}
-    options = LossOptions(**{"schedule": options.schedule, **checked})
+    values = {name: checked(name, given[name], x) for name, x in declarations.items()}
+    options = LossOptions(**{"schedule": options.schedule, **values})
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but "
@@ -72,8 +72,8 @@ def check_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None
 ) -> None:
     """Check types, devices and the shapes that do not depend on the group."""
-    check_tensor("hidden", hidden, _FLOATS)
-    check_tensor("weight", weight, _FLOATS, hidden)
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
     check_tensor("labels", labels, (torch.int64, torch.int32), hidden)
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
@@ -83,7 +83,7 @@ def check_tensors(
             f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, _FLOATS, hidden)
+        check_tensor("bias", bias, FLOATS, hidden)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
@@ -96,7 +96,7 @@ def check_tensors(
                 "the gradient of each has the dtype that was passed"
             )
     if token_weight is not None:
-        check_tensor("token_weight", token_weight, _FLOATS, hidden)
+        check_tensor("token_weight", token_weight, FLOATS, hidden)
         if token_weight.shape != labels.shape:
             raise ValueError(
                 f"token_weight must have labels' shape {tuple(labels.shape)}, "
@@ -263,10 +263,11 @@ def check_labels(
 
 def count(name: str, value: object) -> int:
     """Return the argument as an int of at least 1; integers of numpy are converted."""
-    return _value(name, value, Declared(int, False, (), COUNT))
+    return checked(name, value, Declared(int, False, (), COUNT))
 
 
-def _value(name: str, value: object, declared: Declared) -> Any:
+def checked(name: str, value: object, declared: Declared) -> Any:
+    """Return the value of the argument in Python's type; it must be as declared."""
     if value is None and declared.optional:
         return None
     plain = _plain(value, declared.kind)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
-from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
+from flce_dist.op.call import Call, Needs, Operands, Schedule, Scores, extra_schedule
 from flce_dist.op.plan import pieces, plan
 from flce_dist.options import LossOptions
 from flce_dist.parallel import collectives
@@ -84,17 +84,22 @@ calls: dict[Any, Call] = {}
 
 
 def prepare(
-    arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True
+    arguments: Arguments,
+    needs: list[bool],
+    *,
+    auto_in_forward: bool = True,
+    scores: Scores | None = None,
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
-    schedule="auto" may become in_forward. Label values are not checked here: that reads data.
+    schedule="auto" may become in_forward, ``scores`` what is computed instead of the loss. Label
+    values are not checked here: that reads data.
     """
-    facts = _facts(arguments, needs, auto_in_forward)
+    facts = _facts(arguments, needs, auto_in_forward, scores)
     call = calls.get(facts)
     if call is None:
-        call = _checked_call(arguments, needs, auto_in_forward)
+        call = _checked_call(arguments, needs, auto_in_forward, scores)
         if len(calls) == _MOST_CALLS:
             calls.clear()
         if facts is not None:
@@ -130,12 +135,12 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     return operands._replace(labels=labels, token_weight=token_weight, places=places)
 
 
-def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Any:
+def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
     """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
     group = arguments.tp_group
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return None
-    facts: list[Any] = [arguments.options, *needs, auto_in_forward, group]
+    facts: list[Any] = [arguments.options, *needs, *others, group]
     for x in arguments[:5]:
         if x is None:
             facts.append(None)
@@ -146,7 +151,9 @@ def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> An
     return tuple(facts)
 
 
-def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Call:
+def _checked_call(
+    arguments: Arguments, needs: list[bool], auto_in_forward: bool, scores: Scores | None
+) -> Call:
     """Check the arguments, and decide everything about the call that their facts decide."""
     hidden, weight, labels, bias, token_weight, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
@@ -159,6 +166,8 @@ def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool
     checks.check_impl(impl, hidden)
 
     chosen, order = _plan(arguments, needs, P, auto_in_forward)
+    if scores is not None:
+        chosen, order = scores.planned(chosen, order)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
