@@ -105,10 +105,10 @@ def reference_linear_logprob(
     named[token[is_id], flat[is_id]] = True
     counted = named.any(1)
 
-    hidden = hidden.reshape(T, -1).where(counted[:, None], 0.0)
+    hidden = hidden.reshape(T, hidden.shape[-1]).where(counted[:, None], 0.0)
     logits = _logits(hidden, weight[:V_all], bias, logit_scale, softcap)
-    temperature = torch.as_tensor(temperature, device=ids.device).reshape(-1, 1)
-    logits = logits / temperature.to(logits.dtype).where(counted[:, None], 1.0)
+    temperature = torch.as_tensor(temperature, dtype=logits.dtype, device=ids.device)
+    logits = logits / temperature.reshape(-1, 1).where(counted[:, None], 1.0)
     if over == "ids":
         logits = logits.where(named | ~counted[:, None], -torch.inf)
     logprob, lse = F.log_softmax(logits, dim=-1), logits.logsumexp(-1)

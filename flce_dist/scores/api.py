@@ -22,6 +22,7 @@ from flce_dist.op.prepare import (
 from flce_dist.options import POSITIVE, Declared, Impl, LossOptions, Schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, flat_ids
+from flce_dist.scores.over_ids import OverIds
 
 Over = Literal["vocabulary", "ids"]
 
@@ -104,6 +105,8 @@ def linear_logprob(
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
         max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
+    over = checks.checked("over", over, Declared(str, False, get_args(Over), None))
+    with_entropy = checks.checked("with_entropy", with_entropy, Declared(bool, False, (), None))
     scores = _scores(over, with_entropy, options)
     refuse_transforms("linear_logprob")
     if torch.compiler.is_compiling():
@@ -128,24 +131,17 @@ def linear_logprob(
     check_ids(flat, cuts, call.vocab_size)
     inverse = _inverse(temperature, arguments, call.stats_dtype, transposed=is_transposed)
     operands = operands._replace(labels=flat, offsets=cuts, inverse_temperature=inverse)
-    logprob, lse, *others = differentiable(call, operands, weight)
+    logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
-    lse, (other, entropy) = lse.view(shape), (x if x is None else x.view(shape) for x in others)
     logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
-    if not is_transposed:
-        return TokenScores(logprob, lse, other, entropy)
-
-    def back(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).contiguous()
-
-    other, entropy = (None if x is None else back(x) for x in (other, entropy))
-    return TokenScores(back(logprob), back(lse), other, entropy)
+    results = [logprob, *(None if x is None else x.view(shape) for x in of_tokens)]
+    if is_transposed:
+        results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
+    return TokenScores(*results)
 
 
-def _scores(over: object, with_entropy: object, options: LossOptions) -> Scores:
+def _scores(over: Over, with_entropy: bool, options: LossOptions) -> Scores:
     """Return the schedule of this ``over``, before it is planned."""
-    over = checks.checked("over", over, Declared(str, False, get_args(Over), None))
-    with_entropy = checks.checked("with_entropy", with_entropy, Declared(bool, False, (), None))
     if extra_schedule(options.schedule) is not None or options.schedule == "in_forward":
         raise NotImplementedError(
             "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
@@ -158,7 +154,7 @@ def _scores(over: object, with_entropy: object, options: LossOptions) -> Scores:
             "schedule and max_logits_bytes are of over='vocabulary', got "
             f"{options.schedule!r} and {options.max_logits_bytes} with over='ids'"
         )
-    raise NotImplementedError("over='ids' is not supported yet")
+    return OverIds(with_entropy)
 
 
 def _tokens(arguments: Arguments) -> torch.Size:

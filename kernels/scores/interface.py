@@ -1,0 +1,49 @@
+"""The kernels of scores as types: what ``gpu.py`` and ``eager.py`` offer.
+
+T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.shard_logits import ShardLogits
+
+
+class ScoreKernels(Protocol):
+    """Passes over N rows of [H], and over [N]."""
+
+    def logits_at_ids(
+        self, logits: ShardLogits, ids: TokenIds, inverse_temperature: Tensor | None
+    ) -> Tensor: ...
+
+    def set_scores(
+        self, z: Tensor, ids: TokenIds, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+    def set_gradient(
+        self, z: Tensor, ids: TokenIds, dlogprob: Tensor | None, dlse: Tensor | None,
+        dentropy: Tensor | None, inverse_temperature: Tensor | None, *,
+        softcap: float | None, logit_scale: float,
+    ) -> Tensor: ...  # fmt: skip
+
+    def dhidden_of_ids(
+        self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
+    ) -> None: ...
+
+    def dweight_of_ids(
+        self, factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+        vocab_start_index: int, out: Tensor, adds: bool,
+    ) -> None: ...  # fmt: skip
+
+
+def score_kernels_of(impl: str) -> ScoreKernels:
+    """Import an implementation on demand: eager alone needs no working triton."""
+    if impl == "triton":
+        from flce_dist.kernels.scores import gpu
+
+        return gpu
+    from flce_dist.kernels.scores import eager
+
+    return eager
