@@ -122,7 +122,7 @@ def dweight_of_ids(
         return
     BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
     chunks = -(-N // CHUNK)
-    by_id = ids.ids[order]
+    by_id = ids.ids.index_select(0, order)
     head, tail = factor.new_empty(2, chunks, H)
     grid = chunks, -(-H // BLOCK_H)
     _chunk_sums_kernel[grid](

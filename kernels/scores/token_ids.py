@@ -39,7 +39,7 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
         known = (ids >= -1) & (ids < vocab_size)
         torch_private.assert_soon(known.all(), "ids must be within [0, vocab_size), or -1")
         torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
-    ids = ids[place]
+    ids = ids.index_select(0, place)
     first = ids >= 0
     first[1:].logical_and_(key[1:] != key[:-1])
     return TokenIds(ids, offsets, token, first, place)
