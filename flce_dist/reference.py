@@ -27,6 +27,7 @@ def reference_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -56,6 +57,9 @@ def reference_linear_cross_entropy(
 
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(dtype).where(counted, 1.0)[..., None]
+    logits = logits / temperature
     lse = logits.logsumexp(-1)
     logprob = F.log_softmax(logits, dim=-1)
     label_logprob = logprob.gather(-1, labels).squeeze(-1)

@@ -29,11 +29,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, labels, token_weight, places, call: Call, sink: Sink,
-        given: weakref.ref[Tensor],
+        ctx, hidden, weight, bias, labels, token_weight, places, inverse_temperature, call: Call,
+        sink: Sink, given: weakref.ref[Tensor],
     ):  # fmt: skip
         """``given`` is the caller's weight, which may be a DTensor or of another dtype."""
-        operands = Operands(hidden, weight, bias, labels, token_weight, places)
+        operands = Operands(hidden, weight, bias, labels, token_weight, places, inverse_temperature)
         loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.sink, ctx.given, ctx.saved = call, sink, given, len(saved)
@@ -72,7 +72,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 call, Operands(*operands) if operands else None, saved, of_outputs, ctx.sink,
                 is_last=not torch_private.keeps_graph(),
             )  # fmt: skip
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 7
 
 
 def check_not_resharded(weight: Tensor | None) -> None:

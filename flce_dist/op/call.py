@@ -63,6 +63,7 @@ class Operands(NamedTuple):
     labels: Tensor  # [T] int64, in the order of the pieces
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
     places: Tensor | None = None  # [T] int64, with max_counted: of these tokens among T_all
+    inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
 
 
 class Accumulator(NamedTuple):
