@@ -19,6 +19,7 @@ from flce_dist.op.prepare import (
     in_autocast_dtype,
     prepare,
     sequence_first,
+    tempered,
 )
 from flce_dist.options import (
     ExtraSchedule,
@@ -58,6 +59,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
@@ -74,8 +76,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T`` and labels, without materialising the logits.
 
-    With ``z = softcap(logit_scale * (h . w) + b)`` and lse the log-sum-exp of z over the whole
-    vocabulary, the loss of a token is::
+    With ``z = softcap(logit_scale * (h . w) + b) / temperature`` and lse the log-sum-exp of z over
+    the whole vocabulary, the loss of a token is::
 
         lse - (1 - label_smoothing) * z_label - label_smoothing / V_all * sum_v z_v
             + z_loss_weight * lse^2
@@ -102,6 +104,10 @@ def linear_cross_entropy(
             weights are 0, or every token is ignored, the loss and its gradients are 0. A NaN weight
             makes everything NaN that its token contributes to. Weights of ignored tokens are not
             read.
+        temperature: a number above 0, or float, labels' shape, the same on every rank. Loss, its
+            gradients and all metrics are those of the tempered distribution. It gets no gradient.
+            A tensor is rounded as token_weight is; a value in it that is not above 0 makes the
+            results of its token NaN. Values of ignored tokens are not read.
         vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
@@ -156,10 +162,10 @@ def linear_cross_entropy(
         Operands may be DTensors: weight and bias with Shard(0) over ``tp_group`` (uneven and empty
         shards too; do not pass ``vocab_range``) or, without a group, Replicate; hidden with
         Replicate or, under ``sequence_parallel``, Shard(0) over ``tp_group`` or Shard(1), which
-        means ``sequence_dim=1``; labels and token_weight with Replicate. Loss and metrics are plain
-        tensors. Gradients have the mesh and placements of their operand; dhidden is Partial with
-        ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be replicated and plain
-        tensors equal on all ranks; gradients are not summed over them.
+        means ``sequence_dim=1``; labels, token_weight and temperature with Replicate. Loss and
+        metrics are plain tensors. Gradients have the mesh and placements of their operand; dhidden
+        is Partial with ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be
+        replicated and plain tensors equal on all ranks; gradients are not summed over them.
 
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
@@ -175,7 +181,9 @@ def linear_cross_entropy(
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
         max_logits_bytes=max_logits_bytes, max_counted=max_counted, impl=impl,
     )  # fmt: skip
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, options, tp_group)
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight, temperature, options, tp_group
+    )
     return _apply(arguments)[0]
 
 
@@ -197,20 +205,21 @@ def linear_cross_entropy_with_metrics(
     *,
     bias: Tensor | None = None,
     token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> LossWithMetrics:
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
-    Metrics use the logits after softcap, without label smoothing, z-loss and token weights. If a
-    gradient arrives through lse, logprob or entropy, backward computes all logits again, even
-    cached columns; with schedule="in_forward" it raises. With ``flce_dist.filtered.schedule`` the
-    result is ``flce_dist.filtered.FilteredLossWithMetrics``.
+    Metrics use the logits after softcap and temperature, without label smoothing, z-loss and token
+    weights. If a gradient arrives through lse, logprob or entropy, backward computes all logits
+    again, even cached columns; with schedule="in_forward" it raises. With
+    ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
     chosen = checks.checked_options(
         **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
     )
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
     return result(*_apply(arguments))
@@ -219,8 +228,9 @@ def linear_cross_entropy_with_metrics(
 def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight
-    if any(isinstance(x, DISTRIBUTED) for x in arguments[:5]):
+    if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):
         arguments = localized(arguments)
+    arguments = tempered(arguments)
     ordered = sequence_first(arguments)
     results = _run(in_autocast_dtype(ordered), weight)
     if ordered is arguments:

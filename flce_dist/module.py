@@ -98,19 +98,30 @@ class LinearCrossEntropy(VocabShard):
         if self.vocab_order is not None:
             self._ignored_row = row_of_id(self._ignored_row, self.vocab_order)
 
-    def forward(self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weight: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+    ) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        return linear_cross_entropy(hidden, **self._arguments(labels, token_weight))
+        return linear_cross_entropy(hidden, **self._arguments(labels, token_weight, temperature))
 
     def forward_with_metrics(
-        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weight: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
     ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
-        return linear_cross_entropy_with_metrics(hidden, **self._arguments(labels, token_weight))
+        arguments = self._arguments(labels, token_weight, temperature)
+        return linear_cross_entropy_with_metrics(hidden, **arguments)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, *, gather: bool = True) -> Tensor:
-        """Return the logits for inference, in hidden's dtype and without a gradient.
+        """Return the logits for inference, in hidden's dtype, at temperature 1, without a gradient.
 
         Args:
             hidden: as in ``forward``.
@@ -155,7 +166,9 @@ class LinearCrossEntropy(VocabShard):
                 parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 
-    def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
+    def _arguments(
+        self, labels: Tensor, token_weight: Tensor | None, temperature: float | Tensor
+    ) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         options["ignore_index"] = self._ignored_row
         return dict(
@@ -163,6 +176,7 @@ class LinearCrossEntropy(VocabShard):
             labels=labels if self.row_of_token is None else rows_of(labels, self.row_of_token),
             bias=self.bias,
             token_weight=token_weight,
+            temperature=temperature,
             tp_group=self.tp_group,
             **options,
         )

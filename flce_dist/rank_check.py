@@ -22,6 +22,7 @@ from flce_dist.op.prepare import (
     in_autocast_dtype,
     prepare,
     sequence_first,
+    tempered,
 )
 from flce_dist.options import LossOptions, keywords_of
 
@@ -33,39 +34,42 @@ def check_ranks(
     *,
     bias: Tensor | None = None,
     token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
     """Check that all ranks of ``tp_group`` will make the same ``linear_cross_entropy`` call.
 
     Call it on every rank of the group before the first step. It gathers about 1 KiB from each
-    rank, and the host waits for the device to read labels, token_weight and a few rows of weight.
-    Labels must be in range, on GPUs too.
+    rank, and the host waits for the device to read labels, token_weight, temperature and a few
+    rows of weight. Labels must be in range, on GPUs too.
 
-    It compares the shape and dtype of hidden, the shape of labels, presence and dtype of bias and
-    token_weight, the values of labels and token_weight, which operands need a gradient, all options
-    and the plan. The ranks' rows of the vocabulary must follow one another without gap or overlap.
-    They must not be the same on all ranks: with the whole weight on each the loss is too high by
-    log P. The values of hidden are not compared.
+    It compares the shape and dtype of hidden, the shape of labels, presence and dtype of bias,
+    token_weight and temperature, the values of labels and the latter two, which operands need a
+    gradient, all options and the plan. The ranks' rows of the vocabulary must follow one another
+    without gap or overlap. They must not be the same on all ranks: with the whole weight on each
+    the loss is too high by log P. The values of hidden are not compared.
 
     Args:
-        hidden, weight, labels, bias, token_weight, tp_group, **options: all that is passed to
-            ``linear_cross_entropy``. Without a ``tp_group`` nothing is communicated, and only these
-            arguments are checked.
+        hidden, weight, labels, bias, token_weight, temperature, tp_group, **options: all that is
+            passed to ``linear_cross_entropy``. Without a ``tp_group`` nothing is communicated, and
+            only these arguments are checked.
 
     Raises:
         ValueError: the same on every rank of the group. It names each argument that differs, with
             its values and their ranks; or neighbours whose rows do not meet; or the errors of ranks
             whose own arguments are wrong; or says that all ranks hold the same weight. Rows, values
-            of labels and token_weight, plan and weight are compared in this order, and only if what
-            comes before agrees.
+            of labels, token_weight and temperature, plan and weight are compared in this order, and
+            only if what comes before agrees.
             Without a group, what ``linear_cross_entropy`` raises.
     """
     group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
     failure: Exception | None = None
     try:
         chosen = LossOptions(**keywords_of(check_ranks, options))
-        mine = _summary(Arguments(hidden, weight, labels, bias, token_weight, chosen, tp_group))
+        mine = _summary(
+            Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
+        )
     except Exception as error:  # of any type, for example TypeError for a wrong argument
         if group is None:
             raise
@@ -85,18 +89,18 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return this rank's facts about the call; raise if the call would."""
     given = arguments.weight
     arguments = arguments._replace(options=checks.check_options(arguments.options))
-    arguments = in_autocast_dtype(localized(arguments))
+    arguments = in_autocast_dtype(tempered(localized(arguments)))
     options = arguments.options
     arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
-    call, (_, weight, _, labels, token_weight, *_) = prepare(arguments, needs)
+    call, (_, weight, _, labels, token_weight, _, inverse, _) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index
     on_cpu = None if token_weight is None else token_weight.cpu()
     checks.check_labels(labels, on_cpu, call.vocab_size, options)
     counted = labels[labels != options.ignore_index]
-    dtypes = [None if x is None else str(x.dtype) for x in arguments[:5]]
+    dtypes = [None if x is None else str(x.dtype) for x in arguments[:6]]
     return {
         "arguments": {  # each rank has checked that its other tensors fit hidden
             "hidden.shape": list(arguments.hidden.shape),
@@ -104,6 +108,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
             "labels.shape": list(arguments.labels.shape),
             "bias": dtypes[3],
             "token_weight": dtypes[4],
+            "temperature": dtypes[5],
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "hidden.requires_grad": needs[0],
             "weight.requires_grad": needs[1],
@@ -116,6 +121,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
         "values": {
             "hash of labels": _hash(labels),
             "hash of token_weight": None if token_weight is None else _hash(token_weight),
+            "hash of temperature": None if inverse is None else _hash(inverse),
         },
         "plan": {"plan": repr(call.schedule)},
         "weight": (len(weight), _hash_of_rows(weight), max(counted.tolist(), default=-1)),

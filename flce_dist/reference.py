@@ -27,6 +27,7 @@ def reference_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -48,7 +49,9 @@ def reference_linear_cross_entropy(
     labels = labels.where(counted, 0)[..., None].long()
 
     V_all = weight.shape[0] if vocab_size is None else vocab_size
-    logits = _logits(hidden, weight[:V_all], bias, logit_scale, softcap)
+    logits = _logits(
+        hidden, weight[:V_all], bias, logit_scale, softcap, temperature, counted[..., None]
+    )
     dtype = logits.dtype
     lse = logits.logsumexp(-1)
     logprob = F.log_softmax(logits, dim=-1)
@@ -106,9 +109,11 @@ def reference_linear_logprob(
     counted = named.any(1)
 
     hidden = hidden.reshape(T, hidden.shape[-1]).where(counted[:, None], 0.0)
-    logits = _logits(hidden, weight[:V_all], bias, logit_scale, softcap)
-    temperature = torch.as_tensor(temperature, dtype=logits.dtype, device=ids.device)
-    logits = logits / temperature.reshape(-1, 1).where(counted[:, None], 1.0)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(T)
+    logits = _logits(
+        hidden, weight[:V_all], bias, logit_scale, softcap, temperature, counted[:, None]
+    )
     if over == "ids":
         logits = logits.where(named | ~counted[:, None], -torch.inf)
     logprob, lse = F.log_softmax(logits, dim=-1), logits.logsumexp(-1)
@@ -123,7 +128,13 @@ def reference_linear_logprob(
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float | Tensor,
+    counted: Tensor,
 ) -> Tensor:
     """Return logits [..., V_all], computed in the dtype of hidden, in fp32 or fp64."""
     logits = hidden @ weight.T * logit_scale
@@ -131,7 +142,10 @@ def _logits(
         logits = logits + bias[: len(weight)]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(logits.dtype)[..., None].where(counted, 1.0)
+    return logits / temperature
 
 
 def _all_rows(rows: Tensor, here: tuple[int, int] | None, group: dist.ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
     exp,
+    inverse_temperatures,
     logits_tile,
     softcap_slope,
     store_tile,
@@ -63,7 +64,7 @@ def _dlogits_kernel(
             # x is -inf where a bias of -inf bans a column, and 0 * -inf would be NaN.
             d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
         if softcap is not None:
-            d *= softcap_slope(z, softcap)
+            d *= softcap_slope(z, softcap, inverse_temperatures(scalars, offs_t, mask_t))
         if b_ptr is not None or softcap is not None:
             d = tl.where(counted[:, None], d, 0.0)  # these factors may be NaN
         store_tile(out, d, start_t, start_v, T, V, stride_out_t, BLOCK_T, BLOCK_V, TMA)

@@ -16,6 +16,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     SCRATCH_BYTES,
     capped,
     dlogits,
+    slope_of,
     windows,
     write_at_labels,
 )
@@ -30,7 +31,7 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
 )
 from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import row_gradient, softcap_grad  # noqa: F401
+from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
 from flce_dist.kernels.token_loss_formulas import (
     FAR,
     first_reference,
@@ -59,7 +60,10 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         z = z.sum(1) * part.logit_scale
         if part.bias is not None:
             z = z + part.bias[column].to(out.dtype)
-        out[start : start + step] = capped(z, part.softcap).where(owned, 0.0)
+        z = capped(z, part.softcap)
+        if part.inverse_temperature is not None:
+            z = z * part.inverse_temperature
+        out[start : start + step] = z.where(owned, 0.0)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
@@ -105,8 +109,7 @@ def rescue(
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
         return sums
-    few = logits._replace(hidden=logits.hidden[rows], labels=logits.labels[rows])
-    reference, others_max = reference[rows], others_max[rows]
+    few, reference, others_max = logits.rows(rows), reference[rows], others_max[rows]
     again = sums.new_empty(1 + with_entropy, len(rows))
     _statistics(few, reference, rows, cache, False, with_entropy, others_max, again)
     sums[: 1 + with_entropy, rows] = again
@@ -126,7 +129,7 @@ def _statistics(
     ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
     reference = reference.masked_fill(ignored, torch.inf)  # so that e of an ignored row is 0
     for start, z in windows(logits):
-        slope = softcap_grad(z, logits.softcap)
+        slope = slope_of(z, logits)
         if with_sum_z:
             write_at_labels(z, logits, start, reference)
             sums[-1] += (z - reference[:, None]).sum(1)

@@ -30,7 +30,7 @@ def dlogits(
     reference = reference.where(counted, torch.inf)  # so that D of an ignored row is 0
     rows = [row.where(counted, 0.0)[:, None] for row in affine]
     for start, z in windows(logits):
-        slope = softcap_grad(z, logits.softcap)
+        slope = slope_of(z, logits)
         d = z.sub_(reference[:, None])
         factor = None
         if len(rows) == 3:
@@ -66,7 +66,16 @@ def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
             z.mul_(logits.logit_scale)
         if window.bias is not None:
             z.add_(window.bias)
-        yield start, capped(z, logits.softcap)
+        z = capped(z, logits.softcap)
+        if logits.inverse_temperature is not None:
+            z.mul_(logits.inverse_temperature[:, None])
+        yield start, z
+
+
+def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
+    """Return the derivative of the softcap of logits z [T, W]."""
+    inverse = logits.inverse_temperature
+    return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])
 
 
 def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor) -> None:

@@ -45,6 +45,7 @@ def token_loss(
     terms: LossTerms,
     *,
     with_entropy: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor, Tensor]:
     """Return ``(stats, loss, label_value)``, each [T] in the dtype of statistics."""
     reference = pick_reference(label_logit, others_max)
@@ -55,7 +56,7 @@ def token_loss(
     if token_weight is not None:
         loss = loss * token_weight
     loss = loss.where(labels != terms.ignore_index, 0.0)
-    return stats, loss, label_value(stats, reference, terms)
+    return stats, loss, label_value(stats, reference, terms, inverse_temperature)
 
 
 def loss_norm(

@@ -40,6 +40,7 @@ class Kernels(Protocol):
     def token_loss(
         self, labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
         others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
+        inverse_temperature: Tensor | None = None,
     ) -> tuple[TokenStats, Tensor, Tensor]: ...  # fmt: skip
 
     def loss_norm(
@@ -51,6 +52,7 @@ class Kernels(Protocol):
     def row_gradient(
         self, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
         norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, *, from_lse: bool,
+        inverse_temperature: Tensor | None = None,
     ) -> RowGradient: ...  # fmt: skip
 
     def dlogits(

@@ -25,7 +25,7 @@ def _label_logit_kernel(
 ):  # fmt: skip
     """A program computes one token."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    ignore_index, logit_scale, softcap = scalars
+    ignore_index, logit_scale, softcap, inverse_temperature_ptr = scalars
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
     tl.device_assert(
@@ -50,6 +50,8 @@ def _label_logit_kernel(
             z += tl.load(bias_ptr + column).to(tl.float32)
         if softcap is not None:
             z = softcap_tanh(z, softcap)
+        if inverse_temperature_ptr is not None:
+            z *= tl.load(inverse_temperature_ptr + t)
     tl.store(label_logit_ptr + t, z)
 
 

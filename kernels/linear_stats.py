@@ -24,6 +24,7 @@ from flce_dist.kernels.merge_stats import merge_stats
 from flce_dist.kernels.primitives import (
     exp,
     first_reference,
+    inverse_temperatures,
     label_columns,
     logits_tile,
     other_columns,
@@ -105,7 +106,8 @@ def _linear_stats_kernel(
             _store_sums(sums_ptr, z_above, pid_v, T, offs_t, mask_t, counted, GROUP_V)
         if cache is not None:
             if softcap is not None:
-                e = tl.where(counted[:, None], e * softcap_slope(z, softcap), 0.0)
+                inverse = inverse_temperatures(scalars, offs_t, mask_t)
+                e = tl.where(counted[:, None], e * softcap_slope(z, softcap, inverse), 0.0)
             # Tiles beyond cached_v store nothing; a branch around it would forbid flatten=True.
             store_tile(
                 cache, e, start_t, start_v, T, cached_v, stride_cache_t, BLOCK_T, BLOCK_V, TMA

@@ -75,10 +75,22 @@ def softcap_tanh(z, softcap):
 
 
 @triton.jit
-def softcap_slope(z, softcap):
-    """Derivative of the softcap, from the capped logit z."""
+def softcap_slope(z, softcap, inverse_temperature):
+    """Derivative of the softcap, from the capped logit z over its temperature."""
+    if inverse_temperature is not None:
+        softcap = softcap * inverse_temperature
     capped = z / softcap
     return 1 - capped * capped
+
+
+@triton.jit
+def inverse_temperatures(scalars, offs_t, mask_t):
+    """Those of a tile's tokens, [BLOCK_T, 1]; None without temperatures."""
+    inverse_temperature_ptr = scalars[3]
+    if inverse_temperature_ptr is None:
+        return None
+    else:
+        return tl.load(inverse_temperature_ptr + offs_t, mask=mask_t, other=1.0)[:, None]
 
 
 @triton.jit
@@ -137,12 +149,14 @@ def logits_tile(
     strides, scalars,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Logits [BLOCK_T, BLOCK_V] of one tile in fp32, capped; undefined beyond T and V.
+    """Logits [BLOCK_T, BLOCK_V] of one tile in fp32; undefined beyond T and V.
 
     hidden [T, H] and weight [V, H] are descriptors if TMA, else pointers; bias_ptr is [V] or None;
     strides and scalars are those of ``ShardLogits``.
     """
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    offs_t = start_t + tl.arange(0, BLOCK_T)
+    inverse = inverse_temperatures(scalars, offs_t, offs_t < T)  # the GEMM hides the latency
     acc = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
     for start_h in tl.range(0, H, BLOCK_H):
         h = load_tile(
@@ -154,19 +168,21 @@ def logits_tile(
             BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
         acc = dot(h, w.T, acc)
-    return logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
+    return logits_of(acc, bias_ptr, start_v, V, scalars, inverse, BLOCK_V)
 
 
 @triton.jit
-def logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V: tl.constexpr):
-    """Capped logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
-    _, logit_scale, softcap = scalars
+def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: tl.constexpr):
+    """Logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
+    _, logit_scale, softcap, _ = scalars
     z = acc * logit_scale
     if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)
         z += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
     if softcap is not None:
         z = softcap_tanh(z, softcap)
+    if inverse_temperature is not None:
+        z *= inverse_temperature
     return z
 
 

@@ -32,6 +32,7 @@ from flce_dist.kernels.primitives import (
     dot,
     exp,
     first_reference,
+    inverse_temperatures,
     is_rescued,
     label_columns,
     load_tile,
@@ -145,7 +146,8 @@ def _rescue_kernel(
                 BLOCK_V, BLOCK_H, TMA,
             )  # fmt: skip
             acc = dot(h, w.T, acc)
-        z = logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
+        inverse = inverse_temperatures(scalars, offs_t, listed)
+        z = logits_of(acc, bias_ptr, start_v, V, scalars, inverse, BLOCK_V)
 
         column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         label_logit = tl.load(label_logit_ptr + offs_t, mask=listed, other=0.0)
@@ -160,7 +162,7 @@ def _rescue_kernel(
             _add_limbs(ex_ptr, stride_sums, offs_t, listed, ex, GROUP_V, 3)
         if cache_ptr is not None:
             if softcap is not None:
-                e *= softcap_slope(z, softcap)
+                e *= softcap_slope(z, softcap, inverse)
             # T * V passes 2**31 at 16k x 128k
             ptrs = cache_ptr + offs_t.to(tl.int64)[:, None] * stride_cache_t + offs_v[None, :]
             mask = listed[:, None] & (offs_v < V)[None, :]

@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 class ShardLogits(NamedTuple):
-    """``z = softcap(logit_scale * hidden @ weight.T + bias)``, never materialised.
+    """``z = softcap(logit_scale * hidden @ weight.T + bias) / temperature``, never materialised.
 
     hidden [T, H], weight [V, H] and bias [V] share a dtype. The matrices may have any strides; bias
     and labels are contiguous. labels are [T] int64 global ids; this shard owns those with
     ``vocab_start_index <= label < vocab_start_index + V``. Rows with ``label == ignore_index`` may
     hold anything, also NaN, and contribute nothing. ``group_v`` is how many neighbouring columns
-    are added in fp32 (see ``exact_sums``); None lets each kernel choose.
+    are added in fp32 (see ``exact_sums``); None lets each kernel choose. ``inverse_temperature`` is
+    [T] in the dtype of statistics, 1 where ignored; None is 1.
     """
 
     hidden: Tensor
@@ -28,6 +29,7 @@ class ShardLogits(NamedTuple):
     logit_scale: float
     softcap: float | None
     group_v: int | None = None
+    inverse_temperature: Tensor | None = None
 
     @property
     def T(self) -> int:
@@ -47,9 +49,9 @@ class ShardLogits(NamedTuple):
         return (*self.hidden.stride(), *self.weight.stride())
 
     @property
-    def scalars(self) -> tuple[int, float, float | None]:
-        """``(ignore_index, logit_scale, softcap)``."""
-        return self.ignore_index, self.logit_scale, self.softcap
+    def scalars(self) -> tuple[int, float, float | None, Tensor | None]:
+        """``(ignore_index, logit_scale, softcap)`` and the pointer of the inverse temperatures."""
+        return self.ignore_index, self.logit_scale, self.softcap, self.inverse_temperature
 
     @property
     def stats_dtype(self) -> torch.dtype:
@@ -65,7 +67,16 @@ class ShardLogits(NamedTuple):
         """The logits of tokens ``start <= t < end`` (views)."""
         if start == 0 and end == self.T:
             return self
-        return self._replace(hidden=self.hidden[start:end], labels=self.labels[start:end])
+        return self.rows(slice(start, end))
+
+    def rows(self, tokens: slice | Tensor) -> "ShardLogits":
+        """The logits of these tokens, given as a slice (views) or by index."""
+        inverse = self.inverse_temperature
+        return self._replace(
+            hidden=self.hidden[tokens],
+            labels=self.labels[tokens],
+            inverse_temperature=None if inverse is None else inverse[tokens],
+        )
 
     def columns(self, start: int, end: int) -> "ShardLogits":
         """The logits of this shard's rows ``start <= v < end`` (views)."""

@@ -17,6 +17,7 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 @Kernel
 def _row_gradient_kernel(
     labels_ptr, token_weight_ptr, norm_ptr, dloss_ptr,  # in:  [T] int64, [T] fp32, [], [] or [T]
+    inverse_temperature_ptr,  # in:  [T] fp32
     label_logit_ptr, reference_ptr, others_ptr,  # in:  [T] fp32 each
     scale_ptr, label_value_ptr, uniform_ptr, lse_ptr,  # out: [T] fp32 each
     T, stride_dloss,
@@ -40,14 +41,19 @@ def _row_gradient_kernel(
         dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     if norm_ptr is not None:
         dloss /= tl.load(norm_ptr)
+    inverse = None
+    if inverse_temperature_ptr is not None:
+        inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
+        dloss *= inverse
     dloss = tl.where(counted, dloss, 0.0)
 
     log_total = log_total_of(others, label_logit - reference)
     lse = reference + log_total
     scale = dloss * z_loss_factor(lse, z_loss_weight)
     value = label_value_of(
-        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, HAS_EXCESS
-    )
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, inverse,
+        HAS_EXCESS,
+    )  # fmt: skip
     if lse_ptr is not None:  # D = exp(z - lse) contains the factor that is otherwise in scale
         value *= exp(-log_total)
         tl.store(lse_ptr + offs_t, lse, mask=mask)
@@ -68,6 +74,7 @@ def row_gradient(
     terms: LossTerms,
     *,
     from_lse: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> RowGradient:
     """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
 
@@ -84,6 +91,7 @@ def row_gradient(
         return rows
     _row_gradient_kernel[(-(-T // 128),)](
         labels, token_weight, norm, dloss,
+        inverse_temperature,
         stats.label_logit, stats.reference, stats.others,
         scale, label_value, uniform, lse,
         T, dloss.stride(0) if dloss is not None and dloss.dim() else 0,

@@ -32,8 +32,8 @@ from flce_dist.kernels.token_loss_formulas import FAR, LossTerms, TokenStats
 class RowGradient(NamedTuple):
     """``dz = scale * D + uniform``, with D as ``dlogits`` writes it from the other three.
 
-    scale (None is 1) and uniform contain ``logit_scale``, as the gradient by ``hidden @ weight.T``
-    does; the gradient by the bias divides by it.
+    scale (None is 1) and uniform contain ``logit_scale / temperature``, as the gradient by
+    ``hidden @ weight.T`` does; the gradient by the bias divides by ``logit_scale``.
     """
 
     scale: Tensor | None
@@ -61,7 +61,9 @@ class MetricGradients(NamedTuple):
     entropy: Tensor | None
 
 
-def label_value(stats: TokenStats, reference: Tensor, terms: LossTerms) -> Tensor:
+def label_value(
+    stats: TokenStats, reference: Tensor, terms: LossTerms, inverse_temperature: Tensor | None
+) -> Tensor:
     """Return D at the label's column, relative to ``reference``, without the upstream gradient."""
     change = stats.reference - reference
     value = -stats.others * change.exp()
@@ -69,7 +71,7 @@ def label_value(stats: TokenStats, reference: Tensor, terms: LossTerms) -> Tenso
         excess = 2 * terms.z_loss_weight * stats.lse + terms.label_smoothing
         w = _z_loss_factor(stats.lse, terms.z_loss_weight)
         value = value + excess * (stats.log_total + change).exp() / w
-    return value * softcap_grad(stats.label_logit, terms.softcap)
+    return value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature)
 
 
 def token_dloss(
@@ -100,9 +102,11 @@ def row_gradient(
     terms: LossTerms,
     *,
     from_lse: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> RowGradient:
     """As in ``token_gradient.py``, in the dtype of statistics."""
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
+    dloss = dloss if inverse_temperature is None else dloss * inverse_temperature
     reference = stats.lse if from_lse else stats.reference
     change = reference - stats.reference
     w = _z_loss_factor(stats.lse, terms.z_loss_weight)
@@ -110,7 +114,7 @@ def row_gradient(
     return RowGradient(
         scale=dloss * w * (change - stats.log_total).exp(),
         reference=reference,
-        label_value=label_value(stats, reference, terms),
+        label_value=label_value(stats, reference, terms, inverse_temperature),
         affine=(),
         uniform=-smoothing / terms.vocab_size * dloss if smoothing else None,
     )
@@ -122,6 +126,7 @@ def row_gradient_with_metrics(
     metrics: MetricGradients,
     entropy: Tensor | None,
     terms: LossTerms,
+    inverse_temperature: Tensor | None,
 ) -> RowGradient:
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
@@ -147,10 +152,11 @@ def row_gradient_with_metrics(
         + stats.logprob.exp() * (dlse - dentropy * (stats.label_above.clamp_min(FAR) + centre))
         + uniform
     )
+    scale = torch.full_like(dloss, terms.logit_scale)
     return RowGradient(
-        scale=torch.full_like(dloss, terms.logit_scale),
+        scale=scale if inverse_temperature is None else scale * inverse_temperature,
         reference=stats.reference,
-        label_value=value * softcap_grad(stats.label_logit, terms.softcap),
+        label_value=value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature),
         affine=(
             (dloss * w + dlse - dlogprob - dentropy * centre) * p_scale,
             -dentropy * p_scale,
@@ -166,6 +172,11 @@ def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:
     return torch.where(w.abs() < 1e-6, 1e-6, w)
 
 
-def softcap_grad(z: Tensor, softcap: float | None) -> Tensor | float:
-    """Derivative of the softcap, from its value ``z``."""
-    return 1.0 if softcap is None else 1.0 - (z / softcap).square()
+def softcap_grad(
+    z: Tensor, softcap: float | None, inverse_temperature: Tensor | None
+) -> Tensor | float:
+    """Derivative of the softcap, from its value over the temperature, ``z``."""
+    if softcap is None:
+        return 1.0
+    cap = softcap if inverse_temperature is None else softcap * inverse_temperature
+    return 1.0 - (z / cap).square()

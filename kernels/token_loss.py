@@ -31,7 +31,7 @@ def log_total_of(others, label_above):
 @triton.jit
 def label_value_of(
     others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
-    HAS_EXCESS: tl.constexpr,
+    inverse_temperature, HAS_EXCESS: tl.constexpr,
 ):  # fmt: skip
     """``label_value`` of ``token_gradient_formulas.py``, relative to the token's reference."""
     value = -others
@@ -39,7 +39,7 @@ def label_value_of(
         excess = 2 * z_loss_weight * lse + label_smoothing
         value += excess * exp(log_total) / z_loss_factor(lse, z_loss_weight)
     if softcap is not None:
-        value *= softcap_slope(label_logit, softcap)
+        value *= softcap_slope(label_logit, softcap, inverse_temperature)
     return value
 
 
@@ -52,7 +52,7 @@ def z_loss_factor(lse, z_loss_weight):
 
 @Kernel
 def _token_loss_kernel(
-    labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
+    labels_ptr, token_weight_ptr, inverse_temperature_ptr,  # in:  [T] int64, [T], [T] fp32
     label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
     reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
     others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
@@ -93,9 +93,13 @@ def _token_loss_kernel(
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
+    inverse = None
+    if inverse_temperature_ptr is not None:
+        inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
     value = label_value_of(
-        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, HAS_EXCESS
-    )
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, inverse,
+        HAS_EXCESS,
+    )  # fmt: skip
     tl.store(label_value_ptr + offs_t, value, mask=mask)
 
 
@@ -108,6 +112,7 @@ def token_loss(
     terms: LossTerms,
     *,
     with_entropy: bool,
+    inverse_temperature: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor, Tensor]:
     """Return ``(stats, loss, label_value)``, each [T] fp32.
 
@@ -123,7 +128,7 @@ def token_loss(
     if T == 0:
         return stats, loss, label_value
     _token_loss_kernel[(-(-T // 128),)](
-        labels, token_weight,
+        labels, token_weight, inverse_temperature,
         label_logit, others_max, sums,
         reference, loss, label_value,
         others, sum_ez, sum_z,

@@ -39,7 +39,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "label_logit", "kept_dlogits", "add_kept_dhidden", "kept_dweight",
+    "linear_stats tempered", "dlogits tempered", "label_logit", "kept_dlogits", "add_kept_dhidden",
+    "kept_dweight",
 )  # fmt: skip
 
 
@@ -71,21 +72,23 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
     out = new_window(logits.T, logits.V, logits.hidden.dtype, token.device)
     bias = torch.empty(logits.V, dtype=out.dtype)
 
-    def statistics(*windows: torch.Tensor, metrics: bool = False) -> None:
+    with_temperature = logits._replace(inverse_temperature=token)
+
+    def statistics(*windows: torch.Tensor, metrics: bool = False, of: ShardLogits = logits) -> None:
         cache = ColumnCache(windows)
         sums = gpu.new_sums(logits, with_sum_z=metrics, with_entropy=metrics)
         gpu.linear_stats(
-            logits, token, cache=cache, with_sum_z=metrics, with_entropy=metrics,
+            of, token, cache=cache, with_sum_z=metrics, with_entropy=metrics,
             others_max=token, sums=sums,
         )  # fmt: skip
         if windows and logits.group_v is None:
-            gpu.rescue(logits, token, token, sums, cache=cache, with_entropy=metrics)
+            gpu.rescue(of, token, token, sums, cache=cache, with_entropy=metrics)
 
     def label_logit(**changes: Any) -> None:
         gpu.label_logit(logits._replace(**changes), vocab_size=logits.V, out=token)
 
-    def dlogits(*affine: torch.Tensor) -> None:
-        gpu.dlogits(logits, token, token, affine, out=out)
+    def dlogits(*affine: torch.Tensor, of: ShardLogits = logits) -> None:
+        gpu.dlogits(of, token, token, affine, out=out)
 
     calls: list[tuple[str, Callable[[], Any]]] = [(" cached", partial(statistics, out))]
     if logits.T > 1:
@@ -95,6 +98,8 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             ("", label_logit),
             (" bias", partial(label_logit, bias=bias, softcap=5.0)),
             ("", dlogits),
+            (" tempered", partial(statistics, out, of=with_temperature)),
+            (" tempered", partial(dlogits, token, of=with_temperature)),
             (" scaled", partial(dlogits, token)),
             (" affine", partial(dlogits, token, token, token)),
         ]

@@ -36,6 +36,7 @@ class Case:
     pointers: bool = False
     bias: bool = False
     metrics: bool = False
+    tempered: bool = False
     padding: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -62,6 +63,7 @@ CASES = [
     Case(1, 64, FP16, "recompute", options=(SOFTCAP, ("logit_scale", 0.5))),
     Case(130, 123, FP32, "recompute", bias=True, metrics=True, options=(SMOOTH, SOFTCAP)),
     Case(130, 123, FP16, "in_forward", bias=True, options=(SMOOTH, Z_LOSS)),
+    Case(130, 64, BF16, "cached", metrics=True, tempered=True, options=(SOFTCAP,)),
 ]
 
 
@@ -79,7 +81,9 @@ def make(case: Case) -> Inputs:
         labels[1] = IGNORE
         hidden[1] = torch.nan
     weight[V:] = torch.nan
-    return Inputs(hidden, weight, labels, bias if case.bias else None).to(case.dtype)
+    temperature = torch.linspace(0.5, 2.0, case.T) if case.tempered else 1.0
+    inputs = Inputs(hidden, weight, labels, bias if case.bias else None, temperature=temperature)
+    return inputs.to(case.dtype)
 
 
 def call(

@@ -96,6 +96,7 @@ def statistics(
             inputs.labels,
             bias=inputs.bias[start:end].clone(),
             token_weight=inputs.token_weight,
+            temperature=inputs.temperature,
             vocab_size=V_all,
             vocab_range=(start, end),
             tp_group=tp_group if P > 1 else None,

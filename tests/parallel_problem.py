@@ -87,7 +87,8 @@ class Problem:
         """Loss and gradients of the reference in ``dtype``."""
         hidden, weight, bias, labels = self.tensors
         options = {"vocab_size": self.V_all, **self.options}
-        inputs = Inputs(hidden, weight, labels, bias, options.pop("token_weight", None))
+        of_tokens = options.pop("token_weight", None), options.pop("temperature", 1.0)
+        inputs = Inputs(hidden, weight, labels, bias, *of_tokens)
         found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
         return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 

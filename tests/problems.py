@@ -42,6 +42,7 @@ class Inputs:
     labels: Tensor
     bias: Tensor | None = None
     token_weight: Tensor | None = None
+    temperature: Tensor | float = 1.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +52,8 @@ class Inputs:
         """Float operands in another dtype, or everything on another device."""
         names = vars(self) if isinstance(target, torch.device) else ("hidden", "weight", "bias")
         given = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.to(target) for name, x in given.items() if x is not None})
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(target) for name, x in tensors.items()})
 
 
 def make_inputs(
@@ -64,6 +66,7 @@ def make_inputs(
     spread: float = 2.0,
     bias: bool = False,
     token_weight: bool = False,
+    temperature: bool = False,
     ignored: float = 0.2,
 ) -> Inputs:
     """Random inputs whose logits have standard deviation ``spread``; some tokens are ignored."""
@@ -76,6 +79,7 @@ def make_inputs(
         labels=labels,
         bias=torch.randn(V, generator=g).to(dtype) if bias else None,
         token_weight=torch.rand(T, generator=g) if token_weight else None,
+        temperature=torch.rand(T, generator=g) * 1.5 + 0.5 if temperature else 1.0,
     )
 
 
@@ -105,7 +109,8 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
         for name, x in (("hidden", inputs.hidden), ("weight", inputs.weight), ("bias", inputs.bias))
         if x is not None
     }
-    out = call(labels=inputs.labels, token_weight=inputs.token_weight, **leaves, **options)
+    of_tokens = {name: getattr(inputs, name) for name in ("labels", "token_weight", "temperature")}
+    out = call(**of_tokens, **leaves, **options)
     results = dict(zip(("loss", *METRICS, "correct"), out, strict=False))
 
     heads, gradients = [], []

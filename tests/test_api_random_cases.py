@@ -54,6 +54,7 @@ class Drawn:
     ignored: float = 0.2
     bias: bool = True
     token_weight: bool = False
+    temperature: float | None = 1.0  # None: one of each token
     metric_gradients: bool = False
     sequence_parallel: bool = False
     seed: int = 0
@@ -91,6 +92,7 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
         ignored=draw(st.sampled_from([0.0, 0.2, 1.0])),
         bias=draw(st.booleans()),
         token_weight=draw(st.booleans()),
+        temperature=draw(st.sampled_from([1.0, 1.0, 0.7, None])),
         metric_gradients=schedule != "in_forward" and draw(st.booleans()),
         sequence_parallel=P > 1 and draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
@@ -129,11 +131,17 @@ def inputs_of(drawn: Drawn) -> Inputs:
     flat = make_inputs(
         s * b, drawn.V_all + drawn.padding, drawn.H, drawn.dtype, seed=drawn.seed,
         bias=drawn.bias, token_weight=drawn.token_weight, ignored=drawn.ignored,
+        temperature=drawn.temperature is None,
     )  # fmt: skip
     labels = flat.labels.where(flat.labels == IGNORE, flat.labels % drawn.V_all)
     weights = None if flat.token_weight is None else flat.token_weight.view(s, b)
-    hidden = flat.hidden.view(s, b, drawn.H)
-    return replace(flat, hidden=hidden, labels=labels.view(s, b), token_weight=weights)
+    temperature: Any = drawn.temperature
+    if isinstance(flat.temperature, Tensor):  # of ignored tokens it is not read
+        temperature = flat.temperature.masked_fill(labels == IGNORE, 0.0).view(s, b)
+    return replace(
+        flat, hidden=flat.hidden.view(s, b, drawn.H), labels=labels.view(s, b),
+        token_weight=weights, temperature=temperature,
+    )  # fmt: skip
 
 
 def upstream_of(drawn: Drawn) -> Upstream:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.op.prepare import Arguments
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint
 
@@ -63,6 +64,12 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "bias must be [V] with V = 11 from weight, got (11, 1)": {"bias": torch.zeros(V, 1)},
     ANOTHER_DTYPE.format("bias", "torch.float16"): {"bias": torch.zeros(V).half()},
     "token_weight must have labels' shape (6,), got (6, 1)": {"token_weight": torch.ones(T, 1)},
+    "temperature must have labels' shape (6,), got (1,)": {"temperature": torch.ones(1)},
+    "temperature must have requires_grad=False, since it gets no gradient, got True": {
+        "temperature": torch.ones(T, requires_grad=True)
+    },
+    "temperature must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
+    "got torch.int64": {"temperature": torch.ones(T, dtype=torch.int64)},
     "token_weight must have requires_grad=False, since it gets no gradient, got True": {
         "token_weight": torch.ones(T, requires_grad=True)
     },
@@ -144,7 +151,7 @@ def test_words_of_each_error(message: str, call: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantized tensor")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["hidden", "weight", "labels", "bias", "token_weight"])
+@pytest.mark.parametrize("name", [*Arguments._fields[:6]])
 def test_tensors_of_another_kind(name: str, kind: str) -> None:
     """Under autocast, too, which looks at operands first."""
     make, message = KINDS[kind]
@@ -153,6 +160,8 @@ def test_tensors_of_another_kind(name: str, kind: str) -> None:
         message = message.replace(FLOAT_DTYPES, "torch.int64, torch.int32")
         value = value.long() if kind in ("sparse", "meta") else value
     if value is None and name in ("bias", "token_weight"):
+        return
+    if name == "temperature" and not isinstance(value, torch.Tensor):  # a number is expected
         return
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

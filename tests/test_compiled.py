@@ -157,7 +157,8 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         schedule=schedule, with_metrics=with_metrics,
     )  # fmt: skip
     spec = (*dataclasses.astuple(options), None, [True] * 3)
-    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, *spec)
+    temperature = torch.linspace(0.5, 2.0, 66, device=device).view(2, 33)
+    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, temperature, *spec)
     opcheck(torch.ops.flce_dist.forward.default, arguments)
 
 
@@ -168,8 +169,8 @@ def test_fakes_have_the_strides_of_results(schedule):
     hidden = hidden.flatten(0, -2).T.contiguous().T
     spec = (*dataclasses.astuple(LossOptions("sum", schedule=schedule)), None, [True] * 3)
     operands, mode = (hidden, weight, labels.flatten(), bias), FakeTensorMode()
-    real = torch.ops.flce_dist.forward(*operands, None, *spec)
-    fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), None, *spec)
+    real = torch.ops.flce_dist.forward(*operands, None, None, *spec)
+    fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), None, None, *spec)
     assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in real]
 
 

@@ -98,6 +98,7 @@ def test_signatures_are_the_fields(name: str) -> None:
         assert parameters.pop(tensor).kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     for other in ("bias", "token_weight", "tp_group"):
         assert parameters.pop(other).default is None
+    assert parameters.pop("temperature").default == 1.0
     assert [*parameters, "with_metrics"] == [*FIELDS]
     for option, parameter in parameters.items():
         hint: Any = FIELDS[option].type

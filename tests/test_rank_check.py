@@ -32,6 +32,7 @@ def call(rank: int, P: int) -> dict[str, Any]:
         labels=torch.arange(T),
         bias=torch.zeros(end - start),
         token_weight=torch.ones(T),
+        temperature=0.7,
         vocab_size=V_ALL,
         vocab_range=(start, end),
     )
@@ -73,6 +74,10 @@ DISAGREEMENTS: list[tuple[dict[str, tuple[Any, Any]], dict[str, Any]]] = [
     (
         {"token_weight": ("torch.float32", "torch.float64")},
         dict(token_weight=torch.ones(T, dtype=F64)),
+    ),
+    (
+        {"temperature": ("torch.float64", "torch.float32")},
+        dict(temperature=torch.full((T,), 0.7)),
     ),
     ({"hidden.requires_grad": (True, False)}, dict(hidden=torch.zeros(T, H))),
     ({"weight.requires_grad": (True, False)}, dict(weight=torch.zeros(ROWS, H))),
@@ -208,7 +213,7 @@ def test_alone_only_its_own_arguments_are_checked():
 def test_all_facts_are_known_here():
     """New options of LossOptions are compared automatically; each needs a case above."""
     mine = call(0, 1)
-    named = {name: mine[name] for name in ("hidden", "weight", "labels", "bias", "token_weight")}
+    named = {name: mine[name] for name in rank_check.Arguments._fields[:6]}
     arguments = rank_check.Arguments(**named, options=LossOptions(), tp_group=None)
     known = {name for named, _ in DISAGREEMENTS for name in named}
     known |= {"torch.is_grad_enabled()", "sequence_dim"}  # tests/test_sequence_dim.py has this one
@@ -221,7 +226,11 @@ def test_all_facts_are_known_here():
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("labels", torch.arange(T).flip(0)), ("token_weight", torch.linspace(0, 1, T))],
+    [
+        ("labels", torch.arange(T).flip(0)),
+        ("token_weight", torch.linspace(0, 1, T)),
+        ("temperature", 0.6),
+    ],
 )
 def test_values_that_all_must_share_are_compared(name, other):
     value = "'[0-9a-f]{16}'"

@@ -162,7 +162,8 @@ def test_every_schedule_reduction_and_option_has_a_case():
     plain = {(c.schedule, c.variant.reduction, c.sequence_parallel) for c in found}
     assert len(plain) == 4 * 3 * 2 - 2  # in_forward has no reduction="none"
     options = {name for case in found for name, _ in case.variant.options}
-    assert options == {"label_smoothing", "z_loss_weight", "softcap", "logit_scale"}
+    named = {"label_smoothing", "z_loss_weight", "softcap", "logit_scale", "temperature"}
+    assert options == named
     assert {c.schedule for c in found if c.variant.uneven} == set(SCHEDULES)
     alone = [case for variant in variants() for case in cases(variant, SCHEDULES, 1, None)]
     assert not any(case.sequence_parallel for case in alone)
@@ -201,6 +202,7 @@ def test_a_case_is_called_as_it_says(mutate):
             assert options.items() <= asked.items()
             assert ("bias" in asked) == variant.bias
             assert (asked["token_weight"] is not None) == variant.token_weight
+            assert isinstance(asked.get("temperature"), torch.Tensor) == variant.tempered
     assert not seen
 
 

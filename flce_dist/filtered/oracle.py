@@ -48,6 +48,7 @@ def filtered_gradients(
     z_loss_weight: float = 0.0,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
     vocab_size: int | None = None,
     shard_starts: Sequence[int] = (0,),
     token_order: Tensor | None = None,
@@ -58,7 +59,8 @@ def filtered_gradients(
     The op's results differ from them by rounding alone. Materialises several [T, V] in fp64.
 
     Args:
-        hidden, weight, labels, bias, token_weight: whole tensors, of all ranks; hidden is [T, H].
+        hidden, weight, labels, bias, token_weight, temperature: whole tensors, of all ranks;
+            hidden is [T, H].
         eps: no tile's largest probability may be nearer to it than 1e-5, relative.
         dloss: the upstream gradient, a scalar, or [T] with reduction="none".
         shard_starts: the first row of each rank's shard, in rising order; shards without rows are
@@ -78,6 +80,8 @@ def filtered_gradients(
     z = logit_scale * hidden @ weight[:V].double().T
     if bias is not None:
         z = z + bias[:V].double()
+    temperature = torch.as_tensor(temperature, dtype=torch.float64, device=z.device).reshape(-1, 1)
+    z = z / temperature.where(counted, 1.0)
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
     g = _token_gradients(counted, dloss, reduction, token_weight)
     p, tiles = z.softmax(1), _tile_sizes(V, shard_starts)
@@ -90,6 +94,7 @@ def filtered_gradients(
     at_label = (1 - label_smoothing) * is_label.double()
     lse = z.logsumexp(1, keepdim=True)
     dz = g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / V)
+    dz = dz / temperature.where(counted, 1.0)  # by the logits before temperature
     padding = len(weight) - V
     dweight = logit_scale * dz.T @ hidden
     return FilteredGradients(

@@ -18,6 +18,7 @@ from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LABELS = (torch.int64, torch.int32)
 
 
 def checked_options(**given: Any) -> LossOptions:
@@ -41,8 +42,8 @@ def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
     given, extra = vars(options), extra_schedule(options.schedule)
     declarations = {k: x for k, x in DECLARED.items() if extra is None or k != "schedule"}
-    values = {name: checked(name, given[name], x) for name, x in declarations.items()}
-    options = LossOptions(**{"schedule": options.schedule, **values})
+    checked = {name: checked_value(name, given[name], x) for name, x in declarations.items()}
+    options = LossOptions(**{"schedule": options.schedule, **checked})
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but "
@@ -69,12 +70,12 @@ def check_options(options: LossOptions) -> LossOptions:
 
 
 def check_tensors(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, token_weight: Tensor | None
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, **of_tokens: Tensor | None
 ) -> None:
     """Check types, devices and the shapes that do not depend on the group."""
     check_tensor("hidden", hidden, FLOATS)
     check_tensor("weight", weight, FLOATS, hidden)
-    check_tensor("labels", labels, (torch.int64, torch.int32), hidden)
+    check_tensor("labels", labels, LABELS, hidden)
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
@@ -95,16 +96,17 @@ def check_tensors(
                 f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
                 "the gradient of each has the dtype that was passed"
             )
-    if token_weight is not None:
-        check_tensor("token_weight", token_weight, FLOATS, hidden)
-        if token_weight.shape != labels.shape:
+    for name, x in of_tokens.items():
+        if x is None:
+            continue
+        check_tensor(name, x, FLOATS, hidden)
+        if x.shape != labels.shape:
             raise ValueError(
-                f"token_weight must have labels' shape {tuple(labels.shape)}, "
-                f"got {tuple(token_weight.shape)}"
+                f"{name} must have labels' shape {tuple(labels.shape)}, got {tuple(x.shape)}"
             )
-        if token_weight.requires_grad:
+        if x.requires_grad:
             raise ValueError(
-                "token_weight must have requires_grad=False, since it gets no gradient, got True"
+                f"{name} must have requires_grad=False, since it gets no gradient, got True"
             )
 
 
@@ -263,11 +265,10 @@ def check_labels(
 
 def count(name: str, value: object) -> int:
     """Return the argument as an int of at least 1; integers of numpy are converted."""
-    return checked(name, value, Declared(int, False, (), COUNT))
+    return checked_value(name, value, Declared(int, False, (), COUNT))
 
 
-def checked(name: str, value: object, declared: Declared) -> Any:
-    """Return the value of the argument in Python's type; it must be as declared."""
+def checked_value(name: str, value: object, declared: Declared) -> Any:
     if value is None and declared.optional:
         return None
     plain = _plain(value, declared.kind)

@@ -17,7 +17,11 @@ from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, counted_operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 
-_OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight"
+_OPERANDS = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
+    "Tensor? temperature"
+)
+_TENSORS = 6  # of them
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 
 
@@ -54,7 +58,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             "exclude the call by torch.compiler.disable"
         )
     outputs = torch.ops.flce_dist.forward(
-        *arguments[:5],
+        *arguments[:_TENSORS],
         *(getattr(options, name) for name in DECLARED),
         None if tp_group is None else tp_group.group_name,
         needs,
@@ -68,15 +72,14 @@ def _metrics(options: LossOptions) -> int:
     return len(Metrics._fields if extra is None else extra.METRICS) if options.with_metrics else 0
 
 
-def _prepare(operands: tuple[Any, ...], spec: tuple[Any, ...]) -> tuple[Call, Operands]:
-    hidden, weight, labels, bias, token_weight = operands
-    *given, group_name, needs = spec
+def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
+    *given, group_name, needs = inputs[_TENSORS:]
     given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
     group = None if group_name is None else torch_private.group_named(group_name)
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, LossOptions(*given), group)
+    arguments: Any = (*inputs[:_TENSORS], LossOptions(*given), group)
     # A plan of symbolic sizes determines the shapes that an operator returns, and cannot tell
     # whether dweight's memory is large enough for in_forward.
-    return prepare(arguments, needs, auto_in_forward=False)
+    return prepare(Arguments(*arguments), needs, auto_in_forward=False)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:
@@ -87,11 +90,11 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
 @torch.library.custom_op(
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
-def _forward(hidden, weight, labels, bias, token_weight, *spec):
+def _forward(*inputs):
     """Return the loss, metrics if asked for, then what is saved."""
-    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    call, operands = _prepare(inputs)
     operands = counted_operands(call, operands)
-    needs, shape = spec[-1], labels.shape
+    needs, shape = inputs[-1], inputs[2].shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
     outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
@@ -100,9 +103,9 @@ def _forward(hidden, weight, labels, bias, token_weight, *spec):
 
 
 @_forward.register_fake
-def _(hidden, weight, labels, bias, token_weight, *spec):
-    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
-    of_tokens, one = labels.shape, ()
+def _(*inputs):
+    call, operands = _prepare(inputs)
+    hidden, of_tokens, one = inputs[0], inputs[2].shape, ()
 
     def new(shape, dtype=call.stats_dtype):
         return hidden.new_empty(shape, dtype=dtype)
@@ -124,11 +127,11 @@ def _(hidden, weight, labels, bias, token_weight, *spec):
         f"{_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
     ),
 )
-def _backward(
-    dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weight, saved, *spec
-):
+def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
-    call, operands = _prepare((hidden, weight, labels, bias, token_weight), spec)
+    inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
+    hidden, weight, labels, bias = inputs[:4]
+    call, operands = _prepare((*inputs, *spec))
     operands = counted_operands(call, operands)
     needs = spec[-1]
     if needs[1]:
@@ -150,30 +153,30 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, token_weight, saved, *spec):
+def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
-        for x, need in zip((hidden, weight, bias), spec[-1], strict=True)
+        for x, need in zip((hidden, weight, bias), others[-1], strict=True)
     ]
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, labels, bias, token_weight, *ctx.spec = inputs
+    operands, ctx.spec = inputs[:_TENSORS], inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
     saved = output[1 + _metrics(LossOptions(*ctx.spec[:-2])) :]
-    ctx.save_for_backward(hidden, weight, labels, bias, token_weight, *saved)
+    ctx.save_for_backward(*operands, *saved)
 
 
 def _differentiate(ctx, grads):
-    operands, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+    operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
     needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
     # Compiled code passes zeros for upstream gradients that do not exist.
     upstream = grads[:_DIFFERENTIABLE] if with_metrics else (grads[0], None, None, None)
     if all(g is None for g in upstream):
-        return (None,) * (5 + len(ctx.spec))
+        return (None,) * (_TENSORS + len(ctx.spec))
     gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)
     dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
-    return dhidden, dweight, None, dbias, None, *(None for _ in ctx.spec)
+    return dhidden, dweight, None, dbias, None, None, *(None for _ in ctx.spec)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -41,7 +41,7 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
-    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     if options.sequence_parallel and isinstance(hidden, DTensor):
         dim = _dimension(hidden.device_mesh, tp_group)
@@ -61,6 +61,7 @@ def localized(arguments: Arguments) -> Arguments:
         local_of("labels", labels, Replicate(), tp_group),
         local_of("bias", bias, rows, tp_group, _OF_ROWS),
         local_of("token_weight", token_weight, Replicate(), tp_group),
+        local_of("temperature", temperature, Replicate(), tp_group),
         options if tp_group is None else _checked_wholes(arguments),
         tp_group,
     )
@@ -71,7 +72,7 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
 
     Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
     """
-    hidden, weight, _, bias, _, options, tp_group = arguments
+    hidden, weight, _, bias, *_, options, tp_group = arguments
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     dim = options.sequence_dim
     if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:

@@ -60,14 +60,16 @@ def row_gradient(
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)
-    terms = call.loss_terms
+    terms, inverse = call.loss_terms, operands.inverse_temperature
     of_loss = (operands.labels, operands.token_weight, norm, dloss, terms)
     if call.is_expressible(upstream):
-        return call.kernels.row_gradient(stats, *of_loss, from_lse=from_lse)
+        return call.kernels.row_gradient(
+            stats, *of_loss, from_lse=from_lse, inverse_temperature=inverse
+        )
     token_dloss = token_gradient_formulas.token_dloss(stats.others, *of_loss)
     metrics = MetricGradients(*dmetrics)
     return token_gradient_formulas.row_gradient_with_metrics(
-        stats, token_dloss, metrics, entropy, terms
+        stats, token_dloss, metrics, entropy, terms, inverse
     )
 
 

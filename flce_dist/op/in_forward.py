@@ -80,7 +80,7 @@ class InForward(Sizes):
             metrics.append(one.metrics(stats, tokens))
             rows = call.kernels.row_gradient(
                 stats, chunk.labels, weights, early_norm, None, call.loss_terms,
-                from_lse=call.is_from_lse,
+                from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
             )  # fmt: skip
             gradients.add(
                 Chunk(tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v)

@@ -11,10 +11,12 @@ from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
 from flce_dist.op.call import Call, Needs, Operands, Schedule, Scores, extra_schedule
 from flce_dist.op.plan import pieces, plan
-from flce_dist.options import LossOptions
+from flce_dist.options import POSITIVE, Declared, LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows
+
+_TEMPERATURE = Declared(float, False, (), POSITIVE)
 
 
 class Arguments(NamedTuple):
@@ -25,8 +27,21 @@ class Arguments(NamedTuple):
     labels: Tensor
     bias: Tensor | None
     token_weight: Tensor | None
+    temperature: Any  # a number or a tensor; after ``tempered`` a tensor, or None for 1
     options: LossOptions
     tp_group: dist.ProcessGroup | None
+
+
+def tempered(arguments: Arguments) -> Arguments:
+    """Return the arguments with the temperature of each token; None if it is the number 1."""
+    temperature = arguments.temperature
+    if isinstance(temperature, Tensor):
+        return arguments
+    temperature, each = checks.checked_value("temperature", temperature, _TEMPERATURE), None
+    if temperature != 1.0:
+        checks.check_tensor("labels", arguments.labels, checks.LABELS)
+        each = torch.full_like(arguments.labels, temperature, dtype=torch.float64)
+    return arguments._replace(temperature=each)
 
 
 def sequence_first(arguments: Arguments) -> Arguments:
@@ -34,16 +49,18 @@ def sequence_first(arguments: Arguments) -> Arguments:
 
     [B, S / P, H] of each rank then follow one another, as [S / P, B, H], in the order of labels.
     """
-    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     if not (options.sequence_parallel and options.sequence_dim):
         return arguments
     checks.check_group(tp_group, options.sequence_parallel)
-    checks.check_tensors(hidden, weight, labels, bias, token_weight)
+    of_tokens = {"token_weight": token_weight, "temperature": temperature}
+    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
     checks.check_tokens(hidden, labels, options, collectives.group_size(tp_group))
     return arguments._replace(
         hidden=hidden.transpose(0, 1),
         labels=labels.transpose(0, 1),
         token_weight=None if token_weight is None else token_weight.transpose(0, 1),
+        temperature=None if temperature is None else temperature.transpose(0, 1),
         options=replace(options, sequence_dim=0),
     )
 
@@ -104,10 +121,15 @@ def prepare(
             calls.clear()
         if facts is not None:
             calls[facts] = call
-    hidden, weight, labels, bias, token_weight, _, _ = arguments
-    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps its dtype
-        token_weight = as_stored(token_weight).reshape(-1).to(call.stats_dtype).contiguous()
-        token_weight = call.order.permuted(token_weight)
+    hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
+
+    def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
+        return call.order.permuted(as_stored(x).reshape(-1).to(call.stats_dtype).contiguous())
+
+    inverse = None
+    if temperature is not None:
+        inverse = of_tokens(temperature)
+        inverse = inverse.reciprocal().where(inverse > 0, torch.nan)
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
     return call, Operands(
@@ -115,7 +137,8 @@ def prepare(
         as_stored(weight),
         as_stored(bias),
         call.order.permuted(labels.reshape(-1).long().contiguous()),
-        token_weight,
+        None if token_weight is None else of_tokens(token_weight),
+        inverse_temperature=inverse,
     )
 
 
@@ -126,13 +149,16 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     """
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
     checks.check_labels(labels, token_weight, call.vocab_size, options)
-    if options.max_counted is None:
-        return operands
-    with torch.cuda.device_of(labels):
-        places, labels, token_weight = call.kernels.counted_tokens(
-            labels, token_weight, call.T, ignore_index=options.ignore_index
-        )
-    return operands._replace(labels=labels, token_weight=token_weight, places=places)
+    places, inverse = None, operands.inverse_temperature
+    if options.max_counted is not None:
+        with torch.cuda.device_of(labels):
+            places, labels, token_weight = call.kernels.counted_tokens(
+                labels, token_weight, call.T, ignore_index=options.ignore_index
+            )
+        inverse = None if inverse is None else inverse[places]
+    if inverse is not None:
+        inverse = inverse.where(labels != options.ignore_index, 1.0)
+    return Operands(*operands[:3], labels, token_weight, places, inverse)
 
 
 def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
@@ -141,7 +167,7 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return None
     facts: list[Any] = [arguments.options, *needs, *others, group]
-    for x in arguments[:5]:
+    for x in arguments[:6]:
         if x is None:
             facts.append(None)
             continue
@@ -155,9 +181,10 @@ def _checked_call(
     arguments: Arguments, needs: list[bool], auto_in_forward: bool, scores: Scores | None
 ) -> Call:
     """Check the arguments, and decide everything about the call that their facts decide."""
-    hidden, weight, labels, bias, token_weight, options, tp_group = arguments
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
-    checks.check_tensors(hidden, weight, labels, bias, token_weight)
+    of_tokens = {"token_weight": token_weight, "temperature": temperature}
+    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
     P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
     V = len(weight)
     checks.check_tokens(hidden, labels, options, P)

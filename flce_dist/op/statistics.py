@@ -88,6 +88,7 @@ class Pass:
             sums,
             call.loss_terms,
             with_entropy=with_entropy,
+            inverse_temperature=logits.inverse_temperature,
         )
         if not call.rescales_cache:  # else backward writes D at the labels
             for start, window in cache.with_starts():
@@ -149,4 +150,5 @@ def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
         logit_scale=options.logit_scale,
         softcap=options.softcap,
         group_v=INVARIANT_ROWS if options.tp_invariant else None,
+        inverse_temperature=operands.inverse_temperature,
     )

@@ -13,13 +13,13 @@ from flce_dist.op.call import Scores, extra_schedule
 from flce_dist.op.dtensor import local_of, localized
 from flce_dist.op.prepare import (
     Arguments,
-    as_stored,
     gradients_needed,
     in_autocast_dtype,
     prepare,
     sequence_first,
+    tempered,
 )
-from flce_dist.options import POSITIVE, Declared, Impl, LossOptions, Schedule
+from flce_dist.options import Declared, Impl, LossOptions, Schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, flat_ids
 from flce_dist.scores.over_ids import OverIds
@@ -105,8 +105,10 @@ def linear_logprob(
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
         max_logits_bytes=max_logits_bytes, impl=impl,
     )  # fmt: skip
-    over = checks.checked("over", over, Declared(str, False, get_args(Over), None))
-    with_entropy = checks.checked("with_entropy", with_entropy, Declared(bool, False, (), None))
+    over = checks.checked_value("over", over, Declared(str, False, get_args(Over), None))
+    with_entropy = checks.checked_value(
+        "with_entropy", with_entropy, Declared(bool, False, (), None)
+    )
     scores = _scores(over, with_entropy, options)
     refuse_transforms("linear_logprob")
     if torch.compiler.is_compiling():
@@ -115,22 +117,20 @@ def linear_logprob(
             "torch.compiler.disable"
         )
     checks.check_tensor("hidden", hidden, checks.FLOATS)
-    stand_in = torch.empty(0, dtype=torch.int64, device=hidden.device)
-    arguments = localized(Arguments(hidden, weight, stand_in, bias, None, options, tp_group))
-    ids, offsets, temperature = (
-        local_of(name, x, Replicate(), tp_group)
-        for name, x in (("ids", ids), ("offsets", offsets), ("temperature", temperature))
+    stand_in = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, options, tp_group)
+    arguments = localized(arguments)
+    ids, offsets = (
+        local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
     )
     tokens = _tokens(arguments)
-    arguments = arguments._replace(labels=stand_in.new_zeros(()).expand(tokens))
+    arguments = tempered(arguments._replace(labels=stand_in.expand(tokens)))
     is_transposed = sequence_parallel and arguments.options.sequence_dim == 1
     flat, cuts = flat_ids(ids, offsets, tokens, arguments.hidden, transposed=is_transposed)
-
     ordered = in_autocast_dtype(sequence_first(arguments))
     call, operands = prepare(ordered, gradients_needed(ordered), scores=scores)
     check_ids(flat, cuts, call.vocab_size)
-    inverse = _inverse(temperature, arguments, call.stats_dtype, transposed=is_transposed)
-    operands = operands._replace(labels=flat, offsets=cuts, inverse_temperature=inverse)
+    operands = operands._replace(labels=flat, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
@@ -164,23 +164,3 @@ def _tokens(arguments: Arguments) -> torch.Size:
     if options.sequence_parallel and options.sequence_dim < len(shape):
         shape[options.sequence_dim] *= collectives.group_size(arguments.tp_group)
     return torch.Size(shape)
-
-
-def _inverse(
-    temperature: object, arguments: Arguments, dtype: torch.dtype, *, transposed: bool
-) -> Tensor | None:
-    """Return 1 / temperature of each token [T], NaN if that is not above 0; None for 1."""
-    hidden, tokens = arguments.hidden, arguments.labels.shape
-    if not isinstance(temperature, Tensor):
-        number = checks.checked("temperature", temperature, Declared(float, False, (), POSITIVE))
-        inverse = torch.full(tokens, 1 / number, dtype=dtype, device=hidden.device)
-        return None if number == 1.0 else inverse.view(-1)
-    checks.check_tensor("temperature", temperature, checks.FLOATS, hidden)
-    if temperature.shape != tokens or temperature.requires_grad:
-        raise ValueError(
-            f"temperature must be a number or {tuple(tokens)} with requires_grad=False, got "
-            f"{tuple(temperature.shape)} with requires_grad={temperature.requires_grad}"
-        )
-    each = as_stored(temperature.transpose(0, 1) if transposed else temperature)
-    each = each.reshape(-1).to(dtype)
-    return each.reciprocal().where(each > 0, torch.nan)

@@ -64,7 +64,7 @@ class OverIds:
         ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         logits = shard_logits(call, operands, gather.wait_all())
         kernels = score_kernels_of(call.impl)
-        z = kernels.logits_at_ids(logits, ids, operands.inverse_temperature)
+        z = kernels.logits_at_ids(logits, ids)
         z = collectives.all_reduce_sum(z, call.tp_group)
         logprob, lse, entropy = kernels.set_scores(z, ids, with_entropy=self.with_entropy)
         saved = OverIdsSaved(z, ids.ids, ids.token, ids.first, ids.place)

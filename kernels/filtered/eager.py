@@ -79,9 +79,8 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     """Return [V] in the dtype of statistics: what the sampled tokens have in rows not kept."""
     tokens = sample.clamp_min(0)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
-    some = logits._replace(hidden=logits.hidden[tokens], labels=logits.labels[tokens])
     total = lse.new_empty(logits.V)
-    for start, z in windows(some):
+    for start, z in windows(logits.rows(tokens)):
         columns = torch.arange(start, start + z.shape[1], device=z.device)
         left_out = ~of_tiles[:, columns // TILE_V]
         total[columns] = (z - lse[tokens, None]).exp().where(left_out, 0.0).sum(0)

@@ -19,6 +19,7 @@ from flce_dist.kernels.primitives import (
     dot,
     exp,
     first_reference,
+    inverse_temperatures,
     label_columns,
     load_tile,
     logits_of,
@@ -105,7 +106,8 @@ def _profile_kernel(
                 BLOCK_V, BLOCK_H, TMA,
             )  # fmt: skip
             acc = dot(h, w.T, acc)
-        z = logits_of(acc, bias_ptr, start_v, V, scalars, BLOCK_V)
+        inverse = inverse_temperatures(scalars, offs_t, is_token)
+        z = logits_of(acc, bias_ptr, start_v, V, scalars, inverse, BLOCK_V)
         lse = tl.load(lse_ptr + offs_t, mask=is_token, other=0.0)
         tile = kept_ptr + offs_t // TILE_T * tl.cdiv(V, TILE_V) + start_v // TILE_V
         left_out = tl.load(tile, mask=is_token, other=1) == 0

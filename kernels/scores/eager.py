@@ -15,7 +15,7 @@ from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 
 
-def logits_at_ids(logits: ShardLogits, ids: TokenIds, inverse_temperature: Tensor | None) -> Tensor:
+def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
     z = logits.hidden.new_zeros(len(ids.ids), dtype=logits.stats_dtype)
     for n, row in _here(ids, logits.vocab_start_index, logits.weight):
         token = ids.token[n]
@@ -24,7 +24,8 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds, inverse_temperature: Tenso
         if logits.bias is not None:
             dots += logits.bias[row]
         dots = capped(dots, logits.softcap)
-        z[n] = dots if inverse_temperature is None else dots * inverse_temperature[token]
+        inverse = logits.inverse_temperature
+        z[n] = dots if inverse is None else dots * inverse[token]
     return z
 
 
@@ -71,8 +72,9 @@ def set_gradient(
         sums[1].index_add_(0, token, g.where(~is_top, 0.0))
         g = g.where(~is_top, g * (others / (1 + others))[token])
         dz += g - p * sums[1][token].where(is_top, sums.sum(0)[token])
-    inverse = 1.0 if inverse_temperature is None else inverse_temperature[token]
-    return (dz * softcap_grad(z / inverse, softcap) * inverse * logit_scale).where(is_id, 0.0)
+    inverse = None if inverse_temperature is None else inverse_temperature[token]
+    dz *= softcap_grad(z, softcap, inverse) * logit_scale
+    return (dz if inverse is None else dz * inverse).where(is_id, 0.0)
 
 
 def _statistics(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -51,16 +51,16 @@ def _logits_at_ids_kernel(
     tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
 
 
-def logits_at_ids(logits: ShardLogits, ids: TokenIds, inverse_temperature: Tensor | None) -> Tensor:
+def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
     """Return [N] fp32: the tempered logit of each entry, 0 at padding and ids of other ranks.
 
-    inverse_temperature is [T] fp32. Reads at most 2 N H elements.
+    Reads at most 2 N H elements.
     """
     N = len(ids.ids)
     out = torch.empty(N, dtype=torch.float32, device=ids.ids.device)
     if N:
         _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
-            logits.hidden, logits.weight, logits.bias, inverse_temperature,
+            logits.hidden, logits.weight, logits.bias, logits.inverse_temperature,
             ids.ids, ids.token,
             out,
             N, logits.V, logits.H,

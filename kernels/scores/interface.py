@@ -14,9 +14,7 @@ from flce_dist.kernels.shard_logits import ShardLogits
 class ScoreKernels(Protocol):
     """Passes over N rows of [H], and over [N]."""
 
-    def logits_at_ids(
-        self, logits: ShardLogits, ids: TokenIds, inverse_temperature: Tensor | None
-    ) -> Tensor: ...
+    def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
 
     def set_scores(
         self, z: Tensor, ids: TokenIds, *, with_entropy: bool

@@ -132,7 +132,7 @@ def _set_gradient_kernel(
             g = tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
             dz += tl.where(n == top, g * (others / (1 + others)), g)
         if softcap is not None:
-            dz *= softcap_slope(z / inverse, softcap)
+            dz *= softcap_slope(z, softcap, inverse)
         dz *= inverse * logit_scale
         tl.store(out_ptr + n, tl.where(is_id, dz, 0.0), mask=n < end)
 

@@ -35,6 +35,7 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
     bias: bool = False
     token_weight: bool = False
+    tempered: bool = False  # each token has a temperature
     metrics: bool = False
     padding: int = 0  # rows of the weight beyond the vocabulary
     uneven: bool = False  # shards of different lengths, given by vocab_range
@@ -83,16 +84,18 @@ def variants() -> list[Variant]:
         Variant("softcap", options=(softcap,)),
         Variant("softcap, label_smoothing", options=(softcap, smoothing)),
         Variant("logit_scale", options=(scale,)),
+        Variant("temperature", options=(("temperature", 0.7),), metrics=True, bias=True),
+        Variant("softcap, temperatures", options=(softcap,), tempered=True),
         Variant("bias", bias=True),
         Variant("token_weight", token_weight=True),
         Variant("metrics", metrics=True),
         Variant("padded vocabulary", padding=5),
         Variant("uneven shards", uneven=True),
-        Variant("max_counted", counted=True, token_weight=True),
+        Variant("max_counted", counted=True, token_weight=True, tempered=True),
         Variant("max_counted", "none", counted=True, metrics=True, bias=True, uneven=True),
         Variant(
             "many together", "none", options=(smoothing, z_loss, scale), bias=True,
-            token_weight=True, metrics=True, padding=5, uneven=True,
+            token_weight=True, tempered=True, metrics=True, padding=5, uneven=True,
         ),
     ]  # fmt: skip
 
@@ -104,7 +107,7 @@ def filtered_variants() -> list[Variant]:
         Variant("filter_eps", filtered=True),
         Variant("filter_eps, options", "sum", options=options, bias=True, filtered=True),
         Variant(
-            "filter_eps, uneven", "none", token_weight=True, metrics=True, padding=5,
+            "filter_eps, uneven", "none", token_weight=True, tempered=True, metrics=True, padding=5,
             uneven=True, filtered=True,
         ),
     ]  # fmt: skip

@@ -112,7 +112,9 @@ def _results(
 
 
 def _options(variant: Variant, data: Data) -> dict[str, Any]:
-    given = {"token_weight": data.token_weight, "vocab_size": data.vocab_size}
+    given: dict[str, Any] = {"token_weight": data.token_weight, "vocab_size": data.vocab_size}
+    if data.temperature is not None:
+        given["temperature"] = data.temperature
     return {"reduction": variant.reduction, **given, **dict(variant.options)}
 
 

@@ -22,6 +22,7 @@ class Data:
     labels: Tensor
     bias: Tensor | None
     token_weight: Tensor | None
+    temperature: Tensor | None
     dloss: Tensor
     dmetrics: Tensor  # [3, T]
     vocab_size: int
@@ -58,7 +59,7 @@ def make_data(
     hidden[ignored] = torch.nan
     weight[vocab_size:] *= 100.0  # would be seen, if it were
 
-    token_weight = torch.rand(T, generator=generator)
+    token_weight, temperature = torch.rand(2, T, generator=generator)
     # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
     dloss = torch.tensor(0.7 * T if variant.reduction == "mean" else 0.7)
     if variant.reduction == "none":
@@ -69,6 +70,7 @@ def make_data(
         labels=labels.to(device),
         bias=bias.to(device, dtype) if variant.bias else None,
         token_weight=token_weight.to(device) if variant.token_weight else None,
+        temperature=(0.9 + 0.2 * temperature).to(device) if variant.tempered else None,
         dloss=dloss.to(device),
         dmetrics=torch.randn(len(METRICS), T, generator=generator).to(device),
         vocab_size=vocab_size,

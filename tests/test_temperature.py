@@ -1,0 +1,242 @@
+"""temperature: a number or one of each token, with every schedule, option and split of the tokens.
+
+Random combinations with all other options are in test_api_random_cases.py, checks of tensors in
+test_checks.py, ranks that disagree in test_rank_check.py.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import LinearCrossEntropy, linear_cross_entropy
+from flce_dist.kernels import eager_logits
+from flce_dist.op import prepare
+from tests.filtered_formula import check_filtered, zipf_inputs
+from tests.invariant_problem import differing, problem, statistics
+from tests.parallel_problem import (
+    FEW_BYTES,
+    IN_PIECES,
+    complaint,
+    misses,
+    on_threads,
+    small_pieces,
+)
+from tests.problems import (
+    DTYPES,
+    IGNORE,
+    SCHEDULES,
+    Patch,
+    Upstream,
+    assert_same,
+    both,
+    check,
+    compare,
+    make_inputs,
+    metric_upstream,
+    on_a_gpu,
+    pairwise,
+    per_token_upstream,
+    poisoned_memory,
+    run_op,
+)
+
+T, V, H = 37, 150, 32
+LOSSES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum", "label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": -1.3},
+    "none": {"reduction": "none", "softcap": 3.0, "z_loss_weight": 0.01},
+    "metrics": {"reduction": "none", "softcap": 3.0, "logit_scale": 0.7},
+    "smoothing": {"reduction": "sum", "softcap": 3.0, "label_smoothing": 0.1},
+}
+FITTING = [
+    (schedule, dtype, loss, kind)
+    for schedule, dtype, loss, kind in itertools.product(
+        SCHEDULES, DTYPES, LOSSES, ["number", "tensor"]
+    )
+    if not (schedule == "in_forward" and LOSSES[loss].get("reduction") == "none")
+    and not (schedule != "recompute" and loss == "smoothing")
+]
+
+
+def upstream_of(loss: str) -> Upstream:
+    if LOSSES[loss].get("reduction") != "none":
+        return Upstream(0.7)
+    metrics = metric_upstream(T, "lse", "logprob", "entropy") if loss == "metrics" else {}
+    return Upstream(per_token_upstream(T), metrics)
+
+
+@pytest.mark.parametrize(("schedule", "dtype", "loss", "kind"), pairwise(FITTING), ids=str)
+@pytest.mark.parametrize("impl", ["eager", "triton", on_a_gpu])
+def test_against_fp64(schedule, dtype, loss, kind, impl):
+    inputs = make_inputs(T, V, H, dtype, bias=True, token_weight=True, temperature=kind == "tensor")
+    if kind == "number":
+        inputs = replace(inputs, temperature=0.6)
+    with poisoned_memory():
+        check(inputs, upstream_of(loss), impl=impl, schedule=schedule, **LOSSES[loss])
+
+
+@both
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_far_logits(impl, schedule):
+    """Low temperatures put most labels so far below the maximum that it becomes the reference."""
+    inputs = make_inputs(T, V, H, bias=True)
+    for temperature in (0.02, torch.linspace(0.01, 3.0, T), 40.0):
+        check(replace(inputs, temperature=temperature), impl=impl, schedule=schedule, softcap=20.0)
+
+
+@both
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_number_is_that_of_each_token(impl, metrics):
+    """And 1 is none at all."""
+    inputs = make_inputs(T, V, H, torch.bfloat16, bias=True)
+
+    def results(temperature: Any) -> Any:
+        given = replace(inputs, temperature=temperature)
+        return run_op(given, Upstream(), impl=impl, softcap=5.0, with_metrics=metrics)
+
+    assert_same(results(0.6), results(torch.full((T,), 0.6)))
+    assert_same(results(1), results(torch.ones(T)))
+
+
+def test_the_number_one_needs_no_kernel_of_its_own():
+    tensors = torch.randn(4, 8), torch.randn(9, 8), torch.arange(4)
+    arguments = prepare.Arguments(*tensors, None, None, 1.0, None, None)  # type: ignore[arg-type]
+    assert prepare.tempered(arguments).temperature is None
+
+
+@both
+def test_values_of_a_tensor_concern_their_own_token(impl):
+    """0, below and NaN make its results NaN; of ignored tokens nothing is read."""
+    inputs = make_inputs(T, V, H, temperature=True)
+    assert isinstance(inputs.temperature, Tensor)
+    bad = torch.zeros(T, dtype=torch.bool)
+    bad[inputs.labels.ne(IGNORE).nonzero()[:4, 0]] = True
+    spoilt = inputs.temperature.masked_fill(inputs.labels == IGNORE, torch.nan)
+    spoilt[bad] = torch.tensor([0.0, -1.0, torch.nan, -torch.inf])
+    for schedule in ("recompute", "cached"):
+        options: dict[str, Any] = {"schedule": schedule, "reduction": "none", "with_metrics": True}
+        expected = run_op(inputs, Upstream(), impl=impl, **options)
+        found = run_op(replace(inputs, temperature=spoilt), Upstream(), impl=impl, **options)
+        for name in ("loss", "lse", "logprob", "entropy", "dhidden"):
+            assert found[name][bad].isnan().all(), name
+            assert torch.equal(found[name][~bad], expected[name][~bad]), name
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.5, math.nan, math.inf, 1e-45, True, None, "1", [1.0]])
+def test_numbers_that_are_refused(value):
+    said = complaint(
+        linear_cross_entropy, torch.ones(4, 8), torch.ones(9, 8), torch.arange(4), temperature=value
+    )
+    wanted = f"temperature must be a float that is finite and above 0 in fp32, got {value!r}"
+    assert said == wanted
+
+
+# --- where tokens go
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("counted", [None, 44])
+def test_two_ranks(sequence_parallel, schedule, counted):
+    """Gathered in pieces, or only those that count."""
+    temperature = torch.linspace(0.4, 2.0, IN_PIECES.T)
+    options = {"softcap": 4.0, "temperature": temperature}
+    given = IN_PIECES.changed(options=options, ignored=0.3)
+    with small_pieces():
+        found = on_threads(
+            2, given, schedule=schedule, sequence_parallel=sequence_parallel,
+            max_counted=counted, **FEW_BYTES,
+        )  # fmt: skip
+    assert not misses(found, given)
+
+
+@both
+def test_only_tokens_that_count(impl):
+    inputs = make_inputs(T, V, H, token_weight=True, temperature=True, ignored=0.5)
+    n = int((inputs.labels != IGNORE).sum())
+    for schedule in SCHEDULES:
+        check(inputs, impl=impl, schedule=schedule, max_counted=n + 2, softcap=5.0)
+
+
+def test_tokens_along_the_second_dimension():
+    """Labels and temperatures [B, S] of hidden [B, S, H], as without a split."""
+    inputs = make_inputs(24, V, H, temperature=True)
+    batch = replace(
+        inputs,
+        **{name: getattr(inputs, name).unflatten(0, (3, 8)) for name in ("hidden", "labels")},
+        temperature=inputs.temperature.view(3, 8),  # type: ignore[union-attr]
+    )
+    flat = run_op(inputs, Upstream(), impl="eager")
+    found = run_op(batch, Upstream(), impl="eager")
+    assert torch.equal(found["loss"], flat["loss"])
+    assert torch.equal(found["dhidden"].flatten(0, 1), flat["dhidden"])
+
+
+# --- with what else there is
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.1}], ids=str)
+def test_filtered_gradients_are_as_defined(impl, options):
+    n = 300 if impl == "eager" else 140
+    given = zipf_inputs(n, 600, 16, bias=True, token_weight=True)
+    temperature = torch.linspace(0.7, 1.5, n).masked_fill(given.labels == IGNORE, torch.nan)
+    for value in (0.8, temperature):
+        check_filtered(replace(given, temperature=value), 2.0**-7, impl=impl, **options)
+
+
+@pytest.mark.usefixtures("one_launch_at_a_time")
+def test_bits_do_not_depend_on_ranks():
+    given = replace(problem(), temperature=torch.linspace(0.5, 2.0, 40))
+    one = statistics(given, 1)
+    assert all(x.isfinite().all() for x in one)
+    assert differing(one, statistics(given, 2)) == []
+    assert "loss" in differing(one, statistics(problem(), 1))
+
+
+def test_replayed_with_other_temperatures(one_launch_at_a_time):
+    inputs = make_inputs(40, V, 16, bias=True)
+    for temperature in (0.5, 0.6, torch.linspace(0.5, 2, 40), 0.8, torch.linspace(2, 0.5, 40)):
+        check(replace(inputs, temperature=temperature), impl="triton", softcap=6.0)
+
+
+def test_compiled():
+    inputs = make_inputs(12, 60, 16, temperature=True)
+    call = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    hidden, weight = (x.requires_grad_() for x in (inputs.hidden, inputs.weight))
+    for temperature in (inputs.temperature, 0.7):
+        given = replace(inputs, temperature=temperature)
+        loss = call(hidden, weight, inputs.labels, temperature=temperature)
+        dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+        found = {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
+        compare(found, replace(given, hidden=hidden.detach(), weight=weight.detach()), Upstream())
+
+
+def test_the_layer_takes_it_at_each_call():
+    layer = LinearCrossEntropy(H, V, dtype=torch.float32)
+    inputs = make_inputs(T, V, H, temperature=True)
+    expected = linear_cross_entropy(
+        inputs.hidden, layer.weight, inputs.labels, temperature=inputs.temperature
+    )
+    found = layer(inputs.hidden, inputs.labels, temperature=inputs.temperature)
+    metrics = layer.forward_with_metrics(inputs.hidden, inputs.labels, None, inputs.temperature)
+    assert torch.equal(found, expected) and torch.equal(metrics.loss, expected)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        LinearCrossEntropy(H, V, temperature=0.5)
+
+
+def untempered(original: Any, z: Tensor, logits: Any) -> Any:
+    return original(z, logits._replace(inverse_temperature=None))
+
+
+def test_a_wrong_slope_shows(mutate: Patch) -> None:
+    given = replace(make_inputs(T, V, H), temperature=0.6)
+    check(given, softcap=5.0)
+    mutate(eager_logits, "slope_of", untempered)
+    with pytest.raises(AssertionError, match="dhidden"):
+        check(given, softcap=5.0, schedule="recompute")
