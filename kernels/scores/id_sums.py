@@ -27,44 +27,53 @@ def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
     tl.store(out_ptr, cast(total, out_ptr.dtype.element_ty), mask=offs_h < H)
 
 
+@triton.jit
+def _row_of_entry(hidden_ptr, token_ptr, n, offs_h, stride_h, mask_h, stride_t, is_wanted):
+    token = tl.load(token_ptr + n, mask=is_wanted, other=0)
+    return tl.load(
+        hidden_ptr + token * stride_t + offs_h * stride_h, mask=mask_h & is_wanted, other=0.0
+    )
+
+
 @Kernel
 def _chunk_sums_kernel(
-    factor_ptr, hidden_ptr,  # in:  [N] fp32, [T, H]
-    ids_ptr, order_ptr, token_ptr,  # in:  [N] sorted, [N], [N] int64
+    hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] int64, int64, fp32, by id
     out_ptr, head_ptr, tail_ptr,  # out: [V, H]; [chunks, H] fp32 of runs from before, and beyond
     N, V, H,
     stride_hidden_t, stride_hidden_h, stride_out_v,
     vocab_start_index,
     ADDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program sums BLOCK_H columns of CHUNK entries."""
+    """A program sums BLOCK_H columns of CHUNK entries; the next entry's are being loaded."""
     chunk = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    mask_h = offs_h < H
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, N)
     before = tl.load(ids_ptr + begin - 1, mask=begin > 0, other=-1)
     id = tl.load(ids_ptr + begin)
+    is_here = (id >= vocab_start_index) & (id < vocab_start_index + V)
+    h = _row_of_entry(
+        hidden_ptr, token_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t, is_here
+    )
     acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for n in range(begin, end):
-        row = id - vocab_start_index
-        is_here = (row >= 0) & (row < V)
-        entry = tl.load(order_ptr + n)
-        token = tl.load(token_ptr + entry)
-        h = tl.load(
-            hidden_ptr + token * stride_hidden_t + offs_h * stride_hidden_h,
-            mask=(offs_h < H) & is_here, other=0.0,
-        )  # fmt: skip
-        acc += tl.load(factor_ptr + entry) * h.to(tl.float32)
         after = tl.load(ids_ptr + n + 1, mask=n + 1 < N, other=-1)
+        next_here = (after >= vocab_start_index) & (after < vocab_start_index + V)
+        next_h = _row_of_entry(
+            hidden_ptr, token_ptr, n + 1, offs_h, stride_hidden_h, mask_h, stride_hidden_t,
+            next_here & (n + 1 < end),
+        )  # fmt: skip
+        acc += tl.load(factor_ptr + n) * h.to(tl.float32)
         if is_here & ((after != id) | (n == end - 1)):
             if id == before:
-                tl.store(head_ptr + chunk * H + offs_h, acc, mask=offs_h < H)
+                tl.store(head_ptr + chunk * H + offs_h, acc, mask=mask_h)
             elif after == id:
-                tl.store(tail_ptr + chunk * H + offs_h, acc, mask=offs_h < H)
+                tl.store(tail_ptr + chunk * H + offs_h, acc, mask=mask_h)
             else:
-                _write(out_ptr, row, acc, offs_h, H, stride_out_v, ADDS)
+                _write(out_ptr, id - vocab_start_index, acc, offs_h, H, stride_out_v, ADDS)
         acc = tl.where(after != id, 0.0, acc)
-        id = after
+        id, is_here, h = after, next_here, next_h
 
 
 @Kernel
@@ -122,12 +131,11 @@ def dweight_of_ids(
         return
     BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
     chunks = -(-N // CHUNK)
-    by_id = ids.ids.index_select(0, order)
+    by_id, token, factor = (x.index_select(0, order) for x in (ids.ids, ids.token, factor))
     head, tail = factor.new_empty(2, chunks, H)
     grid = chunks, -(-H // BLOCK_H)
     _chunk_sums_kernel[grid](
-        factor, hidden,
-        by_id, order, ids.token,
+        hidden, by_id, token, factor,
         out, head, tail,
         N, V, H,
         *hidden.stride(), out.stride(0),
