@@ -86,6 +86,7 @@ class Recorder(DispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
+        self._first: dict[Any, str] = {}
         self._lines: list[str] = []
         self._variables = itertools.count()
         self._constants: dict[str, Any] = {}
@@ -120,9 +121,21 @@ class Recorder(DispatchMode):
         self._lines.append(f"{self._target(result)} = {line}")
         return result
 
-    def issued(self, source: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Note and return ``function(*args)``; ``source`` is the function in the program."""
-        line = self._call(source, args, {})
+    def once(self, function: Callable[..., Any], *args: Any) -> "Source":
+        """Return what stands for ``function(*args)``, computed when the program begins."""
+        line = f"c{len(self._first)} = {self._call(self.constant(function), args, {})}"
+        line = self._first.setdefault((function, args), line)
+        return Source(line.split()[0])
+
+    def issued(
+        self,
+        source: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        again: Sequence[Any] | None = None,
+    ) -> Any:
+        """Note and return ``function(*args)``, in the program ``source`` of ``again`` or args."""
+        line = self._call(source, args if again is None else again, {})
         _thread.recorder = None
         try:
             result = function(*(x._of if x.__class__ is Watched else x for x in args))
@@ -143,7 +156,8 @@ class Recorder(DispatchMode):
         self._names.clear()  # what dies from here on is no part of it
         if self._fails:
             return None
-        lines = (f"def program({', '.join(self._inputs)}):", *self._lines, f"return {returned}")
+        head = f"def program({', '.join(self._inputs)}):"
+        lines = (head, *self._first.values(), *self._lines, f"return {returned}")
         exec("\n ".join(lines), self._constants)
         return self._constants["program"]
 
@@ -157,6 +171,8 @@ class Recorder(DispatchMode):
         if isinstance(x, tuple | list):
             parts = "".join(f"{self.expression(each)}, " for each in x)
             return f"({parts})" if isinstance(x, tuple) else f"[{parts}]"
+        if isinstance(x, Source):
+            return x
         return repr(x) if isinstance(x, _PLAIN) else self.constant(x)
 
     def constant(self, x: Any) -> str:
@@ -185,6 +201,10 @@ class Recorder(DispatchMode):
 
         self._names[key], self._alive[key] = name, weakref.ref(x, died)
         return name
+
+
+class Source(str):
+    """A piece of the program."""
 
 
 class Watched:

@@ -1,7 +1,7 @@
 """Triton's kernels, and how one that was launched before is launched again.
 
 At each launch Triton binds, specialises and hashes every argument, which takes the host longer than
-a pass over [T] takes the GPU. A launch in a program of ``replay.py`` runs what Triton compiled for
+a pass over [T] takes the GPU. A line in a program of ``replay.py`` runs what Triton compiled for
 the arguments that were recorded: they then differ in addresses alone, which are as aligned.
 """
 
@@ -46,30 +46,26 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
         launch = partial(_as_triton, partial(self.jit[grid], **constexprs))
-        if recorder() is not None and hasattr(self.jit, "params"):  # else it is interpreted
-            names = [param.name for param in self.jit.params]
+        noted, compiled = recorder(), None
+        if noted is not None and hasattr(self.jit, "params"):  # else it is interpreted
             compiled = _as_triton(partial(self.jit.warmup, grid=grid, **constexprs), *args)
-            if compiled is not None:  # else a hook of Triton's keeps it from compiling
-                device = driver.active.get_current_device()
-                rest = tuple(constexprs[name] for name in names[len(args) :])
-                launch = partial(_again, compiled, launch, device, grid, rest)
-        issued(launch, *args)
+        if noted is None or compiled is None:  # or a hook of Triton's keeps it from compiling
+            issued(launch, *args)
+            return
+        device = driver.active.get_current_device()
+        lead = (
+            *grid, *(1,) * (3 - len(grid)), noted.once(driver.active.get_current_stream, device),
+            compiled.function, compiled.packed_metadata, None, None, None,
+        )  # fmt: skip
+        rest = (constexprs[param.name] for param in self.jit.params[len(args) :])
+        noted.issued(noted.constant(compiled.run), launch, args, again=(*lead, *args, *rest))
 
 
 def _as_triton(launch: Callable[..., Any], *args: Any) -> Any:
     return launch(*[TensorDescriptor(*x[:4]) if x.__class__ is Tiled else x for x in args])
 
 
-def _again(
-    compiled: Any, launch: Callable[..., None], device: int, grid: tuple[int, ...],
-    rest: tuple[Any, ...], *args: Any,
-) -> None:  # fmt: skip
-    hooks = triton.knobs.runtime.launch_enter_hook  # of Triton's profiler
-    if getattr(hooks, "calls", hooks):
-        launch(*args)
-        return
-    x, y = grid if len(grid) == 2 else (*grid, 1)
-    compiled.run(
-        x, y, 1, driver.active.get_current_stream(device), compiled.function,
-        compiled.packed_metadata, None, None, None, *args, *rest,
-    )  # fmt: skip
+def are_watched() -> bool:
+    """Whether Triton's profiler is told of launches; it is not of those in a program."""
+    hooks = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hooks, "calls", hooks))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
+from tests import results
 from tests.on_ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,3 +117,29 @@ def test_links_resolve():
 def test_results_are_cited():
     cited = {file for page in PAGES for file, _ in links(page)}
     assert set((ROOT / "docs" / "results").iterdir()) <= cited
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_and_commits_are_those_of_the_files(page):
+    assert results.written(page.read_text()) == page.read_text()
+
+
+def test_every_file_is_measured_by_a_grid():
+    for machine in results.spec()["machines"]:
+        for command in results.commands(machine, Path("out")):
+            assert (ROOT / command[command.index("--config") + 1]).is_file()
+
+
+def test_another_number_and_another_commit_would_be_noticed():
+    names = results.spec()["tables"]
+    shown = [name for page in PAGES for name, *_ in results.TABLE.findall(page.read_text())]
+    assert sorted(shown) == sorted(names) and all(map(results.table, names))
+    page = (ROOT / "docs" / "performance.md").read_text()
+    commits = [found[0] for found in results.COMMIT.finditer(page)]
+    assert len(commits) >= 6
+    for shown_so in ("| 0.99 (17) |", commits[0]):
+        assert shown_so in page
+        assert results.written(page.replace(shown_so, shown_so.replace("9", "8"), 1)) == page

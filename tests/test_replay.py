@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, replay
@@ -80,6 +81,25 @@ def test_one_rank(programs: list[Any], impl: str, case: str, dtype: torch.dtype)
     assert_same(outcome(0), seen)
     assert_same(outcome(1), recorded)
     assert len(programs) == 4
+
+
+@interpreted
+def test_a_profiler_of_triton_sees_every_launch(programs: list[Any]) -> None:
+    inputs, hooks = make_inputs(T, V, H), triton.knobs.runtime.launch_enter_hook
+
+    def hook(_: Any) -> None:
+        pass
+
+    for _ in range(2):
+        run_op(inputs, Upstream(), impl="triton", schedule="cached")
+    hooks.add(hook)
+    try:
+        run_op(inputs, Upstream(), impl="triton", schedule="cached")
+    finally:
+        hooks.remove(hook)
+    assert not programs
+    run_op(inputs, Upstream(), impl="triton", schedule="cached")
+    assert len(programs) == 2
 
 
 @interpreted

@@ -71,8 +71,8 @@ def _add_kept_dhidden_kernel(
         mask = (offs_t[:, None] < T) & (offs_h[None, :] < H)
         ptrs = acc_ptr + offs_t.to(tl.int64)[:, None] * stride_acc_t + offs_h[None, :]
         acc = tl.load(ptrs, mask=mask, other=0.0)
-        row_ptr += 2 * begin
-        start_v, start_d = tl.load(row_ptr) * TILE_V, tl.load(row_ptr + 1) * TILE_T + row
+        start_v = tl.load(row_ptr + 2 * begin) * TILE_V
+        start_d = tl.load(row_ptr + 2 * begin + 1) * TILE_T + row
         for step in tl.range(0, count * STEPS):
             v = step % STEPS * BLOCK_V
             x = load_tile(d, start_d, v, rows, TILE_V, TILE_V, 1, BLOCK_T, BLOCK_V, TMA)
@@ -80,8 +80,9 @@ def _add_kept_dhidden_kernel(
                 weight, start_v + v, start_h, V, H, stride_weight_v, stride_weight_h,
                 BLOCK_V, BLOCK_H, TMA,
             )  # fmt: skip
-            entry_ptr = row_ptr + 2 * tl.minimum((step + 1) // STEPS, count - 1)
-            start_v, start_d = tl.load(entry_ptr) * TILE_V, tl.load(entry_ptr + 1) * TILE_T + row
+            entry = 2 * tl.minimum(begin + (step + 1) // STEPS, begin + count - 1)
+            start_v = tl.load(row_ptr + entry) * TILE_V
+            start_d = tl.load(row_ptr + entry + 1) * TILE_T + row
             acc = dot(x, w, acc)
         tl.store(ptrs, acc, mask=mask)
 

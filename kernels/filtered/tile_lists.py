@@ -67,13 +67,15 @@ def _tile_lists_kernel(
     )
     offs_j = tl.arange(0, BLOCK_J)
     mask_j = offs_j < J
-    counts, above = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
+    counts = tl.zeros((BLOCK_B, BLOCK_J), tl.int32)
+    above = tl.zeros((BLOCK_B, BLOCK_J), tl.int32)
     for start in range(0, blocks, BLOCK_B):
         offs_b = start + tl.arange(0, BLOCK_B)[:, None]
         mask = (offs_b < blocks) & mask_j[None, :]
         kept = tl.load(kept_ptr + offs_b * J + offs_j[None, :], mask=mask, other=0).to(tl.int32)
-        counts += tl.sum(kept, axis=0)
-        above += tl.sum(tl.where(offs_b < i, kept, 0), axis=0)
+        counts += kept
+        above += tl.where(offs_b < i, kept, 0)
+    counts, above = tl.sum(counts, axis=0), tl.sum(above, axis=0)
     last_tile = tl.cumsum(counts, axis=0)
     of_round = rounds - 1 - (tl.sum(counts, axis=0) - last_tile) // step
 

@@ -11,6 +11,7 @@ replaced after each shape; a benchmark that was interrupted continues after the 
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
+import dataclasses
 import os
 import random
 import shlex
@@ -152,12 +153,14 @@ def _bench_shape(
                 measured.sample()
                 progress.advance(bar)
     records, profiles = make_records(shape, found), {}
-    for measured in found:
+    for i, measured in enumerate(found):
         if config.profile or config.trace:
             file = files.trace_file(config.out, shape.name, measured.run.name)
             profile = measured.profile(file if config.trace else None)
             if profile is not None:
                 profiles[measured.run.name] = profile
+                launches = sum(kernel.launches for kernel in profile.kernels)
+                records[i] = dataclasses.replace(records[i], launches=launches)
         measured.release()
     del found, measured, problem
     # Code compiled for one shape must not count towards torch.compile's limit. If there is none,
