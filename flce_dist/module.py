@@ -106,7 +106,8 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        return linear_cross_entropy(hidden, **self._arguments(labels, token_weight, temperature))
+        arguments = self._arguments(labels, token_weight)
+        return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
     def forward_with_metrics(
         self,
@@ -116,8 +117,8 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
-        arguments = self._arguments(labels, token_weight, temperature)
-        return linear_cross_entropy_with_metrics(hidden, **arguments)
+        arguments = self._arguments(labels, token_weight)
+        return linear_cross_entropy_with_metrics(hidden, temperature=temperature, **arguments)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, *, gather: bool = True) -> Tensor:
@@ -166,9 +167,7 @@ class LinearCrossEntropy(VocabShard):
                 parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 
-    def _arguments(
-        self, labels: Tensor, token_weight: Tensor | None, temperature: float | Tensor
-    ) -> dict[str, Any]:
+    def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         options["ignore_index"] = self._ignored_row
         return dict(
@@ -176,7 +175,6 @@ class LinearCrossEntropy(VocabShard):
             labels=labels if self.row_of_token is None else rows_of(labels, self.row_of_token),
             bias=self.bias,
             token_weight=token_weight,
-            temperature=temperature,
             tp_group=self.tp_group,
             **options,
         )
