@@ -50,6 +50,7 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 
 
 @each_dtype
+@pytest.mark.usefixtures("one_launch_at_a_time")
 def test_interpreted_kernels_on_two_ranks(dtype: torch.dtype) -> None:
     given = over_ids(dtype)
     found = on_ranks(given, 2, "triton", sequence_parallel=True, reduce_in_fp32=True)
