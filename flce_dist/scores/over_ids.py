@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.scores.interface import score_kernels_of
+from flce_dist.kernels.scores.set_gradient import set_gradient
 from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
 from flce_dist.op.call import (
     Accumulator,
@@ -30,6 +31,8 @@ from flce_dist.parallel.token_order import TokenOrder
 
 class OverIdsSaved(NamedTuple):
     z: Tensor  # [N], of all ranks
+    logprob: Tensor  # [N], in the caller's order
+    entropy: Tensor | None  # [T]
     ids: Tensor  # as in TokenIds, as the others
     token: Tensor
     first: Tensor
@@ -67,7 +70,9 @@ class OverIds:
         z = kernels.logits_at_ids(logits, ids)
         z = collectives.all_reduce_sum(z, call.tp_group)
         logprob, lse, entropy = kernels.set_scores(z, ids, with_entropy=self.with_entropy)
-        saved = OverIdsSaved(z, ids.ids, ids.token, ids.first, ids.place)
+        # Copies: the caller may change what is returned.
+        copy = None if entropy is None else entropy.clone()
+        saved = OverIdsSaved(z, logprob.clone(), copy, ids.ids, ids.token, ids.first, ids.place)
         return logprob, (lse, None, entropy), saved
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
@@ -84,13 +89,12 @@ class OverIds:
         is_last: bool,
     ) -> Results:
         assert operands is not None and operands.offsets is not None
-        z, sorted, *others = OverIdsSaved(*saved)
+        z, logprob, entropy, sorted, *others = OverIdsSaved(*saved)
         ids = TokenIds(sorted, operands.offsets, *others)
         kernels, options, start = score_kernels_of(call.impl), call.options, call.vocab_start_index
-        dlogprob, dlse, _, dentropy = (None if g is None else g.contiguous() for g in upstream)
-        factor = kernels.set_gradient(
-            z, ids, dlogprob, dlse, dentropy, operands.inverse_temperature,
-            softcap=options.softcap, logit_scale=options.logit_scale,
+        factor = set_gradient(
+            z, ids, logprob, entropy, (upstream.loss, upstream.lse, upstream.entropy),
+            operands.inverse_temperature, softcap=options.softcap, logit_scale=options.logit_scale,
         )  # fmt: skip
         gather = None
         if call.needs.weight:

@@ -12,7 +12,6 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import capped
 from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import softcap_grad
 
 
 def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
@@ -32,70 +31,22 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
 def set_scores(
     z: Tensor, ids: TokenIds, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    reference, top, others, entropy = _statistics(z, ids)
-    is_counted = top < len(z)
-    logprob = (z - reference[ids.token] - others.log1p()[ids.token]).where(ids.ids >= 0, 0.0)
-    lse, entropy = (x.where(is_counted, 0.0) for x in (reference + others.log1p(), entropy))
-    return (
-        torch.empty_like(z).scatter_(0, ids.place, logprob),
-        lse,
-        entropy if with_entropy else None,
-    )
-
-
-def set_gradient(
-    z: Tensor,
-    ids: TokenIds,
-    dlogprob: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    inverse_temperature: Tensor | None,
-    *,
-    softcap: float | None,
-    logit_scale: float,
-) -> Tensor:
-    token, is_id = ids.token, ids.ids >= 0
-    reference, top, others, entropy = _statistics(z, ids)
-    logprob = z - reference[token] - others.log1p()[token]
-    p = logprob.exp().where(ids.first, 0.0)
-    dz = torch.zeros_like(z)
-    if dlse is not None:
-        dz += p * dlse[token]
-    if dentropy is not None:
-        surprise = (logprob + entropy[token]).where(p != 0, 0.0)
-        dz -= p * surprise * dentropy[token]
-    if dlogprob is not None:
-        g = dlogprob[ids.place].where(is_id, 0.0)
-        is_top = _is_top(top, ids)
-        sums = g.new_zeros(2, len(top))
-        sums[0].index_add_(0, token, g.where(is_top, 0.0))
-        sums[1].index_add_(0, token, g.where(~is_top, 0.0))
-        g = g.where(~is_top, g * (others / (1 + others))[token])
-        dz += g - p * sums[1][token].where(is_top, sums.sum(0)[token])
-    inverse = None if inverse_temperature is None else inverse_temperature[token]
-    dz *= softcap_grad(z, softcap, inverse) * logit_scale
-    return (dz if inverse is None else dz * inverse).where(is_id, 0.0)
-
-
-def _statistics(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return r, the top entry (N without ids), S and entropy of each token's set, [T]."""
-    T, N = len(ids.offsets) - 1, len(z)
+    T, token = len(ids.offsets) - 1, ids.token
     in_set = z.where(ids.first, -torch.inf)
-    reference = z.new_full((T,), -torch.inf).scatter_reduce_(0, ids.token, in_set, "amax")
-    n = torch.arange(N, device=z.device)
-    is_largest = ids.first & (in_set == reference[ids.token])
-    top = ids.token.new_full((T,), N)
-    top.scatter_reduce_(0, ids.token, n.where(is_largest, N), "amin")
-    x = z - reference[ids.token]
-    is_other = ids.first & ~_is_top(top, ids)
-    e = x.exp().where(is_other, 0.0)
-    others = torch.zeros_like(reference).index_add_(0, ids.token, e)
-    weighted = torch.zeros_like(others).index_add_(0, ids.token, (e * x).where(e != 0, 0.0))
-    return reference, top, others, others.log1p() - weighted / (1 + others)
-
-
-def _is_top(top: Tensor, ids: TokenIds) -> Tensor:
-    return top[ids.token] == torch.arange(len(ids.ids), device=top.device)
+    reference = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
+    n = torch.arange(len(z), device=z.device)
+    largest = n.where(ids.first & (in_set == reference[token]), len(z))
+    top = token.new_full((T,), len(z)).scatter_reduce_(0, token, largest, "amin")
+    x = z - reference[token]
+    e = x.exp().where(ids.first & (n != top[token]), 0.0)
+    others, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
+    others.index_add_(0, token, e)
+    weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
+    below, is_counted = others.log1p(), top < len(z)
+    logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
+    lse = (reference + below).where(is_counted, 0.0)
+    entropy = (below - weighted / (1 + others)).where(is_counted, 0.0) if with_entropy else None
+    return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, entropy
 
 
 def dhidden_of_ids(

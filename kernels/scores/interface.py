@@ -20,12 +20,6 @@ class ScoreKernels(Protocol):
         self, z: Tensor, ids: TokenIds, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
-    def set_gradient(
-        self, z: Tensor, ids: TokenIds, dlogprob: Tensor | None, dlse: Tensor | None,
-        dentropy: Tensor | None, inverse_temperature: Tensor | None, *,
-        softcap: float | None, logit_scale: float,
-    ) -> Tensor: ...  # fmt: skip
-
     def dhidden_of_ids(
         self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
     ) -> None: ...

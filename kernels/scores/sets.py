@@ -1,13 +1,7 @@
-"""Softmax over each token's set of ids, and the gradient of its scores.  T tokens, N ids of all.
+"""Softmax over each token's set of ids, which has each id once.  T tokens, N ids of all.
 
-With r the largest logit of the set, S the sum of ``exp(z_n - r)`` over the set without that top
-entry, and g_n the gradient of entry n's log-probability, G their sum::
-
-    logprob_n = z_n - r - log1p(S)        p_n = exp(logprob_n)        H = -sum p_n logprob_n
-    dz_n = g_n - p_n G + p_n (dlse - dH (logprob_n + H))
-    dz_top = g_top S / (1 + S) - p_top (G - g_top) + ...
-
-The set has each id once. An entry that repeats one has its logprob and g_n, but no p_n.
+With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the set without that top
+entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
 """
 
 import torch
@@ -16,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
+from flce_dist.kernels.primitives import exp, log1p, times_exponent
 from flce_dist.kernels.scores.token_ids import TokenIds
 
 _BLOCK_N = 128  # entries of one step
@@ -87,79 +81,3 @@ def set_scores(
             BLOCK_N=_BLOCK_N, num_warps=1,
         )  # fmt: skip
     return logprob, lse, entropy
-
-
-@Kernel
-def _set_gradient_kernel(
-    z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
-    dlogprob_ptr, dlse_ptr, dentropy_ptr, inverse_ptr,  # in:  [N], [T], [T], [T] fp32
-    out_ptr,  # out: [N] fp32
-    softcap, logit_scale,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program computes the entries of one token."""
-    t = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
-    reference, top, others, weighted = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
-    below, dlse, dentropy, inverse = log1p(others), 0.0, 0.0, 1.0
-    entropy = below - weighted / (1 + others)
-    if dlse_ptr is not None:
-        dlse = tl.load(dlse_ptr + t)
-    if dentropy_ptr is not None:
-        dentropy = tl.load(dentropy_ptr + t)
-    if inverse_ptr is not None:
-        inverse = tl.load(inverse_ptr + t)
-    g_top, g_rest = 0.0, 0.0
-    if dlogprob_ptr is not None:
-        for start in range(begin, end, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
-            place = tl.load(place_ptr + n, mask=is_id, other=0)
-            g = tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
-            g_top += tl.sum(tl.where(n == top, g, 0.0), axis=0)
-            g_rest += tl.sum(tl.where(n == top, 0.0, g), axis=0)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
-        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
-        z = tl.load(z_ptr + n, mask=is_id, other=0.0)
-        logprob = z - reference - below
-        p = tl.where(in_set, exp(logprob), 0.0)
-        dz = p * dlse - dentropy * (times_exponent(p, logprob) + p * entropy)
-        dz -= p * tl.where(n == top, g_rest, g_top + g_rest)
-        if dlogprob_ptr is not None:
-            place = tl.load(place_ptr + n, mask=is_id, other=0)
-            g = tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
-            dz += tl.where(n == top, g * (others / (1 + others)), g)
-        if softcap is not None:
-            dz *= softcap_slope(z, softcap, inverse)
-        dz *= inverse * logit_scale
-        tl.store(out_ptr + n, tl.where(is_id, dz, 0.0), mask=n < end)
-
-
-def set_gradient(
-    z: Tensor,
-    ids: TokenIds,
-    dlogprob: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    inverse_temperature: Tensor | None,
-    *,
-    softcap: float | None,
-    logit_scale: float,
-) -> Tensor:
-    """Return [N] fp32: the gradient of each entry's product ``h . w``, 0 at padding.
-
-    Upstream gradients are contiguous: [N] in the caller's order, [T], [T]. z is what ``set_scores``
-    had.
-    """
-    T, out = len(ids.offsets) - 1, torch.empty_like(z)
-    if T:
-        _set_gradient_kernel[(T,)](
-            z, ids.ids, ids.offsets, ids.first, ids.place,
-            dlogprob, dlse, dentropy, inverse_temperature,
-            out,
-            softcap, logit_scale,
-            BLOCK_N=_BLOCK_N, num_warps=1,
-        )  # fmt: skip
-    return out
