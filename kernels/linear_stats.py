@@ -137,12 +137,12 @@ def linear_stats(
 ) -> None:
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
-    Both are over the columns other than the label and named ids: the largest logit, and sums of ``exp(x)`` with
-    ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z also of x.
-    ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit [T] fp32
-    is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
-    and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
-    sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
+    Both are over the columns other than the label and named ids: the largest logit, and sums of
+    ``exp(x)`` with ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z
+    also of x. ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit
+    [T] fp32 is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at
+    labels and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum
+    and the sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:

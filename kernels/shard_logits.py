@@ -17,8 +17,8 @@ class ShardLogits(NamedTuple):
     ``vocab_start_index <= label < vocab_start_index + V``. Rows with ``label == ignore_index`` may
     hold anything, also NaN, and contribute nothing. ``group_v`` is how many neighbouring columns
     are added in fp32 (see ``exact_sums``); None lets each kernel choose. ``inverse_temperature`` is
-    [T] in the dtype of statistics, 1 where ignored; None is 1. Statistics leave out the columns of
-    the label and of ``named`` ids: [N] int64, and from where to where each token has them, [T] each.
+    [T] in the dtype of statistics, 1 where ignored; None is 1. Statistics leave out the label
+    and ``named`` ids: [N] int64, and [T] each from where to where a token has them, ascending.
     """
 
     hidden: Tensor

@@ -105,7 +105,9 @@ def run_scores(given: Scored, impl: str, **options: Any) -> Outcome:
 
 
 def run_reference(given: Scored) -> Outcome:
-    names = ("with_entropy", "sequence_dim", "sequence_parallel")
+    names = (
+        "with_entropy", "sequence_dim", "sequence_parallel", "schedule", "max_logits_bytes",
+    )  # fmt: skip
     options = {k: x for k, x in given.options.items() if k not in names}
     return run(reference_linear_logprob, replace(given, options=options))
 

@@ -192,7 +192,7 @@ def _checked_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen, order = _plan(arguments, needs, P, auto_in_forward)
+    chosen, order = _plan(arguments, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
         chosen, order = scores.planned(chosen, order)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
@@ -223,9 +223,12 @@ def _computed_tokens(labels: Tensor, options: LossOptions) -> int:
 
 
 def _plan(
-    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
+    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool, *, converts: bool
 ) -> tuple[Schedule, TokenOrder]:
-    """Return the schedule, and the order of tokens that follows from its pieces."""
+    """Return the schedule, and the order of tokens that follows from its pieces.
+
+    ``converts``: whether cached columns are copied window by window, as in fp16.
+    """
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H) = _computed_tokens(arguments.labels, options), weight.shape
     itemsize = weight.element_size()
@@ -247,7 +250,7 @@ def _plan(
         schedule=schedule if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
-        converts=hidden.dtype == torch.float16,
+        converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P,

@@ -23,6 +23,7 @@ from flce_dist.options import Declared, Impl, LossOptions, Schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, flat_ids
 from flce_dist.scores.over_ids import OverIds
+from flce_dist.scores.over_vocabulary import OverVocabulary
 
 Over = Literal["vocabulary", "ids"]
 
@@ -148,7 +149,7 @@ def _scores(over: Over, with_entropy: bool, options: LossOptions) -> Scores:
             f"scores come one for each id, got schedule={options.schedule!r}"
         )
     if over == "vocabulary":
-        raise NotImplementedError("over='vocabulary' is not supported yet")
+        return OverVocabulary(with_entropy)
     if options.schedule != "auto" or options.max_logits_bytes is not None:
         raise ValueError(
             "schedule and max_logits_bytes are of over='vocabulary', got "

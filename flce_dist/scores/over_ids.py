@@ -69,7 +69,7 @@ class OverIds:
         kernels = score_kernels_of(call.impl)
         z = kernels.logits_at_ids(logits, ids)
         z = collectives.all_reduce_sum(z, call.tp_group)
-        logprob, lse, entropy = kernels.set_scores(z, ids, with_entropy=self.with_entropy)
+        logprob, lse, _, entropy = kernels.set_scores(z, ids, None, with_entropy=self.with_entropy)
         # Copies: the caller may change what is returned.
         copy = None if entropy is None else entropy.clone()
         saved = OverIdsSaved(z, logprob.clone(), copy, ids.ids, ids.token, ids.first, ids.place)
@@ -92,7 +92,7 @@ class OverIds:
         z, logprob, entropy, sorted, *others = OverIdsSaved(*saved)
         ids = TokenIds(sorted, operands.offsets, *others)
         kernels, options, start = score_kernels_of(call.impl), call.options, call.vocab_start_index
-        factor = set_gradient(
+        factor, _ = set_gradient(
             z, ids, logprob, entropy, (upstream.loss, upstream.lse, upstream.entropy),
             operands.inverse_temperature, softcap=options.softcap, logit_scale=options.logit_scale,
         )  # fmt: skip

@@ -6,11 +6,12 @@ T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import capped
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import Rest, TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
@@ -28,25 +29,54 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
     return z
 
 
-def set_scores(
-    z: Tensor, ids: TokenIds, *, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tops(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    """Return each token's largest logit, and its entry; -inf and N without ids."""
     T, token = len(ids.offsets) - 1, ids.token
     in_set = z.where(ids.first, -torch.inf)
-    reference = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
+    largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
     n = torch.arange(len(z), device=z.device)
-    largest = n.where(ids.first & (in_set == reference[token]), len(z))
-    top = token.new_full((T,), len(z)).scatter_reduce_(0, token, largest, "amin")
+    entry = n.where(ids.first & (in_set == largest[token]), len(z))
+    return largest, token.new_full((T,), len(z)).scatter_reduce_(0, token, entry, "amin")
+
+
+def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    largest, top = _tops(z, ids)
+    return F.pad(ids.ids, (0, 1), value=-1)[top], largest.where(top < len(z), 0.0)
+
+
+def set_scores(
+    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    token, (largest, top) = ids.token, _tops(z, ids)
+    n = torch.arange(len(z), device=z.device)
+    reference = largest if rest is None else rest.reference
+    e_top = (largest - reference).exp()
     x = z - reference[token]
-    e = x.exp().where(ids.first & (n != top[token]), 0.0)
-    others, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
-    others.index_add_(0, token, e)
+    e = x.exp().where(ids.first, 0.0)
+    named, weighted = torch.zeros(2, len(top), dtype=z.dtype, device=z.device)
+    named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
-    below, is_counted = others.log1p(), top < len(z)
+    unnamed = torch.zeros_like(named) if rest is None else rest.others
+    others = named + unnamed
+    below, is_counted = (others + (e_top - 1)).log1p(), top < len(z)
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
+    other = entropy = None
+    if rest is not None:
+        near_0 = -((named + e_top) / unnamed).log1p()
+        other = near_0.where(unnamed > named + e_top, unnamed.log() - below).where(is_counted, 0.0)
+    if with_entropy:
+        if rest is not None and rest.weighted is not None:
+            weighted = weighted + rest.weighted
+        entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
     lse = (reference + below).where(is_counted, 0.0)
-    entropy = (below - weighted / (1 + others)).where(is_counted, 0.0) if with_entropy else None
-    return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, entropy
+    return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, other, entropy
+
+
+def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int) -> None:
+    run = ids.first.cumsum(0) - 1  # padding comes first in its row, and is 0
+    total = torch.zeros_like(value).index_add_(0, run.clamp_min(0), value)
+    for n, column in _here(ids, vocab_start_index, out.T):
+        out[ids.token[n], column] = total[run[n]].to(out.dtype)
 
 
 def dhidden_of_ids(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import Rest, TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 
 
@@ -16,9 +16,15 @@ class ScoreKernels(Protocol):
 
     def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
 
+    def top_ids(self, z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]: ...
+
     def set_scores(
-        self, z: Tensor, ids: TokenIds, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+        self, z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+    def write_named(
+        self, out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int
+    ) -> None: ...
 
     def dhidden_of_ids(
         self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor

@@ -40,9 +40,9 @@ def _write_named_kernel(
 
 
 def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int) -> None:
-    """Write ``out[t, id - vocab_start_index]`` of each token's ids that have a column in out [T, W].
+    """Write ``out[t, id - vocab_start_index]`` for each token's ids that have a column there.
 
-    It is the sum of the entries that have the id; value is [N] fp32.
+    out is [T, W]. The element is the sum of the entries that have the id; value is [N] fp32.
     """
     N = len(value)
     if N and out.shape[1]:

@@ -21,8 +21,8 @@ def set_gradient(
     *,
     softcap: float | None,
     logit_scale: float,
-) -> Tensor:
-    """Return [N]: the gradient of each entry's product ``h . w``, 0 at padding.
+) -> tuple[Tensor, Tensor]:
+    """Return [N]: the gradient of each entry's product ``h . w``, 0 at padding; and G [T].
 
     upstream are gradients of logprob [N] in the caller's order, lse [T] and entropy [T]. With g_n
     those of logprob, G their sum over the token and H the entropy::
@@ -39,16 +39,16 @@ def set_gradient(
     dlogprob, dlse, dentropy = upstream
     logprob = logprob.index_select(0, ids.place)
     p = logprob.exp().where(ids.first, 0.0)
-    dz = torch.zeros_like(z)
+    dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
     if dlse is not None:
         dz += p * each(dlse)
     if dentropy is not None and entropy is not None:
         dz -= p * (logprob.clamp_min(FAR) + each(entropy)) * each(dentropy)
     if dlogprob is not None and len(z):
         g = dlogprob.index_select(0, ids.place).where(ids.ids >= 0, 0.0)
-        total = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
-        total = each(total)
+        sums = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
+        total = each(sums)
         dz += (g - p * total).where(p <= 0.5, g - total - logprob.expm1() * total)
     inverse = None if inverse_temperature is None else each(inverse_temperature)
     dz *= softcap_grad(z, softcap, inverse) * logit_scale
-    return (dz if inverse is None else dz * inverse).where(ids.ids >= 0, 0.0)
+    return (dz if inverse is None else dz * inverse).where(ids.ids >= 0, 0.0), sums
