@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy_with_metrics
 
-Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Results = tuple[Tensor | None, ...]
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -58,19 +58,13 @@ class ChunkedLogProbFunction:
             )
 
         out = scored(temperature)
-        log_sum_sq_probs = mean_logits = None
+        results = {"entropy": out.entropy, "is_top1": out.correct}
         if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
             with torch.no_grad():  # of logits twice as large
                 twice = scored(temperature / 2, label_smoothing=1.0)
-            log_sum_sq_probs = (2 * out.logprob - twice.logprob).detach()
-            mean_logits = (twice.lse - twice.loss) / 2
-        return (
-            -out.loss,
-            out.entropy if "entropy" in outputs else None,
-            log_sum_sq_probs if "log_sum_sq_probs" in outputs else None,
-            mean_logits if "mean_logits" in outputs else None,
-            out.correct if "is_top1" in outputs else None,
-        )
+                results["log_sum_sq_probs"] = 2 * out.logprob - twice.logprob
+                results["mean_logits"] = (twice.lse - twice.loss) / 2
+        return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
 
 
 def use_linear_cross_entropy() -> None:
