@@ -40,6 +40,8 @@ OTHERS = {folder: {"torch"} for folder in MAY} | {
     },
 }  # fmt: skip
 LAZILY = {  # inside functions and for type checkers
+    "flce_dist/compat/trl.py": {"trl"},
+    "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/megatron/fused_layer.py": {"megatron"},
     "flce_dist/megatron/refusals.py": {"megatron"},
     "flce_dist/megatron/vocab_rows.py": {"megatron"},
