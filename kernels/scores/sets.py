@@ -45,12 +45,11 @@ def _statistics(z_ptr, first_ptr, begin, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _with_rest(rest, t, top_logit, others, weighted):
+def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
     """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, and U."""
-    if rest is None:
+    if others_ptr is None:
         return top_logit, others, 1.0, weighted, 0.0
     else:
-        reference_ptr, others_ptr, weighted_ptr = rest
         reference, unnamed = tl.load(reference_ptr + t), tl.load(others_ptr + t)
         above = top_logit - reference
         e_top = exp(above)
@@ -91,7 +90,7 @@ def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
 @Kernel
 def _set_scores_kernel(
     z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
-    rest,  # in:  of ``Rest``, or None
+    reference_ptr, others_ptr, weighted_ptr,  # in:  of ``Rest``, or None
     logprob_ptr, lse_ptr, entropy_ptr, other_ptr,  # out: [N], [T], [T], [T] fp32
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +98,9 @@ def _set_scores_kernel(
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
     top_logit, top, in_set, weighted = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
-    reference, others, e_top, weighted, unnamed = _with_rest(rest, t, top_logit, in_set, weighted)
+    reference, others, e_top, weighted, unnamed = _with_rest(
+        reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
+    )
     below = log1p(others + (e_top - 1))
     is_counted = top < end
     tl.store(lse_ptr + t, tl.where(is_counted, reference + below, 0.0))
@@ -135,7 +136,7 @@ def set_scores(
     if T:
         _set_scores_kernel[(T,)](
             z, ids.ids, ids.offsets, ids.first, ids.place,
-            None if rest is None else tuple(rest),
+            *(rest or (None, None, None)),
             logprob, lse, entropy, other,
             BLOCK_N=_BLOCK_N, num_warps=1,
         )  # fmt: skip
