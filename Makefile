@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Whatever `make test` should hand to pytest, for example ARGS='-k smoothing -x'.
 ARGS ?=
 
-.PHONY: help quickstart test contract versions lint format install clean
+.PHONY: help quickstart test contract versions users lint format install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test        lint, type-check and run all tests that this machine can run"
 	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
 	@echo "make versions    the tests on each supported torch and Triton; downloads 25 GB"
+	@echo "make users       the tests of the plug-ins for other libraries (transformers), installed anew"
 	@echo "make lint        ruff, ruff format --check and mypy only"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make install     make $(VENV) with everything in it"
@@ -50,6 +51,9 @@ contract: $(INSTALLED)
 # ARGS=2.9 runs one release of torch.
 versions: $(INSTALLED)
 	$(RUN) tests.versions $(ARGS)
+
+users: $(INSTALLED)
+	$(RUN) tests.versions users
 
 lint: $(INSTALLED)
 	$(RUN) ruff check .
