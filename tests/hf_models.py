@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flce_dist.hf import use_linear_cross_entropy
 
@@ -84,6 +85,8 @@ def step(model: Any, *, may_warn: bool = False, **given: Any) -> dict[str, Any]:
 
 
 def gradients(model: Any) -> dict[str, Any]:
+    """Return the gradients, those of DTensors whole."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
     least = 1e-6 * max(x.norm() for x in found.values())
     return {name: x if x.norm() > least else None for name, x in found.items()}

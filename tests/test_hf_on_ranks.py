@@ -30,10 +30,6 @@ def of_rank(group: Any) -> dict[str, Any]:
     return {name: x[rank : rank + 1] for name, x in batch(group.size()).items()}
 
 
-def whole(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
-
-
 def averaged(model: Any, group: Any) -> dict[str, Any]:
     """The step that DDP and FSDP2 make: the mean of the ranks' gradients; this rank's loss."""
     expected = step(model, **of_rank(group))
@@ -88,7 +84,7 @@ def test_fsdp2(group, kind, how):
     expected, before = averaged(model, group), model(**of_rank(group)).logits
     plugged = shard(ours(model), how)
     for _ in range(2):
-        found = whole(step(plugged, **of_rank(group)))
+        found = step(plugged, **of_rank(group))
         compare(found, {name: expected[name] for name in expected}, BUDGET)
     torch.testing.assert_close(plugged(input_ids=of_rank(group)["input_ids"]).logits, before)
     ids, given = of_rank(group)["input_ids"], {"max_new_tokens": 2, "do_sample": False}
@@ -124,11 +120,11 @@ def test_tensor_parallel(group, kind, tmp_path):
     assert (
         isinstance(split.get_output_embeddings().weight, DTensor) == IS_5
     )  # 4 splits layers alone
-    expected = whole(step(split))
+    expected = step(split)
     use_linear_cross_entropy(split)
     found = step(split)
     assert isinstance(split(**batch()).logits, DeferredLogits)
-    compare(whole(found), expected, BUDGET)
+    compare(found, expected, BUDGET)
     compare({"loss": found["loss"]}, {"loss": step(model)["loss"]}, BUDGET)
     logits = {"logits": split(**batch()).logits.detach()}
     compare(logits, {"logits": model(**batch()).logits.detach()}, BUDGET)
@@ -140,4 +136,17 @@ def test_tensor_parallel(group, kind, tmp_path):
 def test_fsdp2_by_their_plan(group, kind, tmp_path):
     model = theirs(kind)
     plugged = use_linear_cross_entropy(loaded(kind, tmp_path, group, fsdp_size=2))
-    compare(whole(step(plugged, **of_rank(group))), averaged(model, group), BUDGET)
+    compare(step(plugged, **of_rank(group)), averaged(model, group), BUDGET)
+
+
+@pytest.mark.skipif(not IS_5, reason="needs transformers 5, whose plan includes FSDP2")
+@on_ranks(4)
+def test_fsdp2_over_tensor_parallel(group, tmp_path):
+    """Ranks 0 and 1 share the first row of the batch, 2 and 3 the second."""
+    model, row = theirs("llama"), slice(group.rank() // 2, group.rank() // 2 + 1)
+    split = loaded("llama", tmp_path, group, tp_size=2, fsdp_size=2)
+    mine = {name: x[row] for name, x in batch().items()}
+    found = step(use_linear_cross_entropy(split), **mine)
+    expected = [step(model, **{name: x[i : i + 1] for name, x in batch().items()}) for i in (0, 1)]
+    mean = {name: (expected[0][name] + expected[1][name]) / 2 for name in expected[0]}
+    compare(found, {**mean, "loss": expected[group.rank() // 2]["loss"]}, BUDGET)

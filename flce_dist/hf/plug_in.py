@@ -49,8 +49,9 @@ class FusedHead:
         """Return why the loss needs real logits; empty if it does not."""
         layer, adapters = _linear_of(self), _adapters_of(self)
         hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
-        for some in (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks):
-            hooks += some.values()
+        for x in (self, layer):
+            hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
+            hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
         if not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
             return "a hook of the output layer, or a forward of its own, may look at them"
         if adapters and isinstance(layer.weight, DTensor):
