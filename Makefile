@@ -15,13 +15,14 @@ RUN := $(BIN)/python -m
 # Whatever `make test` should hand to pytest, for example ARGS='-k smoothing -x'.
 ARGS ?=
 
-.PHONY: help quickstart test contract versions users lint format install clean
+.PHONY: help quickstart test contract rl users versions lint format install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart  train a small model on 2 processes, then compare heads (runs/)"
 	@echo "make test        lint, type-check and run all tests that this machine can run"
 	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
+	@echo "make rl          the tests of docs/rl_libraries.md, with TRL and verl installed"
 	@echo "make versions    the tests on each supported torch and Triton; downloads 25 GB"
 	@echo "make users       the tests of the plug-ins for other libraries (transformers), installed anew"
 	@echo "make lint        ruff, ruff format --check and mypy only"
@@ -47,6 +48,9 @@ test: lint
 # ARGS=0.19 runs one release and keeps the results of the others.
 contract: $(INSTALLED)
 	$(RUN) tests.contract $(ARGS)
+
+rl: $(INSTALLED)
+	$(RUN) tests.rl_libraries $(ARGS)
 
 # ARGS=2.9 runs one release of torch.
 versions: $(INSTALLED)

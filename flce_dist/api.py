@@ -1,7 +1,6 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -9,13 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.op import checks, compiled
-from flce_dist.op.autograd import LinearCrossEntropyFunction
+from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import DISTRIBUTED, localized
-from flce_dist.op.gradients import NewDweight
-from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import (
     Arguments,
     counted_operands,
@@ -245,20 +241,13 @@ def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
 def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
     """Run the call of plain tensors; ``weight`` is what the caller passed."""
     needs = gradients_needed(arguments)
-    if torch_private.transforms():
-        raise NotImplementedError(
-            "linear_cross_entropy does not support the transforms of torch.func (grad, vmap, "
-            "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
-            "hidden [..., H], instead of vmap; flce_dist.reference supports them"
-        )
+    refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
         return compiled.apply(arguments, needs)
 
     call, operands = prepare(arguments, needs)
     operands = counted_operands(call, operands)
-    accumulates = needs[1] and call.options.accumulate_dweight
-    sink = captured(weight, call) if accumulates else NewDweight(call.dtype)
-    loss, *metrics = LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))
+    loss, *metrics = differentiable(call, operands, weight)
     shape = arguments.labels.shape
     loss = loss.reshape(shape) if call.options.reduction == "none" else loss
     return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)

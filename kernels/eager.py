@@ -16,6 +16,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     SCRATCH_BYTES,
     capped,
     dlogits,
+    leave_out_named,
     slope_of,
     windows,
     write_at_labels,
@@ -134,6 +135,7 @@ def _statistics(
             write_at_labels(z, logits, start, reference)
             sums[-1] += (z - reference[:, None]).sum(1)
         write_at_labels(z, logits, start, none)
+        leave_out_named(z, logits, start)
         torch.maximum(others_max, z.amax(1), out=others_max)
         x = z.sub_(reference[:, None])
         e = x.exp() if with_entropy else x.exp_()

@@ -21,6 +21,7 @@ from flce_dist.kernels.exact_sums import group_sums
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
+from flce_dist.kernels.named_columns import tile_starts, unnamed_columns
 from flce_dist.kernels.primitives import (
     exp,
     first_reference,
@@ -60,18 +61,21 @@ def _linear_stats_kernel(
     label_logit_ptr,  # in:  [T] fp32
     part_ptr,  # out: [num_v * (1 + sums * groups), T] fp32: tiles' maxima, then groups' sums
     cache,  # out: [T, cached_v]; like hidden and weight a descriptor if TMA, else a pointer
-    T, V, H, cached_v,
-    strides, stride_cache_t,  # the tuples are those of ShardLogits
+    T, V, H,
+    strides, cache_sizes,  # the tuples are those of ShardLogits; cached_v and the stride by t
     vocab_start_index, scalars,
+    named,  # None, or [N] int64 (global ids), [T, num_v + 1] int64 (``tile_starts``)
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, EVEN_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
     ignore_index, softcap = scalars[0], scalars[2]
+    cached_v, stride_cache_t = cache_sizes
+    FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
     num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
-    for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
@@ -81,6 +85,10 @@ def _linear_stats_kernel(
         column, counted = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
         reference = first_reference(label_logit)
+        if named is not None:
+            start_ptr = named[1] + offs_t.to(tl.int64) * (num_v + 1) + pid_v
+            begin = tl.load(start_ptr, mask=mask_t, other=0)
+            end = tl.load(start_ptr + 1, mask=mask_t, other=0)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -88,6 +96,8 @@ def _linear_stats_kernel(
 
         z_above = z - reference[:, None]
         x = other_columns(z_above, column, offs_v, V, EVEN_V)
+        if named is not None:
+            x = unnamed_columns(x, named[0], begin, end, offs_v, vocab_start_index)
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
@@ -127,12 +137,12 @@ def linear_stats(
 ) -> None:
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
-    Both are over the columns other than the label: the largest logit, and sums of ``exp(x)`` with
-    ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z also of x.
-    ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit [T] fp32
-    is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
-    and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
-    sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
+    Both are over the columns other than the label and named ids: the largest logit, and sums of
+    ``exp(x)`` with ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z
+    also of x. ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit
+    [T] fp32 is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at
+    labels and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum
+    and the sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -147,23 +157,25 @@ def linear_stats(
     for start, end, window in cache.split(V, segment.columns, segment.columns):
         here = logits.columns(start, end)
         launch = tile_launch(here, window)
+        named, BLOCK_V = here.named, launch.config.BLOCK_V
         _linear_stats_kernel[launch.grid](
             *launch.operands(here), logits.labels,
             label_logit,
             part,
             None if window is None else launch.output(window),
-            T, end - start, logits.H, 0 if window is None else window.shape[1],
-            here.strides, 0 if window is None else window.stride(0),
+            T, end - start, logits.H,
+            here.strides, (0, 0) if window is None else (window.shape[1], window.stride(0)),
             here.vocab_start_index, here.scalars,
+            None if named is None else (named[0], tile_starts(here, launch.num_v, BLOCK_V)),
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
-            EVEN_V=(end - start) % launch.config.BLOCK_V == 0,
+            EVEN_V=(end - start) % BLOCK_V == 0,
             GROUP_V=launch.group_v,
             **launch.constexprs,
         )  # fmt: skip
         if tiles is not None and part is not tiles:
             # Copied, for the next segment overwrites part.
-            first, last = start // launch.config.BLOCK_V, -(-end // launch.config.BLOCK_V)
+            first, last = start // BLOCK_V, -(-end // BLOCK_V)
             tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)
         merge_stats(
             part,

@@ -77,18 +77,16 @@ def softcap_tanh(z, softcap):
 @triton.jit
 def softcap_slope(z, softcap, inverse_temperature):
     """Derivative of the softcap, from the capped logit z over its temperature."""
-    if inverse_temperature is not None:
-        softcap = softcap * inverse_temperature
-    capped = z / softcap
+    capped = z / (softcap * inverse_temperature)
     return 1 - capped * capped
 
 
 @triton.jit
 def inverse_temperatures(scalars, offs_t, mask_t):
-    """Those of a tile's tokens, [BLOCK_T, 1]; None without temperatures."""
+    """Those of a tile's tokens, [BLOCK_T, 1]; 1 without temperatures, a factor that is no code."""
     inverse_temperature_ptr = scalars[3]
     if inverse_temperature_ptr is None:
-        return None
+        return 1.0
     else:
         return tl.load(inverse_temperature_ptr + offs_t, mask=mask_t, other=1.0)[:, None]
 
@@ -181,9 +179,7 @@ def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: 
         z += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
     if softcap is not None:
         z = softcap_tanh(z, softcap)
-    if inverse_temperature is not None:
-        z *= inverse_temperature
-    return z
+    return z * inverse_temperature
 
 
 @triton.jit

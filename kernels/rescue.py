@@ -27,6 +27,7 @@ from flce_dist.kernels.exact_sums import (
 )
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
+from flce_dist.kernels.named_columns import unnamed_columns
 from flce_dist.kernels.primitives import (
     cast,
     dot,
@@ -117,15 +118,16 @@ def _rescue_kernel(
     label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32
     sums_ptr,  # in and out: [limbs, T] fp64, of listed tokens
     cache_ptr,  # out: [T, V], the same tokens
-    T, V, H, stride_sums,
-    strides, stride_cache_t,  # the tuples are those of ShardLogits
-    vocab_start_index, scalars,
+    T, V, H,
+    strides, output_strides,  # the tuples are those of ShardLogits; of sums and of the cache
+    vocab_start_index, scalars, named,
     WITH_ENTROPY: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    stride_sums, stride_cache_t = output_strides
     ignore_index, softcap = scalars[0], scalars[2]
     count = tl.load(list_ptr)
     num_t, num_v = tl.cdiv(count, BLOCK_T), tl.cdiv(V, BLOCK_V)
@@ -154,6 +156,10 @@ def _rescue_kernel(
         reference = tl.maximum(tl.load(max_ptr + offs_t, mask=listed, other=0.0), label_logit)
         offs_v = start_v + tl.arange(0, BLOCK_V)
         x = other_columns(z - reference[:, None], column, offs_v, V, False)
+        if named is not None:
+            begin = tl.load(named[1] + offs_t, mask=listed, other=0)
+            end = tl.load(named[2] + offs_t, mask=listed, other=0)
+            x = unnamed_columns(x, named[0], begin, end, offs_v, vocab_start_index)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)
         if WITH_ENTROPY:
@@ -209,9 +215,9 @@ def rescue(
             label_logit, others_max, listed,
             sums,
             window,
-            T, end - start, logits.H, sums.stride(0),
-            part.strides, 0 if window is None else window.stride(0),
-            part.vocab_start_index, part.scalars,
+            T, end - start, logits.H,
+            part.strides, (sums.stride(0), 0 if window is None else window.stride(0)),
+            part.vocab_start_index, part.scalars, part.named,
             WITH_ENTROPY=with_entropy,
             GROUP_V=launch.group_v,
             **launch.constexprs,

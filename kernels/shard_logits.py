@@ -17,7 +17,8 @@ class ShardLogits(NamedTuple):
     ``vocab_start_index <= label < vocab_start_index + V``. Rows with ``label == ignore_index`` may
     hold anything, also NaN, and contribute nothing. ``group_v`` is how many neighbouring columns
     are added in fp32 (see ``exact_sums``); None lets each kernel choose. ``inverse_temperature`` is
-    [T] in the dtype of statistics, 1 where ignored; None is 1.
+    [T] in the dtype of statistics, 1 where ignored; None is 1. Statistics leave out the label
+    and ``named`` ids: [N] int64, and [T] each from where to where a token has them, ascending.
     """
 
     hidden: Tensor
@@ -30,6 +31,7 @@ class ShardLogits(NamedTuple):
     softcap: float | None
     group_v: int | None = None
     inverse_temperature: Tensor | None = None
+    named: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def T(self) -> int:
@@ -71,11 +73,12 @@ class ShardLogits(NamedTuple):
 
     def rows(self, tokens: slice | Tensor) -> "ShardLogits":
         """The logits of these tokens, given as a slice (views) or by index."""
-        inverse = self.inverse_temperature
+        inverse, named = self.inverse_temperature, self.named
         return self._replace(
             hidden=self.hidden[tokens],
             labels=self.labels[tokens],
             inverse_temperature=None if inverse is None else inverse[tokens],
+            named=None if named is None else (named[0], named[1][tokens], named[2][tokens]),
         )
 
     def columns(self, start: int, end: int) -> "ShardLogits":

@@ -41,7 +41,7 @@ def _row_gradient_kernel(
         dloss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     if norm_ptr is not None:
         dloss /= tl.load(norm_ptr)
-    inverse = None
+    inverse = 1.0
     if inverse_temperature_ptr is not None:
         inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
         dloss *= inverse

@@ -93,7 +93,7 @@ def _token_loss_kernel(
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
-    inverse = None
+    inverse = 1.0
     if inverse_temperature_ptr is not None:
         inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
     value = label_value_of(

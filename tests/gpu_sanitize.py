@@ -21,6 +21,8 @@ from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_
 from flce_dist.options import ExtraSchedule, Schedule
 from tests.filtered_formula import check_filtered, definition
 from tests.problems import IGNORE, METRICS, Inputs, Upstream, compare, run
+from tests.score_problem import check as check_scores
+from tests.score_problem import problem
 
 V = 507
 
@@ -127,6 +129,7 @@ def main() -> None:
     assert cases, f"--cases must be at least 1, got {arguments.cases}"
     for case in cases:
         check(case, arguments.device, impl)
+    check_scores(problem(BF16, over="ids", temperature=0.7, softcap=15.0), impl)
     if arguments.device == "cuda":
         torch.cuda.synchronize()
     print(f"{len(cases)} cases within their budgets")

@@ -18,8 +18,9 @@ FILES = sorted(
 # Each folder with those that it may import; itself always. Three files count as folders: "leaf" is
 # options.py, "private" is torch_private.py, "replay" is replay.py.
 MAY = {
-    "faces": {"leaf", "private", "op", "parallel", "testing", "filtered"},
+    "faces": {"leaf", "private", "op", "parallel", "testing", "filtered", "scores"},
     "filtered": {"leaf", "private", "op", "parallel", "kernels", "faces"},
+    "scores": {"leaf", "private", "op", "parallel", "kernels"},
     "op": {"leaf", "private", "replay", "parallel", "kernels"},
     "parallel": {"private", "replay"},
     "kernels": {"private", "replay"},
@@ -39,6 +40,8 @@ OTHERS = {folder: {"torch"} for folder in MAY} | {
     },
 }  # fmt: skip
 LAZILY = {  # inside functions and for type checkers
+    "flce_dist/compat/trl.py": {"trl"},
+    "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/fused_layer.py": {"megatron"},
     "flce_dist/megatron/refusals.py": {"megatron"},

@@ -15,6 +15,8 @@ from flce_dist import torch_private
 from flce_dist.kernels.kernel import are_watched
 from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
+from flce_dist.op.gradients import NewDweight
+from flce_dist.op.main_grad import captured
 from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
 from flce_dist.replay import replayed
@@ -29,12 +31,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, labels, token_weight, places, inverse_temperature, call: Call,
-        sink: Sink, given: weakref.ref[Tensor],
-    ):  # fmt: skip
-        """``given`` is the caller's weight, which may be a DTensor or of another dtype."""
-        operands = Operands(hidden, weight, bias, labels, token_weight, places, inverse_temperature)
+    def forward(ctx, *arguments):
+        """Of all ``Operands``, then call, sink and the caller's weight, as a weak reference.
+
+        That may be a DTensor or of another dtype.
+        """
+        *tensors, call, sink, given = arguments
+        operands = Operands(*tensors)
         loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.sink, ctx.given, ctx.saved = call, sink, given, len(saved)
@@ -73,7 +76,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 call, Operands(*operands) if operands else None, saved, of_outputs, ctx.sink,
                 is_last=not torch_private.keeps_graph(),
             )  # fmt: skip
-        return *gradients, *(None,) * 7
+        return *gradients, *(None,) * len(Operands._fields)
+
+
+def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
+    """Run a call; return what its schedule does, attached to the graph.
+
+    ``weight`` is what the caller passed.
+    """
+    accumulates = call.needs.weight and call.options.accumulate_dweight
+    sink = captured(weight, call) if accumulates else NewDweight(call.dtype)
+    return LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))
+
+
+def refuse_transforms(name: str) -> None:
+    """Refuse torch.func for the function of this name."""
+    if torch_private.transforms():
+        raise NotImplementedError(
+            f"{name} does not support the transforms of torch.func (grad, vmap, "
+            "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
+            "hidden [..., H], instead of vmap; flce_dist.reference supports them"
+        )
 
 
 def check_not_resharded(weight: Tensor | None) -> None:

@@ -64,6 +64,7 @@ class Operands(NamedTuple):
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
     places: Tensor | None = None  # [T] int64, with max_counted: of these tokens among T_all
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
+    offsets: Tensor | None = None  # [T + 1] int64, of scores, whose labels are ids [N]
 
 
 class Accumulator(NamedTuple):
@@ -117,6 +118,17 @@ class Schedule(Protocol):
         accumulator. At least one upstream gradient is not None. If this backward ``is_last``, what
         was saved may be overwritten.
         """
+
+
+class Scores(Schedule, Protocol):
+    """A schedule of scores at ids, instead of the loss.
+
+    Its first output is logprob [N], and metrics are lse, other and entropy [T]; so are ``Upstream``
+    gradients.
+    """
+
+    def planned(self, loss: Schedule, order: TokenOrder) -> tuple[Schedule, TokenOrder]:
+        """Return the schedule and the order for what the loss would take ``loss`` and ``order``."""
 
 
 def extra_schedule(schedule: object) -> ModuleType | None:

@@ -17,7 +17,7 @@ from flce_dist.op.call import extra_schedule
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LABELS = (torch.int64, torch.int32)
 
 
@@ -73,8 +73,8 @@ def check_tensors(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, **of_tokens: Tensor | None
 ) -> None:
     """Check types, devices and the shapes that do not depend on the group."""
-    check_tensor("hidden", hidden, _FLOATS)
-    check_tensor("weight", weight, _FLOATS, hidden)
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
     check_tensor("labels", labels, LABELS, hidden)
     if hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
@@ -84,7 +84,7 @@ def check_tensors(
             f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, _FLOATS, hidden)
+        check_tensor("bias", bias, FLOATS, hidden)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
@@ -99,7 +99,7 @@ def check_tensors(
     for name, x in of_tokens.items():
         if x is None:
             continue
-        check_tensor(name, x, _FLOATS, hidden)
+        check_tensor(name, x, FLOATS, hidden)
         if x.shape != labels.shape:
             raise ValueError(
                 f"{name} must have labels' shape {tuple(labels.shape)}, got {tuple(x.shape)}"

@@ -3,7 +3,7 @@
 T = tokens, V = real vocabulary rows here. Only as many columns of D exist as a window has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,6 +27,11 @@ class Chunk(NamedTuple):
     gather: TokenGather | None  # None where nothing needs hidden
     logits: ShardLogits | None  # hidden may still be arriving
     window_v: int  # columns of D that are computed, or converted, at a time
+    overwrite: Callable[[Tensor, int], None] | None = None  # elements of D, by its first column
+
+    def rescales(self, call: Call) -> bool:
+        """Whether cached columns are written once more before the GEMMs."""
+        return call.rescales_cache or self.overwrite is not None
 
 
 class Window(NamedTuple):
@@ -40,7 +45,8 @@ class Window(NamedTuple):
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    cached_step = max(1, call.V) if chunk.cache.dtype == call.dtype else chunk.window_v
+    as_it_is = chunk.cache.dtype == call.dtype and chunk.overwrite is None
+    cached_step = max(1, call.V) if as_it_is else chunk.window_v
     columns = chunk.cache.split(call.V, chunk.window_v, cached_step)
     windows = [Window(*ends) for ends in columns]
     return windows or [Window(0, 0, None)]
@@ -56,7 +62,7 @@ def dlogits(
     """
     buffer = None
     for start, end, cached in windows:
-        if cached is not None and not call.rescales_cache:
+        if cached is not None and not chunk.rescales(call):
             yield start, end, cached
             continue
         if buffer is None:
@@ -67,6 +73,8 @@ def dlogits(
             _rescale(call, chunk, rows, cached, call.vocab_start_index + start, out=d)
         elif start < end:
             _recompute(call, chunk, rows, start, end, out=d)
+        if chunk.overwrite is not None:
+            chunk.overwrite(d, start)
         yield start, end, d
 
 
@@ -93,11 +101,11 @@ def _rescale(
     vocab_start_index: int,
     out: Tensor,
 ) -> None:
-    """Multiply bf16 exponentials by the tokens' scales; in fp16 make them relative to lse."""
-    if call.is_from_lse:
-        change = (chunk.stats.reference - rows.reference).exp()
-    else:
+    """Multiply exponentials by the tokens' scales; in fp16 make them relative to lse."""
+    if rows.affine:
         (change,) = rows.affine
+    else:
+        change = (chunk.stats.reference - rows.reference).exp()
     kernels, ignore_index = call.kernels, call.options.ignore_index
     kernels.scale_rows(cached, change, chunk.labels, ignore_index=ignore_index, out=out)
     kernels.write_label_value(

@@ -56,12 +56,12 @@ def localized(arguments: Arguments) -> Arguments:
         f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
     )
     return Arguments(
-        _local("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
-        _local("weight", weight, rows, tp_group, _OF_ROWS),
-        _local("labels", labels, Replicate(), tp_group),
-        _local("bias", bias, rows, tp_group, _OF_ROWS),
-        _local("token_weight", token_weight, Replicate(), tp_group),
-        _local("temperature", temperature, Replicate(), tp_group),
+        local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
+        local_of("weight", weight, rows, tp_group, _OF_ROWS),
+        local_of("labels", labels, Replicate(), tp_group),
+        local_of("bias", bias, rows, tp_group, _OF_ROWS),
+        local_of("token_weight", token_weight, Replicate(), tp_group),
+        local_of("temperature", temperature, Replicate(), tp_group),
         options if tp_group is None else _checked_wholes(arguments),
         tp_group,
     )
@@ -95,7 +95,7 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
     return replace(options, vocab_size=vocab_size or V, vocab_range=vocab_range(V, rank, P))
 
 
-def _local(
+def local_of(
     name: str,
     x: Any,
     expected: Placement,

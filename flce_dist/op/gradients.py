@@ -112,7 +112,7 @@ class Gradients:
         """
         call = self.call
         windows = split_columns(call, chunk)
-        cached = [w for w in windows if w.cached is not None and not call.rescales_cache]
+        cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
         others = windows[len(cached) :]
         # D from forward lacks the tokens' scales; D that is computed now can contain them.
         contains_scale = not cached and not call.is_from_lse

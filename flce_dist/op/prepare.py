@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
-from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
+from flce_dist.op.call import Call, Needs, Operands, Schedule, Scores, extra_schedule
 from flce_dist.op.plan import pieces, plan
 from flce_dist.options import POSITIVE, Declared, LossOptions
 from flce_dist.parallel import collectives
@@ -101,17 +101,22 @@ calls: dict[Any, Call] = {}
 
 
 def prepare(
-    arguments: Arguments, needs: list[bool], *, auto_in_forward: bool = True
+    arguments: Arguments,
+    needs: list[bool],
+    *,
+    auto_in_forward: bool = True,
+    scores: Scores | None = None,
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
-    schedule="auto" may become in_forward. Label values are not checked here: that reads data.
+    schedule="auto" may become in_forward, ``scores`` what is computed instead of the loss. Label
+    values are not checked here: that reads data.
     """
-    facts = _facts(arguments, needs, auto_in_forward)
+    facts = _facts(arguments, needs, auto_in_forward, scores)
     call = calls.get(facts)
     if call is None:
-        call = _checked_call(arguments, needs, auto_in_forward)
+        call = _checked_call(arguments, needs, auto_in_forward, scores)
         if len(calls) == _MOST_CALLS:
             calls.clear()
         if facts is not None:
@@ -156,12 +161,12 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     return Operands(*operands[:3], labels, token_weight, places, inverse)
 
 
-def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Any:
+def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
     """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
     group = arguments.tp_group
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return None
-    facts: list[Any] = [arguments.options, *needs, auto_in_forward, group]
+    facts: list[Any] = [arguments.options, *needs, *others, group]
     for x in arguments[:6]:
         if x is None:
             facts.append(None)
@@ -172,7 +177,9 @@ def _facts(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> An
     return tuple(facts)
 
 
-def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool) -> Call:
+def _checked_call(
+    arguments: Arguments, needs: list[bool], auto_in_forward: bool, scores: Scores | None
+) -> Call:
     """Check the arguments, and decide everything about the call that their facts decide."""
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
@@ -185,7 +192,9 @@ def _checked_call(arguments: Arguments, needs: list[bool], auto_in_forward: bool
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen, order = _plan(arguments, needs, P, auto_in_forward)
+    chosen, order = _plan(arguments, needs, P, auto_in_forward, converts=scores is not None)
+    if scores is not None:
+        chosen, order = scores.planned(chosen, order)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -214,9 +223,12 @@ def _computed_tokens(labels: Tensor, options: LossOptions) -> int:
 
 
 def _plan(
-    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool
+    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool, *, converts: bool
 ) -> tuple[Schedule, TokenOrder]:
-    """Return the schedule, and the order of tokens that follows from its pieces."""
+    """Return the schedule, and the order of tokens that follows from its pieces.
+
+    ``converts``: whether cached columns are copied window by window, as in fp16.
+    """
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     T, (V, H) = _computed_tokens(arguments.labels, options), weight.shape
     itemsize = weight.element_size()
@@ -238,7 +250,7 @@ def _plan(
         schedule=schedule if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
-        converts=hidden.dtype == torch.float16,
+        converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         gathers_from=P,

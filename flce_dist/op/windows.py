@@ -3,6 +3,7 @@
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
 from flce_dist.op.dlogits import Chunk
@@ -87,7 +89,7 @@ class Windows(Sizes):
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         one, tokens = Pass(call, operands), (0, call.T)
-        cache = self._new_cache(call, operands.hidden.device)
+        cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
         stats, loss = one.chunk_loss(tokens, windows)
         metrics = one.metrics(stats, tokens)
@@ -101,7 +103,7 @@ class Windows(Sizes):
         T, options = call.T, call.options
         return WindowsSaved(
             new() if options.reduction == "mean" else None,
-            self._new_cache(call, operands.hidden.device),
+            self.new_cache(call, operands.hidden.device),
             new(T) if options.with_metrics else None,
             new(T), new(T), new(T),
         )  # fmt: skip
@@ -122,16 +124,36 @@ class Windows(Sizes):
         rows = row_gradient(
             call, operands, stats, norm, upstream, entropy=entropy, from_lse=call.is_from_lse
         )
-        windows = ColumnCache()
-        if cache is not None and call.is_expressible(upstream):
-            windows = ColumnCache((cache,))
+        if not call.is_expressible(upstream):
+            cache = None
+        return self.gradients(
+            call, operands, stats, rows, cache, accumulator,
+            may_recompute=call.options.with_metrics,
+        )  # fmt: skip
 
+    def gradients(
+        self,
+        call: Call,
+        operands: Operands,
+        stats: TokenStats,
+        rows: RowGradient,
+        cache: Tensor | None,
+        accumulator: Accumulator | None,
+        *,
+        may_recompute: bool,
+        overwrite: Callable[[Tensor, int], None] | None = None,
+    ) -> Results:
+        """Return the gradients of dlogits that ``rows`` describes.
+
+        ``may_recompute``: whether some upstream gradients would make cached columns useless. With
+        ``overwrite`` D is written where it says, after all of its columns (``Chunk``).
+        """
         # Decided by facts that all ranks share, not by which upstream gradients this rank got.
         gather = logits = None
         some_recompute = self.cached_v < self.V or (
             call.options.vocab_range is not None and self.limit is not None  # the larger shards
         )
-        if call.needs.weight or call.options.with_metrics or some_recompute:
+        if call.needs.weight or may_recompute or some_recompute:
             gather = transport.gather(
                 operands.hidden, call.order, call.sequence_group, operands.places
             )
@@ -139,13 +161,16 @@ class Windows(Sizes):
             logits = shard_logits(call, operands, gather.tokens)
 
         gradients = Gradients.new(call, operands, accumulator)
-        tokens, labels = (0, call.T), operands.labels
-        gradients.add(Chunk(tokens, labels, stats, rows, windows, gather, logits, self.window_v))
+        tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
+        chunk = Chunk(
+            tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite
+        )
+        gradients.add(chunk)
         if gather is not None:
             gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
         return gradients.finished()
 
-    def _new_cache(self, call: Call, device: torch.device) -> Tensor | None:
+    def new_cache(self, call: Call, device: torch.device) -> Tensor | None:
         column_bytes = call.T * call.cache_dtype.itemsize
         columns = self.cached_columns(call.V, column_bytes, lent=0, lent_as_planned=True)
         return new_window(call.T, columns, call.cache_dtype, device) if columns else None

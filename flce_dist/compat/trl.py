@@ -1,0 +1,84 @@
+"""The per-token log-probabilities of TRL's fused LM head, by ``linear_cross_entropy``.
+
+TRL 1.16 scores tokens of all its trainers with ``trl.kernels.ChunkedLogProbFunction``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist.api import LossWithMetrics, linear_cross_entropy_with_metrics
+
+Results = tuple[Tensor | None, ...]
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class ChunkedLogProbFunction:
+    """Takes the place of TRL's class of that name, of which only ``apply`` is called."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float | Tensor,
+        chunk_size: int | None = None,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> Results:
+        """Return ``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, [N] each.
+
+        The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``.
+
+        Args:
+            hidden: [N, H]. weight [V, H] and bias [V] are cast to its dtype, or all to autocast's.
+            targets: [N] ids. -100 is ignored.
+            temperature: of all tokens, or [N].
+            chunk_size: not used: how much is held of the logits is chosen as ever.
+            outputs: of the results behind logprobs those that are wanted; others are None. A second
+                pass over the logits, without a gradient, makes log_sum_sq_probs and mean_logits.
+
+        logprobs and entropy are differentiable. A target whose logit ties with another is top 1.
+        """
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight = weight.to(hidden.dtype)
+            bias = None if bias is None else bias.to(hidden.dtype)
+        if bias is not None and logit_scale != 1.0:
+            bias = bias * logit_scale
+        options: dict[str, Any] = dict(
+            bias=bias, reduction="none", softcap=final_logit_softcapping, logit_scale=logit_scale
+        )
+
+        def scored(temperature: float | Tensor, **more: Any) -> LossWithMetrics:
+            return linear_cross_entropy_with_metrics(
+                hidden, weight, targets, temperature=temperature, **options, **more
+            )
+
+        out = scored(temperature)
+        results = {"entropy": out.entropy, "is_top1": out.correct}
+        if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
+            with torch.no_grad():  # of logits twice as large
+                twice = scored(temperature / 2, label_smoothing=1.0)
+                results["log_sum_sq_probs"] = 2 * out.logprob - twice.logprob
+                results["mean_logits"] = (twice.lse - twice.loss) / 2
+        return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
+
+
+def use_linear_cross_entropy() -> None:
+    """Let the fused LM head of all trainers of this process call ``ChunkedLogProbFunction``.
+
+    Raises:
+        NotImplementedError: this TRL has no such function where TRL 1.16 has it.
+    """
+    import trl
+    from trl.trainer import utils
+
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        raise NotImplementedError(
+            "flce_dist.compat.trl replaces trl.trainer.utils._ChunkedLogProbFunction of TRL 1.16, "
+            f"which TRL {trl.__version__} does not have"
+        )
+    utils._ChunkedLogProbFunction = ChunkedLogProbFunction

@@ -1,0 +1,73 @@
+"""verl's fused ``linear_cross_entropy``: log-probabilities and entropy of each token.
+
+verl 0.9 calls ``verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`` in the fused forward
+of Megatron's models, and of transformers' with ``impl_backend="triton"``.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.api import linear_cross_entropy_with_metrics
+from flce_dist.options import Reduction
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    reduction: Reduction = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+    *,
+    sequence_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
+
+    Args:
+        hidden: [..., H], the same on every rank.
+        weight: [V, H], this rank's rows of the vocabulary.
+        labels: hidden's shape without H, or flat; global ids. -100 is ignored, with results 0.
+        temperature: of all tokens, or labels' shape.
+        reduction: of logprobs alone: "none" [T], "sum" or "mean".
+        dist_process_group: ranks that share the vocabulary. dhidden is this rank's share: the
+            caller sums it over them, as Megatron's mappings around hidden do.
+        sequence_first: hidden is [S, B, H], labels and temperature are [B, S] and so, flattened,
+            are the results.
+    """
+    if sequence_first:
+        hidden = hidden.transpose(0, 1)
+    expected = hidden.shape[:-1]
+    if _sizes(labels.shape) not in (_sizes(expected), [expected.numel()]):
+        raise ValueError(
+            f"labels must be {tuple(expected)} from hidden with sequence_first={sequence_first}, "
+            f"or flat, got {tuple(labels.shape)}: hidden [S, B, H] with labels [B, S] needs "
+            "sequence_first=True"
+        )
+    out = linear_cross_entropy_with_metrics(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
+        reduction=reduction,
+        tp_group=dist_process_group,
+        reduce_dhidden=False,
+    )
+    return -out.loss, out.entropy
+
+
+def use_linear_cross_entropy() -> None:
+    """Replace the function in verl's module, and where verl has imported it already."""
+    from verl.utils.kernel import linear_cross_entropy as module
+
+    theirs = module.linear_cross_entropy
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("verl.") and vars(loaded).get("linear_cross_entropy") is theirs:
+            loaded.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+
+
+def _sizes(shape: torch.Size) -> list[int]:
+    """Return a shape without ones: a batch of one sequence has its tokens in order anyway."""
+    return [n for n in shape if n != 1]

@@ -1,0 +1,167 @@
+"""The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+from flce_dist.op import checks
+from flce_dist.op.autograd import differentiable, refuse_transforms
+from flce_dist.op.call import Scores, extra_schedule
+from flce_dist.op.dtensor import local_of, localized
+from flce_dist.op.prepare import (
+    Arguments,
+    gradients_needed,
+    in_autocast_dtype,
+    prepare,
+    sequence_first,
+    tempered,
+)
+from flce_dist.options import Declared, Impl, LossOptions, Schedule
+from flce_dist.parallel import collectives
+from flce_dist.scores.ids import check_ids, flat_ids
+from flce_dist.scores.over_ids import OverIds
+from flce_dist.scores.over_vocabulary import OverVocabulary
+
+Over = Literal["vocabulary", "ids"]
+
+
+class TokenScores(NamedTuple):
+    """Scores of each token, fp32 (fp64 for fp64 hidden), the same bits on every rank of the group.
+
+    Each is differentiable, also together. 0 for a token without ids, and logprob 0 at padding.
+    """
+
+    logprob: Tensor  # ids' shape: log-probability of each id
+    lse: Tensor  # [...] log-sum-exp of the logits that logprob is normalised over
+    other: Tensor | None  # [...] log of the probability of all ids not named; None over ids
+    entropy: Tensor | None  # [...] of the distribution in nats, if asked for
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    over: Over = "vocabulary",
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 0,
+    reduce_dhidden: bool = True,
+    reduce_in_fp32: bool = False,
+    tp_invariant: bool = False,
+    accumulate_dweight: bool = False,
+    schedule: Schedule = "auto",
+    max_logits_bytes: int | None = None,
+    impl: Impl | None = None,
+) -> TokenScores:
+    """Log-probabilities of chosen ids under ``softmax(hidden @ weight.T)``, without the logits.
+
+    With ``z = softcap(logit_scale * (h . w) + b) / temperature``, the log-probability of an id is
+    ``z - lse``. An id that a token has several times counts once in every sum, and each of its
+    places gets the log-probability.
+
+    Args:
+        hidden: [..., H], as for ``linear_cross_entropy``.
+        weight: [V, H], likewise; this rank's rows of the vocabulary.
+        ids: [..., K] int64 or int32 global ids of each token, with -1 where it has fewer; those of
+            all tokens, on every rank. Or [N], with ``offsets``. A token without ids is ignored,
+            even if its hidden state is NaN.
+        offsets: [T + 1] int64 or int32: token t, counted over all dimensions of hidden in order,
+            has ids offsets[t] to offsets[t + 1] (CSR, as engines deliver sampling masks).
+        over: what probabilities are normalised over: "vocabulary", or "ids", the set of the token's
+            own ids, which needs no pass over the vocabulary: time and memory are those of N rows.
+        temperature: a number above 0, or float [...], the same on every rank; it divides the
+            logits after softcap, and gets no gradient. A value that is not above 0 makes the
+            results of its token NaN. Values of ignored tokens are not read.
+        with_entropy: also return the entropy of what ``over`` names.
+        schedule: of over="vocabulary": "auto", "recompute" or "cached".
+        max_logits_bytes: of over="vocabulary".
+        bias, softcap, logit_scale, vocab_size, vocab_range, tp_group, sequence_parallel,
+            sequence_dim, reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, impl: as
+            for ``linear_cross_entropy``. ``tp_invariant`` covers all scores, not gradients.
+
+    Returns:
+        ``TokenScores``, plain tensors. Operands may be DTensors as for ``linear_cross_entropy``;
+        ids, offsets and temperature with Replicate.
+
+    Raises:
+        ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
+        on a GPU. NotImplementedError: a combination is not supported; under torch.compile always.
+    """
+    options = checks.checked_options(
+        reduction="none", ignore_index=-1, softcap=softcap, logit_scale=logit_scale,
+        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
+        max_logits_bytes=max_logits_bytes, impl=impl,
+    )  # fmt: skip
+    over = checks.checked_value("over", over, Declared(str, False, get_args(Over), None))
+    with_entropy = checks.checked_value(
+        "with_entropy", with_entropy, Declared(bool, False, (), None)
+    )
+    scores = _scores(over, with_entropy, options)
+    refuse_transforms("linear_logprob")
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "linear_logprob is not supported under torch.compile; exclude the call by "
+            "torch.compiler.disable"
+        )
+    checks.check_tensor("hidden", hidden, checks.FLOATS)
+    stand_in = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, options, tp_group)
+    arguments = localized(arguments)
+    ids, offsets = (
+        local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
+    )
+    tokens = _tokens(arguments)
+    arguments = tempered(arguments._replace(labels=stand_in.expand(tokens)))
+    is_transposed = sequence_parallel and arguments.options.sequence_dim == 1
+    flat, cuts = flat_ids(ids, offsets, tokens, arguments.hidden, transposed=is_transposed)
+    ordered = in_autocast_dtype(sequence_first(arguments))
+    call, operands = prepare(ordered, gradients_needed(ordered), scores=scores)
+    check_ids(flat, cuts, call.vocab_size)
+    operands = operands._replace(labels=flat, offsets=cuts)
+    logprob, *of_tokens = differentiable(call, operands, weight)
+    shape = ordered.labels.shape
+    logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
+    results = [logprob, *(None if x is None else x.view(shape) for x in of_tokens)]
+    if is_transposed:
+        results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
+    return TokenScores(*results)
+
+
+def _scores(over: Over, with_entropy: bool, options: LossOptions) -> Scores:
+    """Return the schedule of this ``over``, before it is planned."""
+    if extra_schedule(options.schedule) is not None or options.schedule == "in_forward":
+        raise NotImplementedError(
+            "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
+            f"scores come one for each id, got schedule={options.schedule!r}"
+        )
+    if over == "vocabulary":
+        return OverVocabulary(with_entropy)
+    if options.schedule != "auto" or options.max_logits_bytes is not None:
+        raise ValueError(
+            "schedule and max_logits_bytes are of over='vocabulary', got "
+            f"{options.schedule!r} and {options.max_logits_bytes} with over='ids'"
+        )
+    return OverIds(with_entropy)
+
+
+def _tokens(arguments: Arguments) -> torch.Size:
+    """Return the shape of a tensor of all tokens."""
+    shape, options = list(arguments.hidden.shape[:-1]), arguments.options
+    checks.check_group(arguments.tp_group, options.sequence_parallel)
+    if options.sequence_parallel and options.sequence_dim < len(shape):
+        shape[options.sequence_dim] *= collectives.group_size(arguments.tp_group)
+    return torch.Size(shape)

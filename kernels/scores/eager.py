@@ -1,0 +1,117 @@
+"""Scores in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
+
+T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_dist.kernels import gemm
+from flce_dist.kernels.eager_logits import capped
+from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.shard_logits import ShardLogits
+
+
+def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
+    z = logits.hidden.new_zeros(len(ids.ids), dtype=logits.stats_dtype)
+    for n, row in _here(ids, logits.vocab_start_index, logits.weight):
+        token = ids.token[n]
+        products = logits.hidden[token].to(z.dtype) * logits.weight[row].to(z.dtype)
+        dots = products.sum(1) * logits.logit_scale
+        if logits.bias is not None:
+            dots += logits.bias[row]
+        dots = capped(dots, logits.softcap)
+        inverse = logits.inverse_temperature
+        z[n] = dots if inverse is None else dots * inverse[token]
+    return z
+
+
+def _tops(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    """Return each token's largest logit, and its entry; -inf and N without ids."""
+    T, token = len(ids.offsets) - 1, ids.token
+    in_set = z.where(ids.first, -torch.inf)
+    largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
+    n = torch.arange(len(z), device=z.device)
+    entry = n.where(ids.first & (in_set == largest[token]), len(z))
+    return largest, token.new_full((T,), len(z)).scatter_reduce_(0, token, entry, "amin")
+
+
+def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    largest, top = _tops(z, ids)
+    return F.pad(ids.ids, (0, 1), value=-1)[top], largest.where(top < len(z), 0.0)
+
+
+def set_scores(
+    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    token, (largest, top) = ids.token, _tops(z, ids)
+    n = torch.arange(len(z), device=z.device)
+    reference = largest if rest is None else rest.reference
+    e_top = (largest - reference).exp()
+    x = z - reference[token]
+    e = x.exp().where(ids.first, 0.0)
+    named, weighted = torch.zeros(2, len(top), dtype=z.dtype, device=z.device)
+    named.index_add_(0, token, e.where(n != top[token], 0.0))
+    weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
+    unnamed = torch.zeros_like(named) if rest is None else rest.others
+    others = named + unnamed
+    below, is_counted = (others + (e_top - 1)).log1p(), top < len(z)
+    logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
+    other = entropy = None
+    if rest is not None:
+        near_0 = -((named + e_top) / unnamed).log1p()
+        other = near_0.where(unnamed > named + e_top, unnamed.log() - below).where(is_counted, 0.0)
+    if with_entropy:
+        if rest is not None and rest.weighted is not None:
+            weighted = weighted + rest.weighted
+        entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
+    lse = (reference + below).where(is_counted, 0.0)
+    return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, other, entropy
+
+
+def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int) -> None:
+    run = ids.first.cumsum(0) - 1  # padding comes first in its row, and is 0
+    total = torch.zeros_like(value).index_add_(0, run.clamp_min(0), value)
+    for n, column in _here(ids, vocab_start_index, out.T):
+        out[ids.token[n], column] = total[run[n]].to(out.dtype)
+
+
+def dhidden_of_ids(
+    factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
+) -> None:
+    acc = torch.zeros_like(out, dtype=factor.dtype)
+    for n, row in _here(ids, vocab_start_index, weight):
+        acc.index_add_(0, ids.token[n], factor[n, None] * weight[row].to(acc.dtype))
+    out.copy_(acc)
+
+
+def dweight_of_ids(
+    factor: Tensor,
+    ids: TokenIds,
+    hidden: Tensor,
+    order: Tensor,
+    *,
+    vocab_start_index: int,
+    out: Tensor,
+    adds: bool,
+) -> None:
+    here = torch.zeros(len(out), dtype=torch.bool, device=out.device)
+    for _, row in _here(ids, vocab_start_index, out):
+        here[row] = True
+    rows = here.nonzero().squeeze(1)
+    slot = here.cumsum(0) - 1
+    acc = out[rows].to(factor.dtype) if adds else factor.new_zeros(len(rows), out.shape[1])
+    for n, row in _here(ids, vocab_start_index, out):
+        acc.index_add_(0, slot[row], factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
+    out[rows] = acc.to(out.dtype)
+
+
+def _here(ids: TokenIds, vocab_start_index: int, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield entries whose rows are those of weight [V, H], and these rows, a slice at a time."""
+    row = ids.ids - vocab_start_index
+    n = ((row >= 0) & (row < len(weight)) & (ids.ids >= 0)).nonzero().squeeze(1)
+    for part in gemm.slices(len(n), 8 * weight.shape[1]):
+        yield n[part], row[n[part]]

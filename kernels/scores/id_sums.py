@@ -1,0 +1,152 @@
+"""dweight: for each id the sum over its entries of factor times hidden, in one order, no atomics.
+
+T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens. Entries are sorted by
+id, and a program takes CHUNK of them: whole runs of one id it writes; of a run that goes beyond the
+chunk it keeps the part, which a second launch sums. So one id in all rows takes no longer.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import cast
+from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.tuning import next_power_of_2
+
+CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
+_BLOCK_H = 512
+_PARTS = 8  # that the second launch loads at once
+
+
+@triton.jit
+def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
+    out_ptr += row * stride_out_v + offs_h
+    if ADDS:
+        total += tl.load(out_ptr, mask=offs_h < H, other=0.0).to(tl.float32)
+    tl.store(out_ptr, cast(total, out_ptr.dtype.element_ty), mask=offs_h < H)
+
+
+@triton.jit
+def _row_of_entry(hidden_ptr, token_ptr, n, offs_h, stride_h, mask_h, stride_t, is_wanted):
+    token = tl.load(token_ptr + n, mask=is_wanted, other=0)
+    return tl.load(
+        hidden_ptr + token * stride_t + offs_h * stride_h, mask=mask_h & is_wanted, other=0.0
+    )
+
+
+@Kernel
+def _chunk_sums_kernel(
+    hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] int64, int64, fp32, by id
+    out_ptr, head_ptr, tail_ptr,  # out: [V, H]; [chunks, H] fp32 of runs from before, and beyond
+    N, V, H,
+    stride_hidden_t, stride_hidden_h, stride_out_v,
+    vocab_start_index,
+    ADDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK_H columns of CHUNK entries; the next entry's are being loaded."""
+    chunk = tl.program_id(0).to(tl.int64)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    mask_h = offs_h < H
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, N)
+    before = tl.load(ids_ptr + begin - 1, mask=begin > 0, other=-1)
+    id = tl.load(ids_ptr + begin)
+    is_here = (id >= vocab_start_index) & (id < vocab_start_index + V)
+    h = _row_of_entry(
+        hidden_ptr, token_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t, is_here
+    )
+    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for n in range(begin, end):
+        after = tl.load(ids_ptr + n + 1, mask=n + 1 < N, other=-1)
+        next_here = (after >= vocab_start_index) & (after < vocab_start_index + V)
+        next_h = _row_of_entry(
+            hidden_ptr, token_ptr, n + 1, offs_h, stride_hidden_h, mask_h, stride_hidden_t,
+            next_here & (n + 1 < end),
+        )  # fmt: skip
+        acc += tl.load(factor_ptr + n) * h.to(tl.float32)
+        if is_here & ((after != id) | (n == end - 1)):
+            if id == before:
+                tl.store(head_ptr + chunk * H + offs_h, acc, mask=mask_h)
+            elif after == id:
+                tl.store(tail_ptr + chunk * H + offs_h, acc, mask=mask_h)
+            else:
+                _write(out_ptr, id - vocab_start_index, acc, offs_h, H, stride_out_v, ADDS)
+        acc = tl.where(after != id, 0.0, acc)
+        id, is_here, h = after, next_here, next_h
+
+
+@Kernel
+def _run_sums_kernel(
+    ids_ptr, head_ptr, tail_ptr,  # in:  [N] int64 sorted, [chunks, H] fp32 twice
+    out_ptr,  # out: [V, H]
+    N, V, H,
+    stride_out_v,
+    vocab_start_index,
+    ADDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK_H columns of the run that begins in a chunk and goes beyond it."""
+    chunk = tl.program_id(0).to(tl.int64)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, N)
+    id = tl.load(ids_ptr + end - 1)
+    row = id - vocab_start_index
+    before = tl.load(ids_ptr + begin - 1, mask=begin > 0, other=-1)
+    after = tl.load(ids_ptr + end, mask=end < N, other=-1)
+    if (row >= 0) & (row < V) & (after == id) & (before != id):
+        total = tl.load(tail_ptr + chunk * H + offs_h, mask=offs_h < H, other=0.0)
+        parts = tl.zeros((PARTS, BLOCK_H), dtype=tl.float32)
+        next = chunk + 1
+        more = True
+        while more:
+            c = next + tl.arange(0, PARTS)
+            is_of_run = tl.load(ids_ptr + c * CHUNK, mask=c * CHUNK < N, other=-1) == id
+            parts += tl.load(
+                head_ptr + c[:, None] * H + offs_h[None, :],
+                mask=is_of_run[:, None] & (offs_h < H)[None, :], other=0.0,
+            )  # fmt: skip
+            next += PARTS
+            more = tl.sum(is_of_run.to(tl.int32), axis=0) == PARTS
+        _write(out_ptr, row, total + tl.sum(parts, axis=0), offs_h, H, stride_out_v, ADDS)
+
+
+def dweight_of_ids(
+    factor: Tensor,
+    ids: TokenIds,
+    hidden: Tensor,
+    order: Tensor,
+    *,
+    vocab_start_index: int,
+    out: Tensor,
+    adds: bool,
+) -> None:
+    """Write the rows of out [V, H] that have entries: the sums of factor [N] times hidden [T, H].
+
+    ``adds`` adds to what is there. order [N] sorts the entries by id. Accumulates in fp32 and
+    rounds once. out has a unit last stride; other rows are left alone.
+    """
+    (V, H), N = out.shape, len(order)
+    if not N or not V:
+        return
+    BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
+    chunks = -(-N // CHUNK)
+    by_id, token, factor = (x.index_select(0, order) for x in (ids.ids, ids.token, factor))
+    head, tail = factor.new_empty(2, chunks, H)
+    grid = chunks, -(-H // BLOCK_H)
+    _chunk_sums_kernel[grid](
+        hidden, by_id, token, factor,
+        out, head, tail,
+        N, V, H,
+        *hidden.stride(), out.stride(0),
+        vocab_start_index,
+        ADDS=adds, CHUNK=CHUNK, BLOCK_H=BLOCK_H, num_warps=2,
+    )  # fmt: skip
+    _run_sums_kernel[grid](
+        by_id, head, tail,
+        out,
+        N, V, H,
+        out.stride(0),
+        vocab_start_index,
+        ADDS=adds, CHUNK=CHUNK, BLOCK_H=BLOCK_H, PARTS=_PARTS,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Scores of each token's set of ids, which has each id once.  T tokens, N ids of all.
+
+With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the set without that top
+entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
+
+Over the vocabulary S contains U, the sum over the ids that are not named, ``other`` is the log of
+``U / (1 + S)``, and r may be the logit of one that is not named (``rescue.py``).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import exp, log1p, times_exponent
+from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+
+_BLOCK_N = 128  # entries of one step
+
+
+@triton.jit
+def _statistics(z_ptr, first_ptr, begin, end, BLOCK_N: tl.constexpr):
+    """Return r, the top entry, S, and the sum of ``exp(z_n - r) (z_n - r)``."""
+    reference, top = -float("inf"), end
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        z = tl.load(z_ptr + n, mask=in_set, other=-float("inf"))
+        largest = tl.max(z, axis=0)
+        place = tl.min(tl.where(in_set & (z == largest), n, end), axis=0)
+        top = tl.where((largest > reference) | (top == end), place, top)
+        reference = tl.maximum(reference, largest)
+    others, weighted = 0.0, 0.0
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        z = tl.load(z_ptr + n, mask=in_set, other=0.0)
+        x = tl.where(z == -float("inf"), z, z - reference)  # not NaN if all are banned
+        is_other = in_set & (n != top)
+        e = tl.where(is_other, exp(x), 0.0)
+        others += tl.sum(e, axis=0)
+        weighted += tl.sum(tl.where(is_other, times_exponent(e, x), 0.0), axis=0)
+    return reference, top, others, weighted
+
+
+@triton.jit
+def _with_rest(rest, t, top_logit, others, weighted):
+    """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, and U."""
+    if rest is None:
+        return top_logit, others, 1.0, weighted, 0.0
+    else:
+        reference_ptr, others_ptr, weighted_ptr = rest
+        reference, unnamed = tl.load(reference_ptr + t), tl.load(others_ptr + t)
+        above = top_logit - reference
+        e_top = exp(above)
+        if weighted_ptr is not None:  # x of a named id is that of the set, and above
+            weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
+            weighted += tl.load(weighted_ptr + t)
+        return reference, others * e_top + unnamed, e_top, weighted, unnamed
+
+
+@Kernel
+def _top_ids_kernel(
+    z_ptr, ids_ptr, offsets_ptr, first_ptr,  # in:  [N] fp32, as in TokenIds
+    id_ptr, logit_ptr,  # out: [T] int64, [T] fp32
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program finds the id with the largest logit of one token; -1 without ids."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    logit, top, _, _ = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
+    is_counted = top < end
+    tl.store(id_ptr + t, tl.load(ids_ptr + top, mask=is_counted, other=-1))
+    tl.store(logit_ptr + t, tl.where(is_counted, logit, 0.0))
+
+
+def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
+    """Return each token's id with the largest logit, [T] int64, and that logit; else -1 and 0."""
+    T = len(ids.offsets) - 1
+    top, logit = ids.ids.new_empty(T), z.new_empty(T)
+    if T:
+        _top_ids_kernel[(T,)](
+            z, ids.ids, ids.offsets, ids.first,
+            top, logit,
+            BLOCK_N=_BLOCK_N, num_warps=1,
+        )  # fmt: skip
+    return top, logit
+
+
+@Kernel
+def _set_scores_kernel(
+    z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
+    rest,  # in:  of ``Rest``, or None
+    logprob_ptr, lse_ptr, entropy_ptr, other_ptr,  # out: [N], [T], [T], [T] fp32
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program scores one token."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    top_logit, top, in_set, weighted = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
+    reference, others, e_top, weighted, unnamed = _with_rest(rest, t, top_logit, in_set, weighted)
+    below = log1p(others + (e_top - 1))
+    is_counted = top < end
+    tl.store(lse_ptr + t, tl.where(is_counted, reference + below, 0.0))
+    if entropy_ptr is not None:
+        entropy = below - weighted / (e_top + others)
+        tl.store(entropy_ptr + t, tl.where(is_counted, entropy, 0.0))
+    if other_ptr is not None:
+        named = e_top * (1 + in_set)
+        other = tl.where(unnamed > named, -log1p(named / unnamed), tl.log(unnamed) - below)
+        other = tl.where(unnamed == 0.0, -float("inf"), other)
+        tl.store(other_ptr + t, tl.where(is_counted, other, 0.0))
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
+        z = tl.load(z_ptr + n, mask=n < end, other=0.0)
+        place = tl.load(place_ptr + n, mask=n < end, other=0)
+        logprob = tl.where(is_id, z - reference - below, 0.0)
+        tl.store(logprob_ptr + place, logprob, mask=n < end)
+
+
+def set_scores(
+    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``(logprob, lse, other, entropy)``: [N] in the caller's order, and [T] or None each.
+
+    z is [N] fp32, of all ranks. 0 at padding, and for tokens without ids. Over the vocabulary with
+    ``rest``, else over the ids.
+    """
+    T = len(ids.offsets) - 1
+    logprob, lse = torch.empty_like(z), z.new_empty(T)
+    entropy = z.new_empty(T) if with_entropy else None
+    other = None if rest is None else z.new_empty(T)
+    if T:
+        _set_scores_kernel[(T,)](
+            z, ids.ids, ids.offsets, ids.first, ids.place,
+            None if rest is None else tuple(rest),
+            logprob, lse, entropy, other,
+            BLOCK_N=_BLOCK_N, num_warps=1,
+        )  # fmt: skip
+    return logprob, lse, other, entropy

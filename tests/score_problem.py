@@ -1,0 +1,153 @@
+"""Small problems of ``linear_logprob``, and their comparison with the reference.
+
+T tokens, V_all vocabulary rows, H hidden size, K ids per token, N ids of all.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import linear_logprob
+from flce_dist.parallel.vocab import vocab_range
+from flce_dist.reference import reference_linear_logprob
+from flce_dist.testing import error_budget, relative_rms, run_ranks
+from tests.parallel_problem import joined_by_name
+from tests.problems import Outcome, device_of, without_infinities
+
+SCORES = ("logprob", "lse", "other", "entropy")
+T, V, H, K = 24, 150, 32, 5
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tensors and options of one call; ``upstream`` are gradients by name of scores."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    options: dict[str, Any]
+    upstream: dict[str, Tensor]
+
+    def to(self, dtype: torch.dtype) -> "Scored":
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def changed(self, **options: Any) -> "Scored":
+        return replace(self, options={**self.options, **options})
+
+
+def problem(
+    dtype: torch.dtype = torch.float32,
+    *,
+    ids: Tensor | None = None,
+    scores: Collection[str] = ("logprob", "lse", "entropy"),
+    rows: int = V,
+    seed: int = 0,
+    **options: Any,
+) -> Scored:
+    """Each row has a repeated id, some padding; token 3 has no ids and NaN as hidden state."""
+    g = torch.Generator().manual_seed(seed)
+    n_tokens = T
+    if ids is None:
+        ids = torch.randint(V, (T, K), generator=g)
+        ids[:, 2] = ids[:, 0]
+        ids[torch.rand(T, K, generator=g) < 0.2] = -1
+        ids[3], ids[0] = -1, torch.tensor([V - 1, 0, V // 2, 0, -1])
+    elif "offsets" in options:
+        n_tokens = len(options["offsets"]) - 1
+    else:
+        n_tokens = ids.shape[:-1].numel()
+    hidden = torch.randn(n_tokens, H, generator=g)
+    if "offsets" not in options:
+        hidden = hidden.view(*ids.shape[:-1], H)
+        hidden[(ids < 0).all(-1)] = torch.nan
+    weight = torch.randn(rows, H, generator=g) * (2 / H**0.5)
+    bias = torch.randn(rows, generator=g)
+    tokens = hidden.shape[:-1]
+    shapes = {name: ids.shape if name == "logprob" else tokens for name in scores}
+    upstream = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    options.setdefault("with_entropy", "entropy" in scores)
+    return Scored(hidden, weight, bias, ids, options, upstream).to(dtype)
+
+
+def run(call: Any, given: Scored, **options: Any) -> Outcome:
+    """Scores, and the gradients of all of them together."""
+    leaves = {
+        name: getattr(given, name).detach().clone().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+        if getattr(given, name) is not None
+    }
+    out = call(ids=given.ids, **leaves, **given.options, **options)
+    results = {k: x for k, x in zip(SCORES, out, strict=True) if x is not None}
+    heads = [results[name] for name in given.upstream]
+    gradients = [g.to(head) for head, g in zip(heads, given.upstream.values(), strict=True)]
+    torch.autograd.backward(heads, gradients)
+    results = {name: x.detach() for name, x in results.items()}
+    return results | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def run_scores(given: Scored, impl: str, **options: Any) -> Outcome:
+    device = device_of(impl)
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    moved_options = {name: moved(x) for name, x in given.options.items()}
+    tensors = {name: moved(getattr(given, name)) for name in ("hidden", "weight", "bias", "ids")}
+    there = replace(given, options=moved_options, **tensors)
+    results = run(linear_logprob, there, impl=impl, **options)
+    return {name: x.cpu() for name, x in results.items()}
+
+
+def run_reference(given: Scored) -> Outcome:
+    names = (
+        "with_entropy", "sequence_dim", "sequence_parallel", "schedule", "max_logits_bytes",
+    )  # fmt: skip
+    options = {k: x for k, x in given.options.items() if k not in names}
+    return run(reference_linear_logprob, replace(given, options=options))
+
+
+def compare(actual: Outcome, given: Scored) -> None:
+    """Compare all that ``actual`` has with fp64; an AssertionError names the result."""
+    truth, eager = run_reference(given.to(torch.float64)), run_reference(given)
+    for name, result in actual.items():
+        result, expected = without_infinities(name, result, truth[name])
+        if given.hidden.dtype == torch.float64:
+            assert relative_rms(result, expected) <= 1e-11, name
+        elif name.startswith("d"):
+            assert result.dtype == given.hidden.dtype
+            budget = error_budget(result, expected, eager[name], dtype=result.dtype)
+            assert budget.met, f"{name}: {budget}"
+        else:
+            assert result.dtype == torch.float32
+            error = relative_rms(result, expected)
+            assert error <= 1e-5, f"{name}: error {error:.3g} of fp64 exceeds 1e-5"
+
+
+def check(given: Scored, impl: str, **options: Any) -> Outcome:
+    actual = run_scores(given, impl, **options)
+    compare(actual, given)
+    return actual
+
+
+def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
+    """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
+    n_rows, split = len(given.weight), options.get("sequence_parallel", False)
+
+    def one(group: dist.ProcessGroup) -> dict[str, Any]:
+        start, end = vocab_range(n_rows, group.rank(), P)
+        hidden = given.hidden.tensor_split(P)[group.rank()] if split else given.hidden
+        bias = None if given.bias is None else given.bias[start:end]
+        mine = replace(given, hidden=hidden, weight=given.weight[start:end], bias=bias)
+        mine = mine.changed(**{"vocab_size": n_rows, **given.options})
+        found = run_scores(mine, impl, tp_group=group, vocab_range=(start, end), **options)
+        return {**found, "calls": tuple(getattr(group, "calls", ()))}
+
+    found = joined_by_name(run_ranks(one, P), split)
+    found.pop("calls")
+    return found

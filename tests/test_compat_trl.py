@@ -1,0 +1,249 @@
+"""flce_dist.compat.trl: what TRL's function returns, and a step of its trainers with either.
+
+The first tests need no TRL; their sizes and tolerances are those of its own tests of the function.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist.compat import trl as compat
+from flce_dist.testing import error_budget, relative_rms
+
+N, H, V, CHUNK = 64, 32, 128, 32
+apply: Any = compat.ChunkedLogProbFunction.apply
+
+
+def operands(*dtypes: torch.dtype) -> list[Tensor]:
+    """hidden [N, H], weight [V, H] and bias [V] in these dtypes, by default fp32."""
+    g = torch.Generator().manual_seed(42)
+    drawn = [torch.randn(shape, generator=g) for shape in ((N, H), (V, H), (V,))]
+    pairs = zip(drawn, dtypes or [torch.float32] * 3, strict=True)
+    return [x.to(dtype).requires_grad_() for x, dtype in pairs]
+
+
+TARGETS = torch.randint(V, (N,), generator=torch.Generator().manual_seed(7))
+
+
+def textbook(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Any = 1.0, *,
+    softcap: float | None = None, scale: float = 1.0, dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What TRL documents, with logits in ``dtype``."""
+    z = hidden.to(dtype) @ weight.to(dtype).T
+    z = z if bias is None else z + bias.to(dtype)
+    z = scale * z.to(torch.promote_types(dtype, torch.float32))
+    z = z if softcap is None else softcap * (z / softcap).tanh()
+    z = z / torch.as_tensor(temperature, dtype=z.dtype).reshape(-1, 1)
+    logp = z.log_softmax(-1)
+    logprobs = logp.gather(-1, TARGETS[:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logprobs, entropy, (2 * logp).logsumexp(-1), z.mean(-1), z.argmax(-1) == TARGETS
+
+
+def close(found: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(found.to(expected), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.4, 2, N)], ids=str)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (1.0, 30.0), (0.5, 3.0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_results_and_gradients(temperature, scale, softcap, biased):
+    """One of each result, and both differentiable ones together, as in PPO with a bonus."""
+    leaves: list[Any] = operands()
+    others: list[Any] = operands()
+    if not biased:
+        leaves[2] = others[2] = None
+    found = apply(*leaves, TARGETS, temperature, CHUNK, softcap, scale)
+    hidden, weight, bias = others
+    expected = textbook(hidden, weight, bias, temperature, softcap=softcap, scale=scale)
+    for name, ours, theirs in zip(("logprobs", *compat.OUTPUTS), found, expected, strict=True):
+        assert ours is not None and ours.shape == (N,), name
+        close(ours, theirs, 1e-5)
+    (2.0 * found[0] + 0.5 * found[1]).sum().backward()
+    (2.0 * expected[0] + 0.5 * expected[1]).sum().backward()
+    for ours, theirs in zip(leaves, others, strict=True):
+        if ours is not None:
+            close(ours.grad, theirs.grad, 1e-4)
+    assert not any(x.requires_grad for x in found[2:])
+
+
+def test_only_what_is_asked_for():
+    given = operands()
+    for name in compat.OUTPUTS:
+        found = dict(
+            zip(compat.OUTPUTS, apply(*given, TARGETS, 0.7, outputs=(name,))[1:], strict=True)
+        )
+        assert [key for key, x in found.items() if x is not None] == [name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "needs", [x for x in itertools.product([0, 1], repeat=3) if any(x)], ids=str
+)
+def test_half_precision_and_frozen_operands(dtype, needs):
+    """hidden in bf16 beside parameters in fp32, too; TRL casts these to bf16."""
+    results = []
+    calls: list[Any] = [apply, textbook, partial(textbook, dtype=torch.bfloat16)]
+    for call in calls:
+        leaves = operands(torch.bfloat16, dtype, dtype)
+        for x, need in zip(leaves, needs, strict=True):
+            x.requires_grad_(bool(need))
+        rounded = [x.bfloat16() for x in leaves]
+        out = call(*leaves, TARGETS, 0.7) if call is apply else call(*rounded, 0.7)
+        out[0].sum().backward()
+        results.append([x.grad for x in leaves])
+        assert [x.grad is not None for x in leaves] == [*map(bool, needs)]
+        assert all(x.grad is None or x.grad.dtype == x.dtype for x in leaves)
+    for ours, truth, eager in zip(*results, strict=True):
+        if ours is not None and truth is not None and eager is not None:
+            budget = error_budget(ours, truth, eager, dtype=torch.bfloat16)
+            assert budget.met, budget
+
+
+def test_autocast():
+    """Bits that autocast discards reach neither results nor gradients."""
+    hidden, weight, bias = operands()
+    hidden = hidden.detach().bfloat16().float().requires_grad_()
+    near = (hidden.detach() + hidden.detach().abs() * 1e-5).requires_grad_()
+    assert torch.equal(hidden.bfloat16(), near.bfloat16())
+    results = []
+    for x in (hidden, near):
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = apply(x, weight, bias, TARGETS, 1.0)[0]
+        results.append((logprobs, *torch.autograd.grad(logprobs.sum(), (weight, bias))))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+# --- with TRL
+
+SKIP = "TRL is not installed: `make rl` installs it and runs these tests"
+
+
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """trl.trainer.utils, which gets TRL's own function back afterwards."""
+    pytest.importorskip("trl", reason=SKIP)
+    from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    return utils
+
+
+def test_results_of_trls_function(utils):
+    theirs = utils._ChunkedLogProbFunction
+    compat.use_linear_cross_entropy()
+    assert utils._ChunkedLogProbFunction is compat.ChunkedLogProbFunction
+    given: Any = (*(x.detach() for x in operands()), TARGETS, 0.7, CHUNK, 4.0, 0.5)
+    for ours, other in zip(apply(*given), theirs.apply(*given), strict=True):
+        close(ours, other, 1e-5)
+
+
+def test_a_release_without_the_function_says_so(utils, monkeypatch):
+    monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
+    with pytest.raises(NotImplementedError, match=r"of TRL 1\.16, which TRL .* does not have"):
+        compat.use_linear_cross_entropy()
+
+
+WORDS = [chr(97 + i) for i in range(26)]
+
+
+def tiny(folder: Path) -> tuple[Any, Any]:
+    """A causal language model of 2 layers and its tokenizer, which knows letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    tokens = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, padding_side="left", **special)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
+        initializer_range=0.3,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)  # from where GRPO loads its reference
+    return Qwen2ForCausalLM.from_pretrained(folder), tokenizer
+
+
+COMMON: dict[str, Any] = dict(
+    optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_steps=1, logging_steps=1,
+    report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
+    per_device_train_batch_size=4, disable_tqdm=True, seed=3, max_grad_norm=0.0,
+)  # fmt: skip
+
+
+def sft_step(folder: Path) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        {"prompt": " ".join(WORDS[i : i + 3]), "completion": " a b " * (i + 1)} for i in range(4)
+    ]
+    model, tokenizer = tiny(folder / "model")
+    return SFTTrainer(
+        model, SFTConfig(str(folder), max_length=32, **COMMON),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def grpo_step(folder: Path) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def vowels(completions: list[str], **_: Any) -> list[float]:
+        return [float(sum(text.count(x) for x in "aeiou")) for text in completions]
+
+    model, tokenizer = tiny(folder / "model")
+    config = GRPOConfig(
+        str(folder),
+        num_generations=4,
+        max_completion_length=8,
+        temperature=0.7,
+        beta=0.04,
+        **COMMON,
+    )
+    prompts = Dataset.from_list([{"prompt": " ".join(WORDS[i : i + 4])} for i in range(4)])
+    return GRPOTrainer(
+        model, vowels, args=config, train_dataset=prompts, processing_class=tokenizer
+    )
+
+
+def outcome(
+    make: Callable[[Path], Any], folder: Path
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """How one step changes each parameter, and what the trainer logs of it."""
+    torch.manual_seed(5)
+    trainer = make(folder)
+    before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    trainer.train()
+    changes = {name: x.detach() - before[name] for name, x in trainer.model.named_parameters()}
+    timed = ("runtime", "per_second", "time", "mfu", "flops")
+    logs = {k: v for k, v in trainer.state.log_history[0].items() if not any(x in k for x in timed)}
+    return changes, logs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [sft_step, grpo_step])
+def test_a_step_is_trls_own(utils, make, tmp_path, monkeypatch):
+    changes, logs = outcome(make, tmp_path / "theirs")
+    compat.use_linear_cross_entropy()
+    counted = mock.Mock(side_effect=apply)
+    monkeypatch.setattr(compat.ChunkedLogProbFunction, "apply", counted)
+    found, ours = outcome(make, tmp_path / "ours")
+    assert counted.called and found.keys() == changes.keys()
+    assert all(x.abs().max() > 0 for x in changes.values() if x.dim() > 1)
+    for name, change in changes.items():
+        assert relative_rms(found[name], change) <= 1e-4, name
+    assert ours.keys() == logs.keys()
+    for name, value in logs.items():
+        assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

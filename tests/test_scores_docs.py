@@ -1,0 +1,106 @@
+"""The recipes of docs/scores.md, as they are printed, against dense PyTorch in fp64."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce_dist import linear_logprob
+from flce_dist.testing import relative_rms
+
+PAGE = (Path(__file__).parent.parent / "docs" / "scores.md").read_text()
+T, V, H, K = 12, 40, 16, 4
+
+
+def recipe(name: str) -> Callable[..., Tensor]:
+    (source,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", PAGE, re.M | re.S)
+    names: dict[str, Any] = {"torch": torch, "F": F, "linear_logprob": linear_logprob}
+    exec(compile(source, f"docs/scores.md, {name}", "exec"), names)
+    return names[name]
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, H, generator=g, dtype=torch.float64) for n in (T, V))
+    return hidden.requires_grad_(), weight.requires_grad_()
+
+
+def check(of_recipe: Callable[..., Tensor], dense: Callable[..., Tensor]) -> None:
+    """Compare loss and gradients."""
+    found = []
+    for call in (of_recipe, dense):
+        hidden, weight = leaves()
+        loss = call(hidden, weight)
+        loss.backward()
+        found.append((loss, hidden.grad, weight.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None
+        assert relative_rms(ours, theirs) <= 1e-11
+
+
+def masked(logits: Tensor, ids: Tensor) -> Tensor:
+    named = torch.zeros(T, V + 1, dtype=torch.bool).scatter_(1, ids % (V + 1), True)[:, :V]
+    return logits.where(named, -torch.inf).log_softmax(-1)
+
+
+def test_every_recipe_is_tested() -> None:
+    assert set(re.findall(r"^def (\w+)", PAGE, re.M)) == {
+        "ppo_loss",
+        "candidate_kl",
+        "preference_loss",
+    }
+
+
+def test_ppo_over_a_samplers_mask() -> None:
+    g = torch.Generator().manual_seed(1)
+    counts = torch.randint(1, 7, (T,), generator=g)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    rows = [torch.randperm(V, generator=g)[:n] for n in counts.tolist()]
+    old, advantage = (torch.randn(T, generator=g, dtype=torch.float64) for _ in range(2))
+    temperature = torch.rand(T, generator=g) + 0.5
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        logprob = masked(hidden @ weight.T / temperature[:, None], padded)
+        entropy = -(logprob.exp() * logprob.clamp_min(-1e30)).sum(-1)
+        ratio = (logprob[torch.arange(T), padded[:, 0]] - old).exp()
+        policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return (policy - 0.01 * entropy).mean()
+
+    ppo = recipe("ppo_loss")
+    ids, chosen = torch.cat(rows), offsets[:-1]
+    check(
+        lambda h, w: ppo(h, w, ids, offsets, chosen, old, advantage, temperature, 0.01),
+        dense,
+    )
+
+
+def test_distillation_within_candidates() -> None:
+    g = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(T)])
+    ids[3, 2:] = -1
+    teacher = torch.randn(T, K, generator=g, dtype=torch.float64).where(ids >= 0, -torch.inf)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        target = teacher.softmax(-1)
+        logprob = masked(hidden @ weight.T, ids).gather(1, ids.clamp_min(0))
+        kl = torch.special.xlogy(target, target) - target * logprob.where(ids >= 0, 0.0)
+        return kl.sum(-1).mean()
+
+    kl = recipe("candidate_kl")
+    check(lambda h, w: kl(h, w, ids, teacher), dense)
+
+
+def test_preference() -> None:
+    ids = torch.stack([torch.arange(T), torch.arange(T) + 20], 1)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = (hidden @ weight.T).gather(1, ids)
+        return -F.logsigmoid(0.3 * (logits[:, 0] - logits[:, 1])).mean()
+
+    preference = recipe("preference_loss")
+    check(lambda h, w: preference(h, w, ids, 0.3), dense)

@@ -1,0 +1,82 @@
+"""Scores over each token's own ids on several ranks."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.testing import relative_rms, run_ranks
+from tests.problems import Outcome, each_dtype
+from tests.score_problem import (
+    V,
+    compare,
+    on_ranks,
+    problem,
+    run_reference,
+    run_scores,
+)
+
+over_ids = partial(problem, over="ids")
+
+
+@pytest.mark.parametrize("P", [2, 3, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_on_ranks(P: int, sequence_parallel: bool) -> None:
+    given = over_ids(torch.float64, vocab_size=V - 3)
+    given.ids.clamp_(max=V - 4)
+    found = on_ranks(given, P, sequence_parallel=sequence_parallel)
+    compare(found, given)
+    assert not found["dweight"][V - 3 :].any()
+
+
+@pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
+def test_who_sums_dhidden(options: dict[str, Any]) -> None:
+    given = over_ids(torch.float64)
+    truth = run_reference(given)["dhidden"]
+
+    def one(group: dist.ProcessGroup) -> Tensor:
+        half = slice(75 * group.rank(), 75 * group.rank() + 75)
+        assert given.bias is not None
+        mine = replace(given, weight=given.weight[half], bias=given.bias[half])
+        return run_scores(mine, "eager", tp_group=group, **options)["dhidden"]
+
+    parts = run_ranks(one, 2)
+    total = parts[0] if "reduce_in_fp32" in options else parts[0] + parts[1]
+    assert relative_rms(total, truth) <= 1e-11
+
+
+@each_dtype
+@pytest.mark.usefixtures("one_launch_at_a_time")
+def test_interpreted_kernels_on_two_ranks(dtype: torch.dtype) -> None:
+    given = over_ids(dtype)
+    found = on_ranks(given, 2, "triton", sequence_parallel=True, reduce_in_fp32=True)
+    compare(found, given)
+    one = run_scores(given, "triton")
+    for name in ("logprob", "lse", "entropy"):
+        assert torch.equal(found[name], one[name]), name  # for any number of ranks
+
+
+def test_sequences_that_are_split_along_their_second_dimension() -> None:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(V, (3, 4, 5), generator=g)
+    temperature = torch.rand(3, 4, generator=g) + 0.5
+    given = over_ids(torch.float64, ids=ids, temperature=temperature)
+    truth = run_reference(given)
+
+    def one(group: dist.ProcessGroup) -> Outcome:
+        half = slice(75 * group.rank(), 75 * group.rank() + 75)
+        assert given.bias is not None
+        hidden = given.hidden.tensor_split(2, 1)[group.rank()]
+        mine = replace(given, hidden=hidden, weight=given.weight[half], bias=given.bias[half])
+        return run_scores(mine, "eager", tp_group=group, sequence_parallel=True, sequence_dim=1)
+
+    found = run_ranks(one, 2)
+    for name in ("logprob", "lse", "entropy"):
+        assert relative_rms(found[1][name], truth[name]) <= 1e-11, name
+    for name, dim in (("dhidden", 1), ("dweight", 0), ("dbias", 0)):
+        joined = torch.cat([of_rank[name] for of_rank in found], dim)
+        assert relative_rms(joined, truth[name]) <= 1e-11, name
