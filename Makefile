@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Whatever `make test` should hand to pytest, for example ARGS='-k smoothing -x'.
 ARGS ?=
 
-.PHONY: help quickstart test contract rl versions lint format install clean
+.PHONY: help quickstart test contract rl users versions lint format install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
 	@echo "make rl          the tests of docs/rl_libraries.md, with TRL and verl installed"
 	@echo "make versions    the tests on each supported torch and Triton; downloads 25 GB"
+	@echo "make users       the tests of the plug-ins for other libraries (transformers), installed anew"
 	@echo "make lint        ruff, ruff format --check and mypy only"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make install     make $(VENV) with everything in it"
@@ -54,6 +55,9 @@ rl: $(INSTALLED)
 # ARGS=2.9 runs one release of torch.
 versions: $(INSTALLED)
 	$(RUN) tests.versions $(ARGS)
+
+users: $(INSTALLED)
+	$(RUN) tests.versions users
 
 lint: $(INSTALLED)
 	$(RUN) ruff check .

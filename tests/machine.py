@@ -18,6 +18,12 @@ EXTRAS = dict.fromkeys(TEST, "test") | {
     module: extra for extra in ("train", "bench") for module in MODULES[extra]
 }
 """The extra that brings a module."""
+OF_USERS = {
+    "transformers": "transformers-5",
+    "peft": "transformers-5",
+    "accelerate": "transformers-5",
+}
+"""The environment of tests/versions.py that has a module."""
 _MISSING = re.compile(
     r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import) '(\w+)", re.MULTILINE
 )
@@ -25,6 +31,10 @@ _MISSING = re.compile(
 
 def missing(module: str) -> str:
     """Say how to get ``module``."""
+    if module in OF_USERS:
+        return (
+            f"needs {module}; python -m tests.versions {OF_USERS[module]} installs it and runs this"
+        )
     return f"needs {module}, which pip install '.[{EXTRAS[module]}]' installs"
 
 
@@ -68,6 +78,6 @@ def name_what_is_missing(report: pytest.CollectReport | pytest.TestReport) -> No
     """
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     found = None if report.passed else _MISSING.search(text)
-    if found and found[1] in EXTRAS and find_spec(found[1]) is None:
+    if found and found[1] in {**EXTRAS, **OF_USERS} and find_spec(found[1]) is None:
         report.outcome = "skipped"
         report.longrepr = ("pyproject.toml", None, f"Skipped: {missing(found[1])}")  # type: ignore[assignment]

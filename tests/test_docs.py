@@ -36,7 +36,7 @@ def test_every_block_is_tested():
         "On one GPU",
         "Under tensor and sequence parallelism",
         "The function",
-        "In a model of megatron-core",
+        "In a model of megatron-core or transformers",
     }
 
 
@@ -76,7 +76,7 @@ def test_a_model_of_megatron(group):
     from tests.megatron_models import batch, megatron, token_losses
 
     model = megatron(1, sp=False, tied=False)
-    names = example("In a model of megatron-core", GPTModel=lambda *_: model)
+    names = example("In a model of megatron-core or transformers", GPTModel=lambda *_: model)
     assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
     assert 0 < token_losses(model, *batch()).mean() < 10
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.versions import FILES, PAIRS
+from tests.versions import FILES, PAIRS, USERS
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "launch")
@@ -56,7 +56,8 @@ def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     assert tritons[-1] == f"3.{int(beyond.removeprefix('3.')) - 1}"
     page = (ROOT / "docs" / "testing.md").read_text()
     assert all(f"\n| {torch}" in page for torch in PAIRS)
-    assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in FILES)
+    files = {*FILES, *(name for _, files in USERS.values() for name in files)}
+    assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
 
 
 def build(tree: Path, hook: str) -> Path:

@@ -3,7 +3,9 @@
 Makes an environment for each under .venv-versions/ (5 to 7 GB, kept for the next time) and runs
 ``FILES`` there, one process after the other. It ends with the rows of the table in docs/testing.md
 (also in .venv-versions/results.json) and 1 if a test failed. With arguments (2.9) only these
-releases of torch run; what follows ``--`` goes to pytest, which then runs in one process.
+releases of torch run, or those of ``USERS`` (transformers-5; ``users`` for all of them), whose
+tests need packages of their own. What follows ``--`` goes to pytest, which then runs in one
+process.
 """
 
 import json
@@ -30,15 +32,24 @@ FILES = (
     "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory", "module",
     "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
+HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
+USERS = {
+    "transformers-5": (("transformers==5.*", "peft", "accelerate"), HF),
+    "transformers-4.57": (("transformers==4.57.*", "peft", "accelerate"), HF),
+}
+"""Libraries that a face of this one is for -> packages beside those of torch 2.13, test files."""
 
 
 def python_of(release: str) -> Path:
-    """Return the interpreter of the environment with this release of torch; make it if need be."""
+    """Return the interpreter of the environment of this name; make it if need be."""
     folder, ready = FOLDER / release, FOLDER / release / "ready"
     python = folder / "bin" / "python"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        packages = [*PAIRS[release], *OTHERS.split()]
+        torch, more = (
+            (PAIRS["2.13"], USERS[release][0]) if release in USERS else (PAIRS[release], ())
+        )
+        packages = [*torch, *more, *OTHERS.split()]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
         ready.touch()
     return python
@@ -48,7 +59,8 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
     """Return how many tests passed, failed and so on, by the last line that pytest prints."""
     found: Counter[str] = Counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in FILES]:
+    _, files = USERS.get(release, ((), FILES))
+    for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in files]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr, flush=True)
@@ -61,14 +73,17 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
 
 
 def row(release: str, found: Counter[str]) -> str:
-    pair = " | ".join(re.sub(r"[a-z]+(==)?|\.\*", "", one) for one in PAIRS[release])
     failed = found["failed"] + found["error"]
+    if release in USERS:
+        return f"| {release} | {found['passed']} | {failed} | {found['skipped']} |"
+    pair = " | ".join(re.sub(r"[a-z]+(==)?|\.\*", "", one) for one in PAIRS[release])
     return f"| {pair} | {found['passed']} | {failed} | {found['skipped']} |"
 
 
 def main(arguments: Sequence[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    results = {release: run(release, arguments[at + 1 :]) for release in arguments[:at] or PAIRS}
+    names = [x for name in arguments[:at] for x in (USERS if name == "users" else [name])]
+    results = {release: run(release, arguments[at + 1 :]) for release in names or PAIRS}
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
     print("\n".join(row(*one) for one in results.items()))
     return int(any(found["failed"] + found["error"] for found in results.values()))

@@ -1,0 +1,262 @@
+"""``use_linear_cross_entropy``: where the plug-in meets a model of transformers.
+
+With labels these models call ``logits = self.lm_head(hidden)``, may scale or cap the logits, and
+call ``self.loss_function(logits, labels, ...)``. The classes of model and output layer become
+subclasses: in a forward with labels the layer returns ``LazyLogits``, which note what the model
+does to them, and the loss function reads that. So no forward is copied and no config interpreted,
+and what is not known reaches real logits; parameters, state dicts, hooks and signatures stay.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from flce_dist.api import linear_cross_entropy
+from flce_dist.hf.lazy_logits import LazyLogits, deferred, real, warn
+from flce_dist.op import checks
+from flce_dist.options import LossOptions, keywords_of
+
+_FIXED: dict[str, Any] = dict(
+    reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,
+    sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
+)  # fmt: skip
+"""Options that the model decides or the plug-in does not support."""
+
+_PARALLEL = ("torch.distributed.", "transformers.distributed.")
+"""Hooks from there move the layer's input, output and weight; others may look at the logits."""
+
+_LOSS = "logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs"
+
+
+class FusedHead:
+    """What replaced output layers share, beside the layer's own class among their bases."""
+
+    is_lazy = False  # set by the model while it computes its loss
+    loss_keywords: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_lazy and len(args) == 1 and not kwargs:
+            return LazyLogits(self, args[0])
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def why_not_lazy(self: Any) -> str:
+        """Return why the loss needs real logits; empty if it does not."""
+        layer, adapters = _linear_of(self), _adapters_of(self)
+        hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
+        for x in (self, layer):
+            hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
+            hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
+        if not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
+            return "a hook of the output layer, or a forward of its own, may look at them"
+        if adapters and isinstance(layer.weight, DTensor):
+            return "the weight of an output layer with LoRA is a DTensor"
+        if any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
+            return "the LoRA of the output layer is a variant, such as DoRA"
+        if layer is not self and self.merged and self.disable_adapters:
+            return "the merged LoRA of the output layer is disabled"
+        return ""
+
+    def loss(self: Any, logits: LazyLogits, labels: Tensor, **options: Any) -> Tensor:
+        """Return the loss of ``labels``; under FSDP2 as a call, whose hooks gather the weight."""
+        compute = functools.partial(_loss_of, self, logits, labels, options)
+        if not isinstance(self, FSDPModule):
+            return compute(logits.hidden)
+        own = {name: x for name, x in vars(self).items() if name == "forward"}
+        vars(self)["forward"] = compute
+        try:
+            return nn.Module.__call__(self, logits.hidden)
+        finally:
+            del vars(self)["forward"]
+            vars(self).update(own)
+
+
+class FusedModel:
+    """What replaced models share, beside the model's own class among their bases."""
+
+    unfused: Any  # that class
+
+    @property
+    def loss_function(self) -> Any:
+        return functools.partial(_loss_function, _head_of(self))
+
+    def fused_forward(self: Any, has_labels: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, with a lazy output layer if there are labels."""
+        head = _head_of(self)
+        if not isinstance(head, FusedHead):
+            raise RuntimeError(
+                "the output layer must be the one that use_linear_cross_entropy has replaced, got "
+                f"another {type(head).__name__}; call it again, after get_peft_model"
+            )
+        if has_labels and not getattr(self, "_is_replica", False):  # of DataParallel
+            why = head.why_not_lazy()
+            head.is_lazy = not why
+            if why:
+                warn(why)
+        try:
+            outputs = self.unfused.forward(self, *args, **kwargs)
+        finally:
+            head.is_lazy = False
+        if isinstance(outputs, tuple):
+            return tuple([deferred(x, self.training) for x in outputs])
+        if isinstance(outputs.get("logits"), LazyLogits):
+            outputs["logits"] = deferred(outputs["logits"], self.training)
+        return outputs
+
+
+def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
+    """Make a causal language model compute its loss by ``linear_cross_entropy``, and return it.
+
+    Call it after ``get_peft_model``, before Trainer, accelerate, DDP, FSDP or torch.compile take
+    the model; again to change options, ``restore`` to undo. With labels the model returns its loss
+    as before (0, not NaN, if no label counts). Scale, softcap, bias, ties, LoRA on the output layer
+    and, from a weight that is a DTensor, the tensor-parallel group are the model's.
+    ``outputs.logits`` are computed when they are used. Logits with which a model does more, or that
+    hooks of the layer may see, are computed, and the loss is the model's own; a warning says so.
+
+    Args:
+        model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
+        **options: label_smoothing, z_loss_weight, vocab_size, reduce_in_fp32, tp_invariant,
+            schedule, max_logits_bytes, max_counted and impl, as in ``linear_cross_entropy``.
+
+    Raises:
+        ValueError: an option is wrong.
+        NotImplementedError: the model is wrapped, its output layer is neither an ``nn.Linear`` nor
+            LoRA on one (but quantized, say), or its loss or forward is of its own.
+    """
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    given = LossOptions(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
+    chosen = vars(checks.check_options(given))
+    base, found = _base_of(restore(model)), ""
+    if not isinstance(base, PreTrainedModel):
+        found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
+    elif not _is_linear(head := _head_of(base)):
+        found = f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
+    elif "labels" not in _names(base.forward).split() or "forward" in vars(base):
+        found = f"forward must be that of the class and take labels, got {base.forward}"
+    elif base.loss_function is not ForCausalLMLoss or _names(ForCausalLMLoss) != _LOSS:
+        found = f"loss_function must be ForCausalLMLoss of {_LOSS}, got {base.loss_function}"
+    if found:
+        raise NotImplementedError(found)
+    head.loss_keywords = {name: chosen[name] for name in chosen.keys() - {*_FIXED, "with_metrics"}}
+    for module, mixin in ((head, FusedHead), (base, FusedModel)):
+        kind: Any = type(module)
+        module.__class__ = _subclass(mixin, kind)
+    return model
+
+
+def restore(model: Any) -> Any:
+    """Undo ``use_linear_cross_entropy``, where it was called, and return the model."""
+    base = _base_of(model)
+    if isinstance(base, FusedModel):
+        for module in (_head_of(base), base):
+            module.__class__ = vars(type(module)).get("unfused", type(module))
+    return model
+
+
+@functools.cache
+def _subclass(mixin: Any, base: Any) -> Any:
+    """Return a class by the name of ``base`` that is ``mixin`` first."""
+    names = ("__module__", "__qualname__", "__doc__")
+    members = {"unfused": base, **{name: getattr(base, name) for name in names}}
+    if mixin is FusedModel:
+        at = _names(base.forward).split().index("labels") - 1
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = args[at] if len(args) > at else kwargs.get("labels")
+            return self.fused_forward(labels is not None, *args, **kwargs)
+
+        members["forward"] = functools.wraps(base.forward)(forward)
+    return type(base.__name__, (mixin, base), members)
+
+
+def _names(function: Any) -> str:
+    return " ".join(inspect.signature(function).parameters)
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _head_of(model: Any) -> Any:
+    """Return the output layer, or peft's copy of it that is trained."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapters[0]]
+
+
+def _linear_of(head: Any) -> Any:
+    return head.get_base_layer() if hasattr(head, "lora_A") else head
+
+
+def _is_linear(head: Any) -> bool:
+    if head is None:
+        return False
+    method, layer = type(head).forward, _linear_of(head)
+    names = ("peft.tuners.lora.layer", "Linear.forward")
+    is_lora = layer is not head and (method.__module__, method.__qualname__) == names
+    is_whole = type(layer.weight) in (nn.Parameter, DTensor)
+    return type(layer).forward is nn.Linear.forward and is_whole and (is_lora or layer is head)
+
+
+def _adapters_of(head: Any) -> list[str]:
+    """Return the names of LoRA's active adapters that are not merged into the weight."""
+    if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def _loss_function(
+    head: Any, logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
+    ignore_index: int = -100, shift_labels: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """``ForCausalLMLoss``, which ignores other keywords; that of real logits is theirs."""
+    if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != logits.shape[-1]:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
+            if head.loss_keywords[name]:
+                given = f"{name}={head.loss_keywords[name]}"
+                raise NotImplementedError(f"the loss of real logits does not apply {given}")
+        rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
+        return ForCausalLMLoss(real(logits, "the loss"), *rest, **kwargs)
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    labels = shift_labels.to(logits.device).reshape(logits.shape[:-1])
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = head.loss(logits, labels, reduction=reduction, ignore_index=ignore_index)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _loss_of(head: Any, logits: LazyLogits, labels: Tensor, options: Any, hidden: Tensor) -> Tensor:
+    """Return the loss from hidden [..., H]; LoRA of rank r makes that H + r."""
+    layer = _linear_of(head)
+    weight, bias = layer.weight, layer.bias
+    inputs, rows = [hidden], [weight]
+    for name in _adapters_of(head):
+        A, B, scaling = head.lora_A[name], head.lora_B[name], head.scaling[name]
+        low = A(head.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
+        inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
+        if B.bias is not None:
+            bias = B.bias * scaling + (0.0 if bias is None else bias)
+    if len(inputs) > 1:
+        hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
+    is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+    by_sequence = isinstance(hidden, DTensor) and hidden.placements == (Shard(1),)
+    scale, softcap = logits.scale_and_softcap()
+    return linear_cross_entropy(
+        hidden, weight, labels, softcap=softcap, logit_scale=scale,
+        bias=bias if bias is None or scale == 1.0 else bias * scale,
+        tp_group=weight.device_mesh.get_group() if is_split else None,
+        sequence_parallel=by_sequence, sequence_dim=int(by_sequence),
+        **options, **head.loss_keywords,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""LoRA on the output layer is in the loss: one GEMM over H + r, or real logits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+
+from flce_dist.hf import use_linear_cross_entropy
+from flce_dist.hf.lazy_logits import DeferredLogits
+from tests.contract.compare import compare
+from tests.hf_models import batch, ours, step, theirs
+from tests.test_hf import BUDGET
+
+
+def with_lora(kind: str = "llama", adapters: int = 1, **config: Any) -> Any:
+    """The model with adapters that change its logits, all of them active."""
+    config = {"r": 4, "target_modules": ["q_proj", "lm_head"], **config}
+    model: Any = peft.get_peft_model(theirs(kind), peft.LoraConfig(**config))
+    names = ["default"]
+    for i in range(1, adapters):
+        names.append(f"more{i}")
+        model.add_adapter(names[-1], peft.LoraConfig(**{**config, "r": 3, "lora_alpha": 2}))
+    model.base_model.set_adapter(names)
+    generator = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = 0.3 * torch.randn(p.shape, generator=generator)
+    return model.train()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2, softcap", "phi, bias", "granite, quotient"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"adapters": 2, "use_rslora": True}, {"lora_bias": True}, {"target_modules": ["q_proj"]}],
+    ids=str,
+)
+def test_a_step_equals_the_models_own(kind, config):
+    model = with_lora(kind, **config)
+    plugged = ours(model)
+    assert isinstance(plugged(**batch()).logits, DeferredLogits)
+    compare(step(plugged), step(model), BUDGET)
+
+
+def test_dropout_before_the_adapter():
+    model = with_lora(lora_dropout=0.5, target_modules=["lm_head"])
+    plugged = ours(model)
+    torch.manual_seed(0)
+    found = step(plugged)
+    torch.manual_seed(0)
+    compare(found, step(model), BUDGET)
+    assert step(model)["loss"] != found["loss"]
+
+
+def test_adapters_that_are_merged_or_disabled():
+    model = with_lora()
+    plugged = ours(model)
+    trained = model(**batch()).loss.detach()
+    with plugged.disable_adapter(), model.disable_adapter():
+        found, expected = plugged(**batch()), model(**batch()).loss
+        torch.testing.assert_close(found.loss, expected)
+        assert isinstance(found.logits, DeferredLogits) and expected != trained
+    for one in (plugged, model):
+        one.merge_adapter()
+    torch.testing.assert_close(plugged(**batch()).loss, trained)
+    with plugged.disable_adapter(), pytest.warns(UserWarning, match="merged LoRA .* is disabled"):
+        torch.testing.assert_close(plugged(**batch()).loss, expected)
+
+
+def test_variants_have_real_logits():
+    model = with_lora(use_dora=True)
+    plugged = ours(model)
+    with pytest.warns(UserWarning, match="variant, such as DoRA"):
+        compare(step(plugged, may_warn=True), step(model), BUDGET)
+
+
+def test_a_copy_of_the_layer_that_is_trained():
+    model = with_lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    plugged = ours(model)
+    assert isinstance(plugged(**batch()).logits, DeferredLogits)
+    compare(step(plugged), step(model), BUDGET)
+    with torch.no_grad():
+        for one in (plugged, model):
+            one.get_base_model().lm_head.original_module.weight.mul_(2.0)
+    compare(step(plugged), step(model), BUDGET)
+    with plugged.disable_adapter(), model.disable_adapter():
+        torch.testing.assert_close(plugged(**batch()).loss, model(**batch()).loss)
+
+
+def test_an_adapter_that_comes_later_is_refused_and_then_taken():
+    model = theirs()
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"])
+    plugged = peft.get_peft_model(ours(model), config)
+    with pytest.raises(RuntimeError, match="call it again, after get_peft_model"):
+        plugged(**batch())
+    use_linear_cross_entropy(plugged)
+    plugged.lm_head.lora_B["default"].weight.data.fill_(0.1)
+    loss = plugged(**batch()).loss
+    plugged.get_base_model().lm_head.base_layer.register_forward_hook(lambda *given: None)
+    with pytest.warns(UserWarning, match="a hook of the output layer"):
+        torch.testing.assert_close(plugged(**batch()).loss, loss)
+    assert loss != model(**batch()).loss
+
+
+def test_other_adapters_are_refused():
+    model = peft.get_peft_model(
+        theirs(), peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10)
+    )
+    with pytest.raises(NotImplementedError, match="LoRA on one, got adalora"):
+        use_linear_cross_entropy(model)

@@ -1,0 +1,152 @@
+"""The plug-in on two gloo ranks: DDP, tensor parallelism by transformers' own plan, FSDP2."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from flce_dist.hf import use_linear_cross_entropy
+from flce_dist.hf.lazy_logits import DeferredLogits
+from tests.contract.compare import compare
+from tests.hf_models import batch, gradients, ours, step, theirs
+from tests.on_ranks import on_ranks
+from tests.test_hf import BUDGET
+
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+def of_rank(group: Any) -> dict[str, Any]:
+    """This rank's row of the batch."""
+    rank = group.rank()
+    return {name: x[rank : rank + 1] for name, x in batch(group.size()).items()}
+
+
+def averaged(model: Any, group: Any) -> dict[str, Any]:
+    """The step that DDP and FSDP2 make: the mean of the ranks' gradients; this rank's loss."""
+    expected = step(model, **of_rank(group))
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= group.size()
+    return {"loss": expected["loss"], **gradients(model)}
+
+
+@pytest.mark.parametrize("kind", ["qwen3, tied", "gemma2, softcap"])
+@on_ranks(2)
+def test_ddp(group, kind):
+    model = theirs(kind)
+    expected = averaged(model, group)
+    options: Any
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        wrapped = nn.parallel.DistributedDataParallel(ours(model), **options)
+        found = step(wrapped, **of_rank(group))
+        compare({name.removeprefix("module."): x for name, x in found.items()}, expected, BUDGET)
+
+
+def shard(model: Any, how: str) -> Any:
+    *layers, last = model.model.layers
+    for layer in (*layers, last):
+        fully_shard(layer)
+    if how == "head":
+        fully_shard(model.lm_head)  # gathered for the layer's own calls alone
+    if how == "norm and head":  # as transformers groups them
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    if how == "embedding and head":
+        fully_shard([model.model.embed_tokens, model.lm_head], reshard_after_forward=False)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", "root"),
+        ("llama", "head"),
+        ("gemma2, softcap", "root"),
+        ("cohere, product", "norm and head"),
+        ("qwen3, tied", "root"),
+        ("qwen3, tied", "embedding and head"),
+        ("mixtral, auxiliary loss", "norm and head"),
+    ],
+)
+@on_ranks(2)
+def test_fsdp2(group, kind, how):
+    given: dict[str, Any] = {} if "tied" in kind else {"tie_word_embeddings": False}
+    model = theirs(kind, **given)
+    expected, before = averaged(model, group), model(**of_rank(group)).logits
+    plugged = shard(ours(model), how)
+    for _ in range(2):
+        found = step(plugged, **of_rank(group))
+        compare(found, {name: expected[name] for name in expected}, BUDGET)
+    torch.testing.assert_close(plugged(input_ids=of_rank(group)["input_ids"]).logits, before)
+    ids, given = of_rank(group)["input_ids"], {"max_new_tokens": 2, "do_sample": False}
+    if kind == "llama":
+        assert torch.equal(plugged.generate(ids, **given), model.generate(ids, **given))
+
+
+def loaded(kind: str, folder: Any, group: Any, **parallel: int) -> Any:
+    """The model as transformers loads it over the ranks."""
+    if group.rank() == 0:
+        theirs(kind).save_pretrained(folder)
+    dist.barrier()
+    os.environ["LOCAL_RANK"] = str(group.rank())
+    given: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
+    if IS_5:
+        from transformers.distributed import DistributedConfig
+
+        given["distributed_config"] = DistributedConfig(**parallel)
+    else:
+        given["tp_plan"] = "auto"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **given).train()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "gemma2, softcap", "granite, quotient", "qwen3, tied", "mixtral, auxiliary loss"]
+    + ["phi, bias"] * IS_5,  # 4 fails with biases
+)
+@on_ranks(2)
+def test_tensor_parallel(group, kind, tmp_path):
+    model = theirs(kind)
+    split = loaded(kind, tmp_path, group, tp_size=2)
+    assert (
+        isinstance(split.get_output_embeddings().weight, DTensor) == IS_5
+    )  # 4 splits layers alone
+    expected = step(split)
+    use_linear_cross_entropy(split)
+    found = step(split)
+    assert isinstance(split(**batch()).logits, DeferredLogits)
+    compare(found, expected, BUDGET)
+    compare({"loss": found["loss"]}, {"loss": step(model)["loss"]}, BUDGET)
+    logits = {"logits": split(**batch()).logits.detach()}
+    compare(logits, {"logits": model(**batch()).logits.detach()}, BUDGET)
+
+
+@pytest.mark.skipif(not IS_5, reason="needs transformers 5, whose plan includes FSDP2")
+@pytest.mark.parametrize("kind", ["llama", "qwen3, tied"])
+@on_ranks(2)
+def test_fsdp2_by_their_plan(group, kind, tmp_path):
+    model = theirs(kind)
+    plugged = use_linear_cross_entropy(loaded(kind, tmp_path, group, fsdp_size=2))
+    compare(step(plugged, **of_rank(group)), averaged(model, group), BUDGET)
+
+
+@pytest.mark.skipif(not IS_5, reason="needs transformers 5, whose plan includes FSDP2")
+@on_ranks(4)
+def test_fsdp2_over_tensor_parallel(group, tmp_path):
+    """Ranks 0 and 1 share the first row of the batch, 2 and 3 the second."""
+    model, row = theirs("llama"), slice(group.rank() // 2, group.rank() // 2 + 1)
+    split = loaded("llama", tmp_path, group, tp_size=2, fsdp_size=2)
+    mine = {name: x[row] for name, x in batch().items()}
+    found = step(use_linear_cross_entropy(split), **mine)
+    expected = [step(model, **{name: x[i : i + 1] for name, x in batch().items()}) for i in (0, 1)]
+    mean = {name: (expected[0][name] + expected[1][name]) / 2 for name in expected[0]}
+    compare(found, {**mean, "loss": expected[group.rank() // 2]["loss"]}, BUDGET)

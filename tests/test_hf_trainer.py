@@ -1,0 +1,141 @@
+"""The plug-in under transformers' Trainer: its own run, step by step, and its evaluation."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+
+from flce_dist.hf import use_linear_cross_entropy
+from tests.contract.compare import compare
+from tests.hf_models import VOCAB, S, ours, theirs
+
+ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """TrainingArguments tells accelerate by the environment what to compile."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def rows(seed: int) -> list[dict[str, Any]]:
+    """Rows whose numbers of labels differ, so that a mean of means is not the mean."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (ROWS, S), generator=generator)
+    labels = [row.masked_fill(torch.arange(S) < i % 7, -100) for i, row in enumerate(ids)]
+    return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+
+
+def trainer(model: Any, folder: Any, **changes: Any) -> Any:
+    metrics = changes.pop("compute_metrics", None)
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no",
+        "logging_steps": 1, "max_steps": 3, "learning_rate": 0.01, "disable_tqdm": True,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **changes,
+    }  # fmt: skip
+    return transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(**arguments),
+        train_dataset=rows(0),
+        eval_dataset=rows(1),
+        compute_metrics=metrics,
+    )
+
+
+def trained(model: Any, folder: Any, **changes: Any) -> dict[str, Any]:
+    run = trainer(model, folder, **changes)
+    run.train()
+    losses = [line["loss"] for line in run.state.log_history if "loss" in line]
+    assert len(losses) == 3
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": torch.tensor(losses), **weights}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("gemma2, softcap", {"gradient_checkpointing": True}),
+        ("qwen3-moe, auxiliary loss", {"gradient_accumulation_steps": 3}),
+        ("gpt2, tied", {"label_smoothing_factor": 0.1}),  # which takes real logits
+        ("granite, quotient", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    ],
+)
+def test_a_run_equals_their_own(kind, changes, tmp_path):
+    """After SGD, whose steps are as long as the gradient."""
+    changes = {"optim": "sgd", **changes}
+    model = theirs(kind)
+    plugged = ours(model)
+    fused = "flce_dist.hf.plug_in.linear_cross_entropy"
+    spy = mock.patch(
+        fused, side_effect=use_linear_cross_entropy.__globals__["linear_cross_entropy"]
+    )
+    if "torch_compile" in changes:
+        found = trained(plugged, tmp_path, **changes)
+    else:
+        with spy as of:
+            found = trained(plugged, tmp_path, **changes)
+        assert of.called == ("label_smoothing_factor" not in changes)
+    compare(found, trained(model, tmp_path, **changes), 1e-5)
+
+
+def test_accumulation_that_ignores_the_number_of_labels_shows(tmp_path):
+    model = theirs()
+    plugged = ours(model)
+    found = trained(plugged, tmp_path, optim="sgd")
+    with mock.patch(
+        "transformers.loss.loss_utils.fixed_cross_entropy",
+        lambda x, y, n=None, i=-100, **_: nn.functional.cross_entropy(x, y),
+    ):
+        with pytest.raises(AssertionError, match="relative error"):
+            compare(found, trained(model, tmp_path, optim="sgd"), 1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_mixed_precision_computes_no_logits(bf16, tmp_path):
+    plugged = ours(theirs("gemma2, softcap"))
+    calls = []
+    real = nn.Linear.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return real(self, x)
+
+    with mock.patch.object(nn.Linear, "forward", forward):
+        trained(plugged, tmp_path, bf16=bf16)
+        trainer(plugged, tmp_path, bf16=bf16).evaluate()  # the loss alone
+    assert calls and plugged.lm_head not in calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation(compiled, tmp_path):
+    given = {"torch_compile": compiled, "torch_compile_backend": "aot_eager" if compiled else None}
+    model = theirs("cohere, product")
+    plugged = ours(model)
+
+    def accuracy(found: Any) -> dict[str, float]:
+        predictions, labels = found
+        return {"right": float((predictions[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
+
+    results: list[dict[str, Any]] = []
+    for one in (plugged, model):
+        run = trainer(one, tmp_path, compute_metrics=accuracy, **given)
+        result = run.predict(rows(1))
+        alone = trainer(one, tmp_path, **given).evaluate()["eval_loss"]
+        results.append({"logits": torch.tensor(result.predictions), "alone": torch.tensor(alone)})
+        results[-1]["loss"] = torch.tensor(result.metrics["test_loss"])
+        results[-1]["right"] = result.metrics["test_right"]
+    compare(results[0], results[1], 1e-5)
+    run = trainer(plugged, tmp_path, **given)
+    without = [{"input_ids": row["input_ids"]} for row in rows(1)]
+    assert run.predict(without).predictions.shape == (ROWS, S, VOCAB)
