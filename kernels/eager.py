@@ -17,6 +17,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     capped,
     dlogits,
     leave_out_named,
+    named_in,
     slope_of,
     windows,
     write_at_labels,
@@ -83,11 +84,16 @@ def linear_stats(
     others_max: Tensor,
     sums: Tensor,
     tiles: Tensor | None = None,
+    named_x: Tensor | None = None,
 ) -> None:
     """Write this shard's ``others_max`` [T] and ``sums`` [k, T], the columns of ``cache``, and
-    ``tiles``, if given.
+    ``tiles`` and ``named_x``, if given.
     """
     reference = first_reference(label_logit)
+    if named_x is not None:
+        for start, z in windows(logits):
+            n, token, column = named_in(logits, start, z.shape[1])
+            named_x[n] = z[token, column] - reference[token]
     if tiles is not None:
         write_tile_stats(logits, reference, tiles)
     _statistics(logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums)

@@ -89,17 +89,23 @@ def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor)
     )
 
 
-def leave_out_named(z: Tensor, logits: ShardLogits, start: int) -> None:
-    """Write -inf to the columns of named ids of z [T, W], columns from ``start`` on."""
-    if logits.named is None:
-        return
+def named_in(logits: ShardLogits, start: int, W: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return those named ids that lie in W columns from ``start`` on: places, tokens, columns."""
+    assert logits.named is not None
     ids, begin, end = logits.named
     token = torch.arange(len(begin), device=ids.device).repeat_interleave(end - begin)
     n = torch.arange(len(token), device=ids.device)
     n += (begin - (end - begin).cumsum(0) + (end - begin))[token]
     column = ids[n] - logits.vocab_start_index - start
-    here = (column >= 0) & (column < z.shape[1])
-    z[token[here], column[here]] = -torch.inf
+    here = (column >= 0) & (column < W)
+    return n[here], token[here], column[here]
+
+
+def leave_out_named(z: Tensor, logits: ShardLogits, start: int) -> None:
+    """Write -inf to the columns of named ids of z [T, W], columns from ``start`` on."""
+    if logits.named is not None:
+        _, token, column = named_in(logits, start, z.shape[1])
+        z[token, column] = -torch.inf
 
 
 def capped(z: Tensor, softcap: float | None) -> Tensor:

@@ -21,7 +21,7 @@ from flce_dist.kernels.exact_sums import group_sums
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
-from flce_dist.kernels.named_columns import tile_starts, unnamed_columns
+from flce_dist.kernels.named_columns import named_column, take_out, tile_starts
 from flce_dist.kernels.primitives import (
     exp,
     first_reference,
@@ -64,7 +64,7 @@ def _linear_stats_kernel(
     T, V, H,
     strides, cache_sizes,  # the tuples are those of ShardLogits; cached_v and the stride by t
     vocab_start_index, scalars,
-    named,  # None, or [N] int64 (global ids), [T, num_v + 1] int64 (``tile_starts``)
+    named,  # None, or [N] int64 (global ids), [T, num_v + 1] int32 (``tile_starts``), out: [N] fp32
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, EVEN_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
@@ -89,15 +89,26 @@ def _linear_stats_kernel(
             start_ptr = named[1] + offs_t.to(tl.int64) * (num_v + 1) + pid_v
             begin = tl.load(start_ptr, mask=mask_t, other=0)
             end = tl.load(start_ptr + 1, mask=mask_t, other=0)
+            most = tl.max(end - begin, axis=0)
+            column_0 = named_column(named[0], begin, end, vocab_start_index)
+            column_1 = named_column(named[0], begin + 1, end, vocab_start_index)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
 
         z_above = z - reference[:, None]
-        x = other_columns(z_above, column, offs_v, V, EVEN_V)
-        if named is not None:
-            x = unnamed_columns(x, named[0], begin, end, offs_v, vocab_start_index)
+        if named is None:
+            x = other_columns(z_above, column, offs_v, V, EVEN_V)
+        else:  # the label is one of them; most tiles have no more than two of a token
+            x = z_above
+            if not EVEN_V:
+                x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
+            x = take_out(x, column_0, offs_v, named[2] + begin)
+            x = take_out(x, column_1, offs_v, named[2] + begin + 1)
+            for i in range(2, most):
+                column_i = named_column(named[0], begin + i, end, vocab_start_index)
+                x = take_out(x, column_i, offs_v, named[2] + begin + i)
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
@@ -134,15 +145,17 @@ def linear_stats(
     others_max: Tensor,
     sums: Tensor,
     tiles: Tensor | None = None,
+    named_x: Tensor | None = None,
 ) -> None:
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
-    Both are over the columns other than the label and named ids: the largest logit, and sums of
-    ``exp(x)`` with ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z
-    also of x. ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit
-    [T] fp32 is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at
-    labels and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum
-    and the sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored.
+    Both are over the columns other than the label: the largest logit, and sums of ``exp(x)`` with
+    ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z also of x.
+    ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit [T] fp32
+    is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
+    and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
+    sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored. With named ids both leave
+    out these, of which the label must be one; ``named_x`` [N] receives their x.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -166,7 +179,7 @@ def linear_stats(
             T, end - start, logits.H,
             here.strides, (0, 0) if window is None else (window.shape[1], window.stride(0)),
             here.vocab_start_index, here.scalars,
-            None if named is None else (named[0], tile_starts(here, launch.num_v, BLOCK_V)),
+            named and (named[0], tile_starts(here, launch.num_v, BLOCK_V), named_x),
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
             EVEN_V=(end - start) % BLOCK_V == 0,

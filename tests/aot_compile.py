@@ -126,11 +126,10 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     ids = TokenIds(n, offsets, n, n.bool(), n)
     named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
     score_gpu.logits_at_ids(logits, ids)
-    score_gpu.top_ids(z, ids)
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)
     gpu.linear_stats(
         named, token, cache=cache, with_sum_z=False, with_entropy=False,
-        others_max=token, sums=sums,
+        others_max=token, sums=sums, named_x=z,
     )  # fmt: skip
     gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
     for rest in (None, Rest(token, token, None), Rest(token, token, token)):

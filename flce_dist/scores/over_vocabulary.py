@@ -16,7 +16,7 @@ from flce_dist.kernels.scores.set_gradient import set_gradient
 from flce_dist.kernels.scores.token_ids import Rest, TokenIds, sorted_ids
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 from flce_dist.op.call import (
     Accumulator,
     Call,
@@ -39,7 +39,7 @@ class OverVocabularySaved(NamedTuple):
     logprob: Tensor  # [N]
     other: Tensor  # [T]
     entropy: Tensor | None  # [T]
-    labels: Tensor  # [T], the id with the largest logit of each token
+    labels: Tensor  # [T], the largest id of each token
     reference: Tensor  # [T], as of the loss
     others: Tensor  # [T], sum of exponentials over the ids that are not named
     ids: Tensor  # as in TokenIds, as the others
@@ -50,11 +50,12 @@ class OverVocabularySaved(NamedTuple):
 
 @dataclass(frozen=True)
 class OverVocabulary:
-    """The id of a token with the largest logit takes the place of the label of ``Windows``.
+    """The largest id of a token takes the place of the label of ``Windows``.
 
-    Forward: as of ``Windows``, with a gather in one piece, and an all-reduce SUM of logits [N]
-    instead of label logits. Backward: as of ``Windows``. D contains all factors, so cached columns
-    are copied window by window; the elements of named ids are written into each window.
+    Forward: as of ``Windows``, with a gather in one piece, and one more all-reduce SUM, of the
+    logits [N] of named ids, which the pass over the logits yields. Backward: as of ``Windows``. D
+    contains all factors, so cached columns are copied window by window; the elements of named ids
+    are written into each window.
     """
 
     with_entropy: bool
@@ -75,47 +76,51 @@ class OverVocabulary:
         gather = transport.gather(operands.hidden, call.order, call.sequence_group)
         gather.start_all()
         ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
-        logits = shard_logits(call, operands, gather.wait_all())
-        kernels = score_kernels_of(call.impl)
-        z = collectives.all_reduce_sum(kernels.logits_at_ids(logits, ids), call.tp_group)
-        labels, label_logit = kernels.top_ids(z, ids)
-        cache = self.windows.new_cache(call, operands.hidden.device)
         named = ids.ids, ids.offsets[:-1], ids.offsets[1:]
-        logits = logits._replace(labels=labels, named=named)
-        rest = self._rest(call, logits, label_logit, cache)
-        logprob, lse, other, entropy = kernels.set_scores(
+        logits = shard_logits(call, operands, gather.wait_all())._replace(
+            labels=_largest_ids(ids), named=named
+        )
+        cache = self.windows.new_cache(call, operands.hidden.device)
+        z, rest = self._statistics(call, logits, ids, cache)
+        logprob, lse, other, entropy = score_kernels_of(call.impl).set_scores(
             z, ids, rest, with_entropy=self.with_entropy
         )
         assert other is not None
         copies = (None if x is None else x.clone() for x in (logprob, other, entropy))
         saved = (
-            cache, z, *copies, labels, rest.reference, rest.others,
+            cache, z, *copies, logits.labels, rest.reference, rest.others,
             ids.ids, ids.token, ids.first, ids.place,
         )  # fmt: skip
         return logprob, (lse, other, entropy), saved
 
-    def _rest(
-        self, call: Call, logits: ShardLogits, label_logit: Tensor, cache: Tensor | None
-    ) -> Rest:
-        """Return the sums over ids that are not named; write exponentials to the cache."""
-        kernels, group = call.kernels, call.tp_group
+    def _statistics(
+        self, call: Call, logits: ShardLogits, ids: TokenIds, cache: Tensor | None
+    ) -> tuple[Tensor, Rest]:
+        """Return the logits of named ids, and the sums over the others; write the cache."""
+        kernels, group, with_entropy = call.kernels, call.tp_group, self.with_entropy
         windows = ColumnCache(() if cache is None else (cache,))
-        others_max = torch.empty_like(label_logit)
-        sums = kernels.new_sums(logits, with_sum_z=False, with_entropy=self.with_entropy)
+        label_logit = logits.hidden.new_empty(call.T, dtype=call.stats_dtype)
+        others_max, x = torch.empty_like(label_logit), label_logit.new_zeros(len(ids.ids))
+        sums = kernels.new_sums(logits, with_sum_z=False, with_entropy=with_entropy)
+        kernels.label_logit(logits, vocab_size=call.vocab_size, out=label_logit)
+        label_logit = collectives.all_reduce_sum(label_logit, group)
         kernels.linear_stats(
-            logits, label_logit, cache=windows, with_sum_z=False, with_entropy=self.with_entropy,
-            others_max=others_max, sums=sums,
+            logits, label_logit, cache=windows, with_sum_z=False, with_entropy=with_entropy,
+            others_max=others_max, sums=sums, named_x=x,
         )  # fmt: skip
+        x = collectives.all_reduce_sum(x, group)
+        z = x + first_reference(label_logit).index_select(0, ids.token)
+        z = z.index_select(0, _firsts(ids))  # x of a repeated id was taken out before
         others_max = collectives.all_reduce_max(others_max, group)
         sums = kernels.rescue(
-            logits, label_logit, others_max, sums, cache=windows, with_entropy=self.with_entropy
+            logits, label_logit, others_max, sums, cache=windows, with_entropy=with_entropy
         )
         stats, _, _ = kernels.token_loss(
             logits.labels, None, label_logit, others_max,
             collectives.all_reduce_sum(sums, group), call.loss_terms,
-            with_entropy=self.with_entropy, inverse_temperature=logits.inverse_temperature,
+            with_entropy=with_entropy, inverse_temperature=logits.inverse_temperature,
         )  # fmt: skip
-        return Rest(stats.reference, stats.others, stats.sum_ez)
+        return z, Rest(stats.reference, stats.others, stats.sum_ez)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         raise NotImplementedError("scores are not supported under torch.compile")
@@ -158,6 +163,20 @@ class OverVocabulary:
             call, operands, stats, rows, of.cache if dentropy is None else None, accumulator,
             may_recompute=self.with_entropy, overwrite=overwrite,
         )  # fmt: skip
+
+
+def _largest_ids(ids: TokenIds) -> Tensor:
+    """Return [T]: the last of each token's ids, -1 without ids."""
+    if not len(ids.ids):
+        return ids.offsets.new_full((len(ids.offsets) - 1,), -1)
+    begin, end = ids.offsets[:-1], ids.offsets[1:]
+    return ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
+
+
+def _firsts(ids: TokenIds) -> Tensor:
+    """Return [N]: the first entry of the same token and id; of another token for padding."""
+    n = torch.arange(len(ids.ids), device=ids.ids.device).where(ids.first, 0)
+    return n.cummax(0).values if len(n) else n
 
 
 def _row_gradient(

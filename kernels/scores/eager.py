@@ -6,7 +6,6 @@ T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.kernels import gemm
@@ -39,24 +38,24 @@ def _tops(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
     return largest, token.new_full((T,), len(z)).scatter_reduce_(0, token, entry, "amin")
 
 
-def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
-    largest, top = _tops(z, ids)
-    return F.pad(ids.ids, (0, 1), value=-1)[top], largest.where(top < len(z), 0.0)
-
-
 def set_scores(
     z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     token, (largest, top) = ids.token, _tops(z, ids)
     n = torch.arange(len(z), device=z.device)
-    reference = largest if rest is None else rest.reference
+    reference = largest if rest is None else torch.maximum(largest, rest.reference)
     e_top = (largest - reference).exp()
     x = z - reference[token]
     e = x.exp().where(ids.first, 0.0)
     named, weighted = torch.zeros(2, len(top), dtype=z.dtype, device=z.device)
     named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
-    unnamed = torch.zeros_like(named) if rest is None else rest.others
+    unnamed = torch.zeros_like(named)
+    if rest is not None:
+        change = rest.reference - reference
+        unnamed = rest.others * change.exp()
+        if rest.weighted is not None:
+            weighted += change.exp() * rest.weighted + unnamed * change
     others = named + unnamed
     below, is_counted = (others + (e_top - 1)).log1p(), top < len(z)
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
@@ -65,8 +64,6 @@ def set_scores(
         near_0 = -((named + e_top) / unnamed).log1p()
         other = near_0.where(unnamed > named + e_top, unnamed.log() - below).where(is_counted, 0.0)
     if with_entropy:
-        if rest is not None and rest.weighted is not None:
-            weighted = weighted + rest.weighted
         entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
     lse = (reference + below).where(is_counted, 0.0)
     return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, other, entropy

@@ -3,8 +3,8 @@
 With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the set without that top
 entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
 
-Over the vocabulary S contains U, the sum over the ids that are not named, ``other`` is the log of
-``U / (1 + S)``, and r may be the logit of one that is not named (``rescue.py``).
+Over the vocabulary S contains U, the sum over the ids that are not named, and ``other`` is the log
+of ``U / (1 + S)``. r is the reference of ``Rest`` if that is larger (``rescue.py``).
 """
 
 import torch
@@ -50,41 +50,15 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
     if others_ptr is None:
         return top_logit, others, 1.0, weighted, 0.0
     else:
-        reference, unnamed = tl.load(reference_ptr + t), tl.load(others_ptr + t)
-        above = top_logit - reference
-        e_top = exp(above)
+        given = tl.load(reference_ptr + t)
+        reference = tl.maximum(given, top_logit)
+        above, change = top_logit - reference, given - reference
+        e_top, factor = exp(above), exp(change)
+        unnamed = tl.load(others_ptr + t) * factor
         if weighted_ptr is not None:  # x of a named id is that of the set, and above
             weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
-            weighted += tl.load(weighted_ptr + t)
+            weighted += factor * tl.load(weighted_ptr + t) + unnamed * change
         return reference, others * e_top + unnamed, e_top, weighted, unnamed
-
-
-@Kernel
-def _top_ids_kernel(
-    z_ptr, ids_ptr, offsets_ptr, first_ptr,  # in:  [N] fp32, as in TokenIds
-    id_ptr, logit_ptr,  # out: [T] int64, [T] fp32
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program finds the id with the largest logit of one token; -1 without ids."""
-    t = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
-    logit, top, _, _ = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
-    is_counted = top < end
-    tl.store(id_ptr + t, tl.load(ids_ptr + top, mask=is_counted, other=-1))
-    tl.store(logit_ptr + t, tl.where(is_counted, logit, 0.0))
-
-
-def top_ids(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
-    """Return each token's id with the largest logit, [T] int64, and that logit; else -1 and 0."""
-    T = len(ids.offsets) - 1
-    top, logit = ids.ids.new_empty(T), z.new_empty(T)
-    if T:
-        _top_ids_kernel[(T,)](
-            z, ids.ids, ids.offsets, ids.first,
-            top, logit,
-            BLOCK_N=_BLOCK_N, num_warps=1,
-        )  # fmt: skip
-    return top, logit
 
 
 @Kernel

@@ -27,9 +27,9 @@ class TokenIds(NamedTuple):
 class Rest(NamedTuple):
     """Sums over the ids of the vocabulary that a token does not name, [T] fp32 each."""
 
-    reference: Tensor  # r
-    others: Tensor  # U
-    weighted: Tensor | None  # of exp(z_v - r) (z_v - r), for the entropy
+    reference: Tensor  # what these are relative to
+    others: Tensor  # of exponentials
+    weighted: Tensor | None  # of exp(x) x, for the entropy
 
 
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
