@@ -52,7 +52,41 @@ def test_every_recipe_is_tested() -> None:
         "ppo_loss",
         "candidate_kl",
         "preference_loss",
+        "grpo_loss",
+        "top_k_kl",
     }
+
+
+def test_ratio_over_the_vocabulary() -> None:
+    g = torch.Generator().manual_seed(3)
+    sampled = torch.randint(V, (T,), generator=g)
+    old, advantage = (torch.randn(T, generator=g, dtype=torch.float64) for _ in range(2))
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        logprob = (hidden @ weight.T / 0.7).log_softmax(-1)
+        entropy = -(logprob.exp() * logprob).sum(-1)
+        ratio = (logprob[torch.arange(T), sampled] - old).exp()
+        policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return (policy - 0.01 * entropy).mean()
+
+    grpo = recipe("grpo_loss")
+    check(lambda h, w: grpo(h, w, sampled, old, advantage, 0.7, 0.01), dense)
+
+
+def test_distillation_of_a_top_k_with_the_rest() -> None:
+    g = torch.Generator().manual_seed(4)
+    of_teacher = torch.randn(T, V, generator=g, dtype=torch.float64).log_softmax(-1)
+    teacher, ids = of_teacher.topk(K)
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        p, named = (hidden @ weight.T).softmax(-1), torch.zeros(T, V, dtype=torch.bool)
+        named.scatter_(1, ids, True)
+        rest, q = of_teacher.exp().where(~named, 0.0).sum(-1), p.where(~named, 0.0).sum(-1)
+        each = (teacher.exp() * (teacher - p.gather(1, ids).log())).sum(-1)
+        return (each + rest * (rest.log() - q.log())).mean()
+
+    kl = recipe("top_k_kl")
+    check(lambda h, w: kl(h, w, ids, teacher), dense)
 
 
 def test_ppo_over_a_samplers_mask() -> None:

@@ -174,9 +174,14 @@ def _largest_ids(ids: TokenIds) -> Tensor:
 
 
 def _firsts(ids: TokenIds) -> Tensor:
-    """Return [N]: the first entry of the same token and id; of another token for padding."""
-    n = torch.arange(len(ids.ids), device=ids.ids.device).where(ids.first, 0)
-    return n.cummax(0).values if len(n) else n
+    """Return [N]: the first entry of the same token and id; any for padding.
+
+    Not by cummax, which takes a tenth of a pass over the vocabulary for 64 ids of each token.
+    """
+    N = len(ids.ids)
+    run, n = ids.first.cumsum(0), torch.arange(N, device=ids.ids.device)
+    firsts = n.new_zeros(N + 1).scatter_(0, run.where(ids.first, 0), n)
+    return firsts.index_select(0, run)
 
 
 def _row_gradient(
