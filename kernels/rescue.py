@@ -118,16 +118,15 @@ def _rescue_kernel(
     label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32
     sums_ptr,  # in and out: [limbs, T] fp64, of listed tokens
     cache_ptr,  # out: [T, V], the same tokens
-    T, V, H,
-    strides, output_strides,  # the tuples are those of ShardLogits; of sums and of the cache
+    T, V, H, stride_sums,
+    strides,  # of ShardLogits, and of the cache by t; the other tuples are those of ShardLogits
     vocab_start_index, scalars, named,
     WITH_ENTROPY: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    stride_sums, stride_cache_t = output_strides
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t = strides
     ignore_index, softcap = scalars[0], scalars[2]
     count = tl.load(list_ptr)
     num_t, num_v = tl.cdiv(count, BLOCK_T), tl.cdiv(V, BLOCK_V)
@@ -217,8 +216,8 @@ def rescue(
             label_logit, others_max, listed,
             sums,
             window,
-            T, end - start, logits.H,
-            part.strides, (sums.stride(0), 0 if window is None else window.stride(0)),
+            T, end - start, logits.H, sums.stride(0),
+            (*part.strides, 0 if window is None else window.stride(0)),
             part.vocab_start_index, part.scalars, part.named,
             WITH_ENTROPY=with_entropy,
             GROUP_V=launch.group_v,

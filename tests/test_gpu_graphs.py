@@ -61,8 +61,9 @@ class Replayed:
 def batch(seed: int, device: str) -> Inputs:
     """Other data for each seed; other tokens are ignored, other rows need the rescue."""
     inputs = inputs_on(
-        device, *SMALL[device], torch.bfloat16, seed=seed, bias=True, token_weight=True
-    )
+        device, *SMALL[device], torch.bfloat16, seed=seed, bias=True, token_weight=True,
+        temperature=True,
+    )  # fmt: skip
     hopeless = 5 + len(inputs.labels) // 6 * seed
     inputs.labels[hopeless] = seed
     inputs.hidden[hopeless] = -100 * inputs.weight[seed]
@@ -77,7 +78,8 @@ def step_on(inputs: Inputs, **options: Any) -> list[Tensor]:
         x.requires_grad_() for x in (inputs.hidden, inputs.weight, inputs.bias) if x is not None
     ]
     hidden, weight, bias = leaves
-    kwargs = {"bias": bias, "token_weight": inputs.token_weight, **options}
+    of_tokens = {"token_weight": inputs.token_weight, "temperature": inputs.temperature}
+    kwargs = {"bias": bias, **of_tokens, **options}
     if kwargs.pop("metrics", False):
         out = linear_cross_entropy_with_metrics(hidden, weight, inputs.labels, **kwargs)
         total = out.loss
