@@ -42,6 +42,11 @@ from flce_dist.kernels.token_loss_formulas import (
 )
 
 
+def may_replay() -> bool:
+    """No: these functions may read data."""
+    return False
+
+
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     """Write to ``out`` [T] the logit of each token's label, 0 where it is not owned or ignored."""
     if logits.labels.is_cuda:

@@ -18,6 +18,8 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 class Kernels(Protocol):
     """The passes over logits, [T, N] and [T] that every schedule is made of."""
 
+    def may_replay(self) -> bool: ...
+
     def counted_tokens(
         self, labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...

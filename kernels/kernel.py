@@ -65,7 +65,7 @@ def _as_triton(launch: Callable[..., Any], *args: Any) -> Any:
     return launch(*[TensorDescriptor(*x[:4]) if x.__class__ is Tiled else x for x in args])
 
 
-def are_watched() -> bool:
-    """Whether Triton's profiler is told of launches; it is not of those in a program."""
+def may_replay() -> bool:
+    """Whether a program may issue a call again: not if Triton's profiler is told of launches."""
     hooks = triton.knobs.runtime.launch_enter_hook
-    return bool(getattr(hooks, "calls", hooks))
+    return not getattr(hooks, "calls", hooks)

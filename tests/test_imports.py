@@ -1,6 +1,7 @@
 """Which folder may import which, read from the source of every file. CONTRIBUTING.md says why."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,3 +180,9 @@ def test_every_file_is_seen():
 )
 def test_a_violation_is_found(file, source):
     assert len(violations(ROOT / file, source)) == 1
+
+
+def test_importing_the_library_does_not_import_triton() -> None:
+    """Eager needs none that works; and it is interpreted if that is said before its first import."""
+    code = "import sys, flce_dist; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

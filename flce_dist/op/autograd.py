@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.kernels.kernel import are_watched
 from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.gradients import NewDweight
@@ -150,7 +149,7 @@ def run_backward(
 
 
 def _issued(call: Call, facts: Any, inputs: Sequence[Tensor | None], issue: Callable[[], _T]) -> _T:
-    if call.impl != "triton" or are_watched():  # eager functions may read data
+    if not call.kernels.may_replay():
         return issue()
     return replayed(call.programs, facts, inputs, issue)
 
