@@ -234,6 +234,8 @@ def compile_for(arch: str, itemsize: int) -> None:
         mock.patch.object(JITFunction, "run", compile_only),
     ):
         for (T, V), group_v in itertools.product(SHAPES, (None, INVARIANT_ROWS)):
+            if group_v is not None and (T, V) not in (SHAPES[0], SHAPES[-1]):
+                continue  # the order of a group is compared between the extremes
             hidden, weight = (torch.empty(n, H, dtype=dtype) for n in (T, V))
             labels = torch.zeros(T, dtype=torch.int64)
             logits = ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None, group_v)

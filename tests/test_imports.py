@@ -183,6 +183,6 @@ def test_a_violation_is_found(file, source):
 
 
 def test_importing_the_library_does_not_import_triton() -> None:
-    """Eager needs none that works; and it is interpreted if that is said before its first import."""
+    """Eager needs none that works, and what is interpreted is decided at its first import."""
     code = "import sys, flce_dist; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
