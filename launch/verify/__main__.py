@@ -97,7 +97,8 @@ def _tables(
     """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = rank_and_size(tp_group)[1]
     asked = [cases.Shape(*sizes) for sizes in settings.shapes]
-    grid = [(shape, cases.variants()) for shape in asked or cases.default_shapes(device.type, P)]
+    of_all = [*cases.variants(), *cases.score_variants()]
+    grid = [(shape, of_all) for shape in asked or cases.default_shapes(device.type, P)]
     grid.append((cases.filtered_shape(P), cases.filtered_variants()))
     fitting = []
     for shape, losses in grid:

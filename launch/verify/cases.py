@@ -12,6 +12,7 @@ import torch
 
 from flce_dist import plan
 from flce_dist.options import Reduction, Schedule
+from flce_dist.scores.api import Over
 
 METRICS = ("lse", "logprob", "entropy")
 FILTER_EPS = 0.08
@@ -41,6 +42,7 @@ class Variant:
     uneven: bool = False  # shards of different lengths, given by vocab_range
     counted: bool = False  # most tokens are ignored, and max_counted says how many are not
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
+    over: Over | None = None  # scores at ids instead of a loss
 
     @property
     def title(self) -> str:
@@ -68,7 +70,9 @@ class Case:
     @property
     def metric_gradients(self) -> bool:
         """Whether lse, logprob and entropy get upstream gradients too."""
-        return self.variant.metrics and self.schedule != "in_forward" and self.filter_eps is None
+        return self.variant.over is not None or (
+            self.variant.metrics and self.schedule != "in_forward" and self.filter_eps is None
+        )
 
 
 def variants() -> list[Variant]:
@@ -97,6 +101,19 @@ def variants() -> list[Variant]:
             "many together", "none", options=(smoothing, z_loss, scale), bias=True,
             token_weight=True, tempered=True, metrics=True, padding=5, uneven=True,
         ),
+    ]  # fmt: skip
+
+
+def score_variants() -> list[Variant]:
+    """Scores at five ids of each token, with all of their gradients."""
+    softcap = ("softcap", 15.0)
+    return [
+        Variant("scores", "none", over="vocabulary"),
+        Variant(
+            "scores, options", "none", options=(softcap, ("logit_scale", 0.7)), bias=True,
+            tempered=True, padding=5, uneven=True, over="vocabulary",
+        ),
+        Variant("scores over ids", "none", bias=True, tempered=True, uneven=True, over="ids"),
     ]  # fmt: skip
 
 
@@ -160,6 +177,12 @@ def cases(
             if schedule == "recompute" and variant.name == "filter_eps":
                 yield replace(case, filter_eps=FILTER_EPS, max_logits_bytes=1)
                 yield replace(case, filter_eps=0.0)
+            continue
+        if variant.over is not None:
+            if schedule == "cached" and variant.over == "ids":
+                yield replace(case, schedule="auto")
+            elif schedule in ("recompute", "cached") and variant.over == "vocabulary":
+                yield case
             continue
         if needs_logits and schedule in ("cached", "in_forward"):
             continue

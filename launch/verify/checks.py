@@ -5,6 +5,7 @@ which every rank computes for itself; the budget comes from the same in the dtyp
 collective of ours, and no mistake in one, can spoil both sides of a comparison.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +15,18 @@ from torch import Tensor
 
 from flce_dist import (
     LossWithMetrics,
+    TokenScores,
     filtered,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
+    linear_logprob,
     vocab_range,
 )
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
 from flce_dist.launch.verify.cases import Case, Variant
 from flce_dist.launch.verify.data import Data
 from flce_dist.options import Impl
-from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.reference import reference_linear_cross_entropy, reference_linear_logprob
 from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 
 FP32_BUDGET = 1e-5
@@ -79,7 +82,8 @@ def run_case(
     checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
     if tp_group is not None:  # compare bits: how far apart are the ranks' losses?
         ops = dist.ReduceOp.MIN, dist.ReduceOp.MAX
-        low, high = (reduced(results["loss"].clone(), tp_group, op) for op in ops)
+        alike = results["loss" if case.variant.over is None else "logprob"]
+        low, high = (reduced(alike.clone(), tp_group, op) for op in ops)
         checks["same loss"] = ErrorBudget(float((high - low).abs().sum()), 0.0)
     if case.filter_eps == 0.0:
         exact = _results(replace(case, filter_eps=None), data, tokens, own, tp_group, impl)
@@ -95,26 +99,45 @@ def _results(
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
     eps = case.filter_eps
     leaves = _leaves(data, tokens, own, data.hidden.dtype)
+    placed = {
+        "vocab_range": (own.start, own.stop) if case.variant.uneven else None,
+        "tp_group": tp_group,
+        "sequence_parallel": case.sequence_parallel,
+        "impl": impl,
+    }
+    options = {**placed, **leaves, **_options(case.variant, data)}
+    if case.variant.over is not None:
+        scores = linear_logprob(schedule=case.schedule, with_entropy=True, **options)
+        return _scores(scores, leaves, data)
     out = call(
         labels=data.labels,
-        vocab_range=(own.start, own.stop) if case.variant.uneven else None,
-        tp_group=tp_group,
-        sequence_parallel=case.sequence_parallel,
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         max_counted=int((data.labels != -100).sum()) if case.variant.counted else None,
-        impl=impl,
-        **leaves,
-        **_options(case.variant, data),
+        **options,
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
     return _differentiate(outputs, leaves, data, case.metric_gradients)
 
 
+def _scores(out: Sequence[Tensor | None], leaves: dict[str, Tensor], data: Data) -> Results:
+    """Send a gradient back through every score; return them and the gradients, by name."""
+    found = {k: x for k, x in zip(TokenScores._fields, out, strict=True) if x is not None}
+    upstream = [data.dmetrics[1, :, None].expand(found["logprob"].shape), *data.dmetrics]
+    roots = list(found.values())
+    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=False)]
+    torch.autograd.backward(roots, grads)
+    gradients = {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    return {name: x.detach() for name, x in {**found, **gradients}.items()}
+
+
 def _options(variant: Variant, data: Data) -> dict[str, Any]:
-    given: dict[str, Any] = {"token_weight": data.token_weight, "vocab_size": data.vocab_size}
+    given: dict[str, Any] = {"vocab_size": data.vocab_size}
     if data.temperature is not None:
         given["temperature"] = data.temperature
+    if variant.over is not None:
+        return {"ids": data.ids, "over": variant.over, **given, **dict(variant.options)}
+    given["token_weight"] = data.token_weight
     return {"reduction": variant.reduction, **given, **dict(variant.options)}
 
 
@@ -129,6 +152,10 @@ def _leaves(data: Data, tokens: slice, own: slice, dtype: torch.dtype) -> dict[s
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
     leaves = _leaves(data, slice(None), slice(None), dtype)
     options = _options(variant, data)
+    if variant.over is not None:
+        logprob, lse, other, entropy = reference_linear_logprob(**leaves, **options)
+        scores = logprob, lse, other if variant.over == "vocabulary" else None, entropy
+        return _scores(scores, leaves, data)
     outputs = reference_linear_cross_entropy(labels=data.labels, **leaves, **options)
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
     return _differentiate((*outputs, one, zero), leaves, data, metric_gradients)

@@ -25,6 +25,7 @@ class Data:
     temperature: Tensor | None
     dloss: Tensor
     dmetrics: Tensor  # [3, T]
+    ids: Tensor | None  # [T, 5] of scores, without an id where the token is ignored
     vocab_size: int
 
 
@@ -59,6 +60,13 @@ def make_data(
     hidden[ignored] = torch.nan
     weight[vocab_size:] *= 100.0  # would be seen, if it were
 
+    ids = None
+    if variant.over is not None:  # the label, another, the label once more, an edge, padding
+        ids = torch.randint(vocab_size, (T, 5), generator=generator)
+        ids[:, 0] = ids[:, 2] = labels
+        ids[:, 3] = bounds[-1][0]
+        ids[::3, 4] = -1
+        ids[ignored] = -1
     token_weight, temperature = torch.rand(2, T, generator=generator)
     # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
     dloss = torch.tensor(0.7 * T if variant.reduction == "mean" else 0.7)
@@ -73,6 +81,7 @@ def make_data(
         temperature=(0.9 + 0.2 * temperature).to(device) if variant.tempered else None,
         dloss=dloss.to(device),
         dmetrics=torch.randn(len(METRICS), T, generator=generator).to(device),
+        ids=None if ids is None else ids.to(device),
         vocab_size=vocab_size,
     )
 

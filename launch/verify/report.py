@@ -19,7 +19,7 @@ COLUMNS = {
     "dhidden": ("dhidden",),
     "dweight": ("dweight",),
     "dbias": ("dbias",),
-    "metrics": (*METRICS, "correct", "kept_share", "rank_one_mass"),
+    "metrics": (*METRICS, "other", "correct", "kept_share", "rank_one_mass"),
     "bits": ("same loss", "same as recompute"),
 }
 """Columns of a table and the checks that each shows the worst of."""
