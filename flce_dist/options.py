@@ -16,6 +16,9 @@ Reduction = Literal["none", "sum", "mean"]
 Schedule = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
 
+OWN_SUM: Any = "own"
+"""A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
+
 ExtraSchedule = NewType("ExtraSchedule", str)
 """A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""
 
