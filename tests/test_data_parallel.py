@@ -2,6 +2,8 @@
 
 import copy
 import os
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross_entropy, replay
 from flce_dist.parallel.vocab import vocab_range
@@ -238,9 +239,12 @@ def test_compiled(group):
 def test_replayed(mutate, schedule):
     """Both calls of forward and backward, on each rank, become programs, which the third runs."""
     programs: list[Any] = []
-    mutate(
-        replay.Recorder, "program", lambda make, *args: programs.append(make(*args)) or programs[-1]
-    )
+
+    def noting(make: Any, *args: Any) -> Any:
+        programs.append(make(*args))
+        return programs[-1]
+
+    mutate(replay.Recorder, "program", noting)
 
     def rank(group: dist.ProcessGroup) -> bool:
         calls = [small(group, impl="triton", schedule=schedule) for _ in range(3)]
@@ -282,23 +286,23 @@ def test_other_numbers_of_tokens_are_refused_at_the_first_call():
 # --- beside FSDP2
 
 
+PAGE = (Path(__file__).parent.parent / "docs" / "data_parallel_head.md").read_text()
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.layer = nn.Embedding(V_ALL, H), nn.Linear(H, H)
         self.head = nn.Linear(H, V_ALL, bias=False)
 
-    def forward(self, ids: Tensor, labels: Tensor, data_group: Any = None) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor, loss_of: Any = None) -> Tensor:
         hidden = self.layer(self.embedding(ids)).tanh()
-        if data_group is None:
-            return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
-        weight = self.head.weight.to(hidden.dtype)
-        return data_parallel_linear_cross_entropy(hidden, weight, labels, data_group=data_group)
+        if loss_of is not None:
+            return loss_of(hidden, labels)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
-def trained(
-    model: Model, rank: int, data_group: Any = None
-) -> tuple[list[float], dict[str, Tensor]]:
+def trained(model: Model, rank: int, loss_of: Any = None) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps on this rank's sequences; return its losses, and the whole parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     generator, losses = torch.Generator().manual_seed(rank), []
@@ -306,7 +310,7 @@ def trained(
         ids = torch.randint(V_ALL, (2, 9), generator=generator)
         labels = ids[:, 1:].clone()
         labels[0, : 4 * rank] = IGNORE  # ranks count different numbers of tokens
-        loss = model(ids[:, :-1], labels, data_group)
+        loss = model(ids[:, :-1], labels, loss_of)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         losses += [float(loss), float(norm.full_tensor())]  # type: ignore[attr-defined]
@@ -321,18 +325,18 @@ def trained(
 )
 @on_ranks(2)
 def test_training_is_that_of_fsdp(group, dtype, most):
-    """The weight stays outside of FSDP2, as a DTensor over the same mesh."""
-    mesh = init_device_mesh("cpu", (2,))
+    """The Python of docs/data_parallel_head.md, after FSDP2 and ``F.cross_entropy``."""
     torch.manual_seed(0)
     theirs = Model()
     ours, start = copy.deepcopy(theirs), theirs.head.weight.detach().clone()
-    ours.head.weight = nn.Parameter(distribute_tensor(ours.head.weight.detach(), mesh, [Shard(0)]))
-    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-    fully_shard(theirs, mesh=mesh, **policy)
-    fully_shard(ours, mesh=mesh, ignored_params={ours.head.weight}, **policy)
+    policy, mesh = MixedPrecisionPolicy(param_dtype=dtype), init_device_mesh("cpu", (2,))
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    names: dict[str, Any] = {"model": ours, "mesh": mesh, "mp_policy": policy, "nn": nn}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    exec(block, names)
 
     losses, expected = trained(theirs, group.rank())
-    found, weights = trained(ours, group.rank(), mesh.get_group())
+    found, weights = trained(ours, group.rank(), names["loss_of"])
     torch.testing.assert_close(found, losses, rtol=most, atol=0.0)
     assert losses[0] != losses[2]
     for name, weight in expected.items():

@@ -140,7 +140,8 @@ def check_same_labels(
         raise ValueError(
             "labels must be the same on all ranks of tp_group, those of all its tokens, and rank"
             f"{'s' * (len(others) > 1)} {', '.join(others)} got others than rank 0: data-parallel "
-            "ranks, over which FSDP2 shards parameters, are no tp_group"
+            "ranks, over which FSDP2 shards parameters, are no tp_group, but the data_group of "
+            "data_parallel_linear_cross_entropy"
         )
 
 
