@@ -51,32 +51,28 @@ def data_parallel_linear_cross_entropy(
     )
     checks.check_group(data_group, False, "data_group")
     flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
-    of_tokens: dict[str, Any] = {"token_weight": token_weight, "temperature": temperature}
+    of_tokens: dict[str, Any] = {"labels": labels, "token_weight": token_weight}
+    of_tokens["temperature"] = temperature
     tensors = {name: x for name, x in of_tokens.items() if isinstance(x, Tensor)}
-    checks.check_tensors(hidden, flat, labels, None, **tensors)
+    checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)
     transport.check_same_labels(labels.reshape(-1), data_group, are_own=True)
-
-    def gathered(x: Tensor) -> Tensor:
-        return collectives.gather_tokens(x.reshape(-1), data_group)
-
-    ids, norm = gathered(labels), None
-    of_tokens.update((name, gathered(x)) for name, x in tensors.items())
+    for name, x in tensors.items():
+        of_tokens[name] = collectives.gather_tokens(x.reshape(-1), data_group)
+    norm = None
     if reduction == "mean":
-        counted = (ids != chosen.ignore_index).view(P, labels.numel())
+        counted = (of_tokens["labels"] != chosen.ignore_index).view(P, labels.numel())
         of_tokens["token_weight"], norm = _normalised(counted, of_tokens["token_weight"])
     if reduction != "none":
         chosen = replace(chosen, reduction=OWN_SUM)
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
-    all_tokens: dict[str, Any] = {"hidden": flat, "labels": ids, **of_tokens}
-    (loss,) = apply(
-        Arguments(weight=weight, bias=bias, options=chosen, tp_group=data_group, **all_tokens)
-    )
+    call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **of_tokens)
+    (loss,) = apply(call)
     if loss.requires_grad:
         loss.register_hook(partial(_upstream_of_mean, data_group=data_group))
     if reduction == "none":
-        return collectives.own_tokens(loss, data_group).view(labels.shape)
+        return loss.view(P, *labels.shape)[collectives.group_rank(data_group)]
     return loss if norm is None else loss / norm.to(loss.dtype)
 
 

@@ -119,7 +119,8 @@ class Pass:
         if call.options.reduction in ("none", OWN_SUM):
             loss = put_back(loss, self.places, call.T_all)
         if call.options.reduction == OWN_SUM:
-            loss = collectives.own_tokens(loss, call.tp_group)
+            P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+            loss = loss.view(P, call.T_all // P)[rank]
         if call.options.reduction != "none":
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:

@@ -84,12 +84,6 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-def own_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's [N / P, ...] of gathered [N, ...]."""
-    n = len(x) // group_size(tp_group)
-    return x[group_rank(tp_group) * n :][:n]
-
-
 class TokenGather:
     """Gathers [T / P, H] of every rank into ``tokens`` [T, H], piece by piece.
 
