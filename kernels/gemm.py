@@ -77,6 +77,29 @@ def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> N
         out[m] = acc if row is None else acc + row
 
 
+def product(
+    d: Tensor,
+    b: Tensor,
+    count: Tensor | None,
+    *,
+    sums_tokens: bool,
+    row: Tensor | None = None,
+    out: Tensor,
+    adds: bool,
+) -> None:
+    """``counted_gemm`` over all rows, whatever the count: D is 0 in the others, or there are none.
+
+    Adds to out in two roundings if there is a row [H].
+    """
+    a = d.T if sums_tokens else d
+    if out.dtype == d.dtype and not adds:
+        matmul(a, b, row=row, out=out)
+        return
+    add_matmul(out, a, b, first=not adds)
+    if row is not None:
+        out += row
+
+
 def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     """Return ``sum_t weights[t] * x[t]`` as [N] in weights' dtype; weights [T] fp32, x [T, N].
 

@@ -63,6 +63,11 @@ class Kernels(Protocol):
         affine: tuple[Tensor, ...], *, out: Tensor,
     ) -> None: ...  # fmt: skip
 
+    def counted_gemm(
+        self, d: Tensor, b: Tensor, count: Tensor, *,
+        sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
+    ) -> None: ...  # fmt: skip
+
     def write_label_value(
         self, out: Tensor, labels: Tensor, value: Tensor, *,
         vocab_start_index: int, ignore_index: int,
