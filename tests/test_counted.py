@@ -188,7 +188,8 @@ def test_the_partition_of_many_tokens(share: float, weighted: bool) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             if ours is not None and theirs is not None:
                 assert torch.equal(ours.cpu(), theirs)
-        places, of_places, _ = expected
+        places, of_places, _, count = expected
+        assert int(count) == n
         assert torch.equal(places[:n], mask.nonzero().flatten()) and len(places.unique()) == N
         assert torch.equal(of_places, labels.where(mask, 3)[places])
 
