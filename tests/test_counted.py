@@ -48,6 +48,7 @@ MASKS = {
     "tenth": torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.1,
     "none": t < 0,
     "one per block": t % 128 == 33,
+    "last": t == T - 1,
 }
 EVERY: dict[str, dict[str, Any]] = {
     **{str(name): {"schedule": name} for name in SCHEDULES},
