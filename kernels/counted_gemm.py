@@ -39,6 +39,8 @@ def _counted_gemm_kernel(
     rows, num_m, K = count, tl.cdiv(count, BLOCK_M), V
     if SUMS_TOKENS:
         rows, num_m, K = V, tl.cdiv(V, BLOCK_M), count
+        if ADDS:  # of no tokens the sum is 0, and so is the row
+            num_m = tl.where(count > 0, num_m, 0)
     num_n = tl.cdiv(H, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         pid_m, pid_n = tile_coordinates(tile, num_m, num_n, GROUP_M)
@@ -74,10 +76,10 @@ def counted_gemm(
     """Write ``out = d @ b`` in the first ``count`` rows alone, or with ``sums_tokens``
     ``out = d.T @ b + row`` over the first ``count`` rows of d and b; or add it if ``adds``.
 
-    d is [T, V] with a unit last stride, b [V, H] or [T, H] of the same dtype, row [H] fp32, count
-    a scalar int32. Where sums of tokens end, d and b must be 0 up to a whole tile of logits, as
-    ``linear_stats``, ``dlogits`` and ``scale_rows`` leave them; beyond it they may hold anything.
-    Accumulates in fp32 and rounds once, in out's dtype.
+    d is [T, V] with a unit last stride, b [V, H] or [T, H] of the same dtype, row [H] fp32 a sum
+    over tokens, count a scalar int32. Where a sum over tokens ends, d and b must be 0 up to a whole
+    tile of logits, as ``linear_stats``, ``dlogits`` and ``scale_rows`` leave them; beyond it they
+    may hold anything. Accumulates in fp32 and rounds once, in out's dtype.
     """
     (T, V), H = d.shape, b.shape[1]
     if d.numel() == 0:
