@@ -65,8 +65,14 @@ class LossOptions:
     schedule: Schedule | ExtraSchedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     max_counted: Annotated[int | None, COUNT] = None
+    skip_ignored: bool = False
     impl: Impl | None = None
     with_metrics: bool = False
+
+    @property
+    def partitions(self) -> bool:
+        """Whether tokens that count are computed before others, or alone."""
+        return self.skip_ignored or self.max_counted is not None
 
     @property
     def smoothing_needs_logits(self) -> bool:

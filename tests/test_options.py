@@ -45,6 +45,7 @@ CHANGED: dict[str, Any] = dict(
     schedule="recompute",
     max_logits_bytes=4096,
     max_counted=20,
+    skip_ignored=True,
     impl="triton",
 )
 

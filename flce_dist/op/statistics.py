@@ -155,4 +155,5 @@ def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
         softcap=options.softcap,
         group_v=INVARIANT_ROWS if options.tp_invariant else None,
         inverse_temperature=operands.inverse_temperature,
+        n_counted=operands.n_counted,
     )

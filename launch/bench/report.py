@@ -61,6 +61,7 @@ class Record:
     rank_one_mass: float | None = None  # of the probabilities
     counted: float = 1.0  # share of the tokens that are not ignored
     max_counted: bool = False
+    skip_ignored: bool = False
     launches: float | None = None  # kernels of one call, if it was profiled
 
     @property
