@@ -33,6 +33,15 @@ def test_on_ranks(P: int, sequence_parallel: bool) -> None:
     assert not found["dweight"][V - 3 :].any()
 
 
+@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@pytest.mark.parametrize("K, first", [(3, 140), (40, 100)])
+def test_shards_without_an_id_and_sets_larger_than_a_shard(over: Any, K: int, first: int) -> None:
+    """Eight shards of 19 rows or 17: ids of the last one alone, and more than one has."""
+    ids = torch.randint(first, V, (24, K), generator=torch.Generator().manual_seed(1))
+    given = problem(torch.float64, ids=ids, over=over)
+    compare(on_ranks(given, 8, sequence_parallel=True), given)
+
+
 @pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
 def test_who_sums_dhidden(options: dict[str, Any]) -> None:
     given = over_ids(torch.float64)
