@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_dist.testing import relative_rms, run_ranks
 from tests.problems import Outcome, each_dtype
 from tests.score_problem import (
+    T,
     V,
     compare,
     on_ranks,
@@ -67,6 +68,23 @@ def test_interpreted_kernels_on_two_ranks(dtype: torch.dtype) -> None:
     one = run_scores(given, "triton")
     for name in ("logprob", "lse", "entropy"):
         assert torch.equal(found[name], one[name]), name  # for any number of ranks
+
+
+@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@pytest.mark.usefixtures("one_launch_at_a_time")
+def test_batches_of_any_size_on_any_number_of_ranks_have_the_same_bits(over: Any) -> None:
+    """As a decoder scores a few tokens on all ranks, and a trainer all of them."""
+    given = problem(torch.bfloat16, rows=192, vocab_size=V, over=over)
+    whole = run_scores(given, "triton", tp_invariant=True)
+    start = 0
+    for size in (1, 3, 7, T - 11):
+        here = slice(start, start := start + size)
+        upstream = {name: x[here] for name, x in given.upstream.items()}
+        few = replace(given, hidden=given.hidden[here], ids=given.ids[here], upstream=upstream)
+        for run in (run_scores, partial(on_ranks, P=2)):
+            found = run(few, impl="triton", tp_invariant=True)
+            for name in ("logprob", "lse", "entropy"):
+                assert torch.equal(found[name], whole[name][here]), (name, size)
 
 
 def test_sequences_that_are_split_along_their_second_dimension() -> None:
