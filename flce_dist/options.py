@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args
 Reduction = Literal["none", "sum", "mean"]
 Schedule = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
+Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
 
 ExtraSchedule = NewType("ExtraSchedule", str)
 """A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist import plan
-from flce_dist.options import Reduction, Schedule
-from flce_dist.scores.api import Over
+from flce_dist.options import Over, Reduction, Schedule
 
 METRICS = ("lse", "logprob", "entropy")
 FILTER_EPS = 0.08
