@@ -72,12 +72,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _bench(
-    config: BenchConfig,
-    head: Problem | None,
-    device: torch.device,
-    tp_group: Group,
+    config: BenchConfig, head: Problem | None, device: torch.device, tp_group: Group,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     rank, P = rank_and_size(tp_group)
     packages = {peer.package for peer in PEERS.values() if peer.package is not None}
     facts = {
@@ -113,13 +110,9 @@ def _bench(
 
 
 def _bench_shape(
-    config: BenchConfig,
-    shape: ShapeSpec,
-    head: Problem | None,
-    device: torch.device,
-    tp_group: Group,
-    console: Console,
-) -> tuple[list[Record], dict[str, Profile]]:
+    config: BenchConfig, shape: ShapeSpec, head: Problem | None, device: torch.device,
+    tp_group: Group, console: Console,
+) -> tuple[list[Record], dict[str, Profile]]:  # fmt: skip
     """Measure every run at one shape and, if asked for, profile it; collective."""
     if head is None:
         problem = make_problem(shape, device, config.seed, tp_group)

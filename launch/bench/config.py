@@ -45,6 +45,12 @@ class RunSpec:
     """Of ours. It pays on the head of a trained model."""
     max_counted: bool = False
     """Of ours: it is told how many tokens count."""
+    over: Literal["vocabulary", "ids"] | None = None
+    """Of ours: linear_logprob over these, and its ratio to the loss in place of a floor."""
+    ids: Annotated[int, SIZE] = 1
+    """Of each token, with over. The first is its label."""
+    spread: Literal["uniform", "zipf", "one"] = "uniform"
+    """Of the other ids over the vocabulary; one: the same id everywhere."""
 
     @property
     def is_ours(self) -> bool:
@@ -68,6 +74,8 @@ class RunSpec:
             words.append(f"eps {self.filter_eps:.2g}")
         if self.max_counted:
             words.append("max_counted")
+        if self.over is not None:
+            words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -193,7 +201,13 @@ def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
 
 
 def floor_of(run: RunSpec) -> str:
-    """Return the GEMMs that a run needs: 1, or with gradients 3, or 4 if it recomputes logits."""
+    """Return what a run is measured against.
+
+    The GEMMs that it needs: 1, or with gradients 3, or 4 if it recomputes logits. Of scores the
+    loss.
+    """
+    if run.over is not None:
+        return dataclasses.replace(run, over=None, ids=1, spread="uniform").name
     if run.mode == "forward":
         return "gemm1"
     return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"
@@ -220,6 +234,12 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         is_auto = run.is_ours and run.schedule == "auto"
         filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
         require(run.filter_eps is None or is_auto, filter_eps)
+        if run.over is not None:
+            plain = run.filter_eps is None and not run.max_counted and shape.counted == 1.0
+            scores = f"over is an option of {' and '.join(OURS)}, whose every token counts"
+            require(run.is_ours and plain, f"{scores}, got {run.name!r}")
+            beside = f"runs must have the loss {floor_of(run)!r} beside {run.name!r}"
+            require(floor_of(run) in names, beside)
         told = f"max_counted is an option of {' and '.join(OURS)}, got {run.name!r}"
         require(run.is_ours or not run.max_counted, told)
         if run.sequence_parallel:
