@@ -184,7 +184,7 @@ def linear_cross_entropy(
     arguments = Arguments(
         hidden, weight, labels, bias, token_weight, temperature, options, tp_group
     )
-    return _apply(arguments)[0]
+    return apply(arguments)[0]
 
 
 def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -222,10 +222,10 @@ def linear_cross_entropy_with_metrics(
     arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
-    return result(*_apply(arguments))
+    return result(*apply(arguments))
 
 
-def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
+def apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):

@@ -17,6 +17,9 @@ Schedule = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
 Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
 
+OWN_SUM: Any = "own"
+"""A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
+
 ExtraSchedule = NewType("ExtraSchedule", str)
 """A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""
 

@@ -127,13 +127,15 @@ def check_tensor(
         raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
 
 
-def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
+def check_group(
+    tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
+) -> None:
     """Check that this rank is a member of ``tp_group``."""
     if tp_group is None and sequence_parallel:
         raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         raise ValueError(
-            "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
             f"got {tp_group!r}"
         )
 
