@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before ranks are forked: it takes seconds
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

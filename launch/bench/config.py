@@ -156,12 +156,10 @@ class BenchConfig:
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
     """Return the configuration of ``--config FILE [--overrides]``, checked."""
     config = from_command_line(
-        BenchConfig,
-        argv,
+        BenchConfig, argv, show_errors=show_errors,
         prog="python -m flce_dist.launch.bench --config FILE",
         description="Time linear_cross_entropy, its floors and its peers, interleaved.",
-        show_errors=show_errors,
-    )
+    )  # fmt: skip
     check_config(config, world_size=world_size)
     return config
 

@@ -90,13 +90,11 @@ class Measured:
             self._loss_of = load_peer(run.impl, tp_group)
             return
         options: dict[str, Any] = {
-            "tp_group": tp_group,
+            "tp_group": tp_group, "impl": run.impl, "schedule": run.schedule,
+            "max_logits_bytes": run.max_logits_bytes,
             # Alone there is no group to split over: one rank's tokens are all of them.
             "sequence_parallel": run.sequence_parallel and tp_group is not None,
-            "schedule": run.schedule,
-            "max_logits_bytes": run.max_logits_bytes,
-            "impl": run.impl,
-        }
+        }  # fmt: skip
         if run.over is not None:
             options["over"] = run.over
             self._loss_of = partial(_label_loss, ids=self.problem.ids_of(run), options=options)

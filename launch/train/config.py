@@ -154,12 +154,10 @@ def load_config(
     ConfigError, which names it.
     """
     config = from_command_line(
-        RunConfig,
-        argv,
+        RunConfig, argv, show_errors=show_errors,
         prog="python -m flce_dist.launch.train --config FILE",
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
-        show_errors=show_errors,
-    )
+    )  # fmt: skip
     check_config(config, world_size=world_size or config.parallel.tensor)
     return config
 
