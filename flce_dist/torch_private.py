@@ -79,6 +79,15 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _needed(c10d, "_resolve_process_group", "torch.compile with a tp_group")(name)
 
 
+def outside_graphs(function: Any, reason: str) -> Any:
+    """Return a function for compiled code to call between its graphs.
+
+    With fullgraph=True ``reason`` is the error. Without the break that function is traced.
+    """
+    getattr(torch._dynamo, "graph_break", lambda msg: None)(msg=reason)
+    return torch.compiler.disable(function)
+
+
 # --- DTensors
 
 

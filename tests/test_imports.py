@@ -29,7 +29,7 @@ MAY = {
     "testing": {"private"},
     "leaf": set(),
     "private": set(),
-    "launch": {"leaf", "private", "faces", "testing", "filtered"},
+    "launch": {"leaf", "private", "faces", "testing", "filtered", "scores"},
 }
 FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private", "replay": "replay"}
 OTHERS = {folder: {"torch"} for folder in MAY} | {
