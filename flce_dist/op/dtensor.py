@@ -2,9 +2,11 @@
 
 The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
 local tensor if its placements are those that the op expects; otherwise it is refused. Through
-``DTensor.to_local`` gradients get the mesh and placements of their operand.
+``DTensor.to_local`` gradients get the mesh and placements of their operand. A parameter that FSDP2
+has sharded is gathered from its data ranks, over which its gradient is averaged.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +57,7 @@ def localized(arguments: Arguments) -> Arguments:
     of_tokens = (
         f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
     )
+    weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
     return Arguments(
         local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
         local_of("weight", weight, rows, tp_group, _OF_ROWS),
@@ -147,9 +150,52 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
 
 def _fsdp_hint(x: DTensor) -> str:
     """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
-    if not torch.compiler.is_compiling() and torch_private.is_fsdp_parameter(x):
-        return f"FSDP2 has sharded it over ranks with other tokens, {IN_FORWARD_OF_FSDP}"
+    if not torch.compiler.is_compiling() and torch_private.fsdp_division(x):
+        return (
+            "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same "
+            f"tokens as tp_group, or {IN_FORWARD_OF_FSDP}"
+        )
     return ""
+
+
+def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
+    """Return ``x``, or this rank's rows over ``tp_group`` if FSDP2 has sharded them.
+
+    These are gathered from the data ranks, which have other tokens, in the dtype of hidden's GEMM.
+    """
+    if not isinstance(x, DTensor) or torch.compiler.is_compiling() or x.device != hidden.device:
+        return x
+    mesh, rows = x.device_mesh, _dimension(x.device_mesh, tp_group)
+    data = [d for d in range(mesh.ndim) if d != rows]
+    ranks, divisor = torch_private.fsdp_division(x) or (0, 0)
+    if ranks != math.prod(mesh.size(d) for d in data):
+        return x
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return _Gathered.apply(x, data, dtype, divisor)
+
+
+class _Gathered(torch.autograd.Function):
+    """Gather ``x`` over dimensions of its mesh; sum the gradient over them in ``x.dtype``, divide.
+
+    One all-gather of ``dtype`` in forward; a reduce-scatter and, for replicas, an all-reduce in
+    backward, as in FSDP2.
+    """
+
+    @staticmethod
+    def forward(ctx, x, data, dtype, divisor):
+        ctx.like, ctx.data, ctx.divisor = x.detach(), data, divisor
+        whole = [Replicate() if d in data else has for d, has in enumerate(x.placements)]
+        return ctx.like.redistribute(placements=whole, forward_dtype=dtype).to_local()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx):
+        mesh, like, had = ctx.like.device_mesh, ctx.like, ctx.like.placements
+        shares = [Partial() if d in ctx.data else has for d, has in enumerate(had)]
+        size = {"shape": like.shape, "stride": like.stride()}
+        dx = DTensor.from_local(dx.to(like.dtype), mesh, shares, run_check=False, **size)
+        return dx.redistribute(placements=had) / ctx.divisor, None, None, None
 
 
 class _Waited(torch.autograd.Function):
