@@ -3,6 +3,7 @@
 tests/test_module.py has the layer LinearCrossEntropy under FSDP2.
 """
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.parallel import transport
@@ -23,7 +24,7 @@ from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
 from tests.parallel_problem import UNEVEN, complaint
 from tests.problems import Inputs, Upstream, run_reference
-from tests.test_dtensor import SPLIT, distributed, mesh_of
+from tests.test_dtensor import SPLIT, WHOLE, distributed, mesh_of
 
 
 class Head(nn.Module):
@@ -167,6 +168,24 @@ def test_a_gathered_weight_has_the_dtype_of_hidden(group):
         assert relative_rms(gradient.full_tensor(), truth["dweight"]) < 1e-2
     head.weight.requires_grad_(False)
     assert not linear_cross_entropy(hidden, head.weight, labels).requires_grad
+
+
+@on_ranks(2)
+def test_tokens_split_over_data_ranks_are_refused_with_the_lines_that_work(group):
+    mesh, (hidden, weight, _, labels) = mesh_of(2), UNEVEN.tensors
+    of_hidden: Any = distributed(hidden, mesh, SPLIT).requires_grad_()
+    of_weight: Any = distributed(weight, mesh, WHOLE).requires_grad_()
+    of_labels: Any = distributed(labels, mesh, SPLIT)
+    call = functools.partial(linear_cross_entropy, reduction="sum")
+    for one in (hidden, of_hidden):
+        text = complaint(call, one, of_weight, of_labels)
+        assert re.search(r"must be .*hidden.to_local\(\) and labels.to_local\(\)", text)
+    here = of_weight.to_local(grad_placements=[Partial()])
+    call(of_hidden.to_local(), here, of_labels.to_local()).backward()
+    inputs = Inputs(UNEVEN.tensors[0], UNEVEN.tensors[1], labels)
+    truth = run_reference(inputs, Upstream(), reduction="sum")
+    for name, x in (("dhidden", of_hidden), ("dweight", of_weight)):
+        assert relative_rms(x.grad.full_tensor(), truth[name]) < 1e-5
 
 
 @on_ranks(4)

@@ -27,6 +27,11 @@ _OF_ROWS = (
     "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
     "these ranks have the same tokens"
 )
+_OF_TOKENS = (
+    "pass tokens that are split over data ranks as this rank's, hidden.to_local() and "
+    "labels.to_local(), with weight.to_local(grad_placements=...) of Partial() over these ranks; "
+    "the loss is then that of this rank's tokens"
+)
 IN_FORWARD_OF_FSDP = (
     "call inside forward of the module that fully_shard was applied to, or in another method after "
     "register_fsdp_forward_method: FSDP2 gathers parameters only there"
@@ -55,13 +60,14 @@ def localized(arguments: Arguments) -> Arguments:
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
     of_tokens = (
-        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
+        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden "
+        f"{options.reduce_dhidden}; {_OF_TOKENS}"
     )
     weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
     return Arguments(
         local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
         local_of("weight", weight, rows, tp_group, _OF_ROWS),
-        local_of("labels", labels, Replicate(), tp_group),
+        local_of("labels", labels, Replicate(), tp_group, _OF_TOKENS),
         local_of("bias", bias, rows, tp_group, _OF_ROWS),
         local_of("token_weight", token_weight, Replicate(), tp_group),
         local_of("temperature", temperature, Replicate(), tp_group),
