@@ -179,7 +179,7 @@ def test_tokens_split_over_data_ranks_are_refused_with_the_lines_that_work(group
     call = functools.partial(linear_cross_entropy, reduction="sum")
     for one in (hidden, of_hidden):
         text = complaint(call, one, of_weight, of_labels)
-        assert re.search(r"must be .*hidden.to_local\(\) and labels.to_local\(\)", text)
+        assert re.search(r"must be .*hidden.to_local\(\), labels.to_local\(\)", text)
     here = of_weight.to_local(grad_placements=[Partial()])
     call(of_hidden.to_local(), here, of_labels.to_local()).backward()
     inputs = Inputs(UNEVEN.tensors[0], UNEVEN.tensors[1], labels)

@@ -28,9 +28,8 @@ _OF_ROWS = (
     "these ranks have the same tokens"
 )
 _OF_TOKENS = (
-    "pass tokens that are split over data ranks as this rank's, hidden.to_local() and "
-    "labels.to_local(), with weight.to_local(grad_placements=...) of Partial() over these ranks; "
-    "the loss is then that of this rank's tokens"
+    "for tokens that are split over data ranks pass hidden.to_local(), labels.to_local() and "
+    "weight.to_local(grad_placements=...) with Partial() over these ranks"
 )
 IN_FORWARD_OF_FSDP = (
     "call inside forward of the module that fully_shard was applied to, or in another method after "
@@ -165,10 +164,7 @@ def _fsdp_hint(x: DTensor) -> str:
 
 
 def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
-    """Return ``x``, or this rank's rows over ``tp_group`` if FSDP2 has sharded them.
-
-    These are gathered from the data ranks, which have other tokens, in the dtype of hidden's GEMM.
-    """
+    """Return ``x``, or this rank's rows over ``tp_group``, in hidden's dtype, if FSDP2 has them."""
     if not isinstance(x, DTensor) or torch.compiler.is_compiling() or x.device != hidden.device:
         return x
     mesh, rows = x.device_mesh, _dimension(x.device_mesh, tp_group)
@@ -176,32 +172,38 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     ranks, divisor = torch_private.fsdp_division(x) or (0, 0)
     if ranks != math.prod(mesh.size(d) for d in data):
         return x
+    V, *_ = x.shape
+    if rows is not None:
+        start, end = vocab_range(V, mesh.get_local_rank(rows), mesh.size(rows))
+        mesh, V = mesh[tuple((mesh.mesh_dim_names or ())[d] for d in data)], end - start
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _Gathered.apply(x, data, dtype, divisor)
+    return _Gathered.apply(x, mesh, [x.placements[d] for d in data], V, dtype, divisor)
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather ``x`` over dimensions of its mesh; sum the gradient over them in ``x.dtype``, divide.
+    """Gather V rows of ``x`` over ``mesh``; sum their gradient over it in ``x.dtype``, and divide.
 
-    One all-gather of ``dtype`` in forward; a reduce-scatter and, for replicas, an all-reduce in
-    backward, as in FSDP2.
+    One all-gather of ``dtype`` in forward; a reduce-scatter in backward, and an all-reduce over
+    replicas. ``mesh`` leaves tensor parallelism out: torch 2.9 redistributes _StridedShard wrongly.
     """
 
     @staticmethod
-    def forward(ctx, x, data, dtype, divisor):
-        ctx.like, ctx.data, ctx.divisor = x.detach(), data, divisor
-        whole = [Replicate() if d in data else has for d, has in enumerate(x.placements)]
-        return ctx.like.redistribute(placements=whole, forward_dtype=dtype).to_local()
+    def forward(ctx, x, mesh, placements, V, dtype, divisor):
+        held = [has if has.is_replicate() else Shard(has.dim) for has in placements]
+        size = {"shape": torch.Size((V, *x.shape[1:])), "stride": x.stride()}
+        ctx.like, ctx.mesh, ctx.held, ctx.size, ctx.divisor = x.detach(), mesh, held, size, divisor
+        own = DTensor.from_local(ctx.like.to_local(), mesh, held, run_check=False, **size)
+        whole = own.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
+        return whole.to_local()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx):
-        mesh, like, had = ctx.like.device_mesh, ctx.like, ctx.like.placements
-        shares = [Partial() if d in ctx.data else has for d, has in enumerate(had)]
-        size = {"shape": like.shape, "stride": like.stride()}
-        dx = DTensor.from_local(dx.to(like.dtype), mesh, shares, run_check=False, **size)
-        return dx.redistribute(placements=had) / ctx.divisor, None, None, None
+        dx, shares = dx.to(ctx.like.dtype), [Partial()] * ctx.mesh.ndim
+        dx = DTensor.from_local(dx, ctx.mesh, shares, run_check=False, **ctx.size)
+        dx = dx.redistribute(placements=ctx.held).to_local() / ctx.divisor
+        return in_kind(dx, ctx.like), None, None, None, None, None
 
 
 class _Waited(torch.autograd.Function):
