@@ -165,10 +165,12 @@ def _fsdp_hint(x: DTensor) -> str:
 
 def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """Return ``x``, or this rank's rows over ``tp_group``, in hidden's dtype, if FSDP2 has them."""
-    if not isinstance(x, DTensor) or torch.compiler.is_compiling() or x.device != hidden.device:
+    if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
     mesh, rows = x.device_mesh, _dimension(x.device_mesh, tp_group)
     data = [d for d in range(mesh.ndim) if d != rows]
+    if not data or torch.compiler.is_compiling():
+        return x
     ranks, divisor = torch_private.fsdp_division(x) or (0, 0)
     if ranks != math.prod(mesh.size(d) for d in data):
         return x
