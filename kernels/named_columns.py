@@ -39,21 +39,22 @@ def _tile_starts_kernel(
     ids_ptr, begin_ptr, end_ptr,  # in:  [N] int64, [T] int64 twice
     starts_ptr,  # out: [T, num_v + 1] int32
     V, num_v, vocab_start_index,
-    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """A program counts the ids of one token that lie before each of BLOCK_J tiles of columns."""
+    """A program finds the first id of one token that lies in each of BLOCK_J tiles of columns."""
     t = tl.program_id(0).to(tl.int64)
     offs_j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    begin, end = tl.load(begin_ptr + t), tl.load(end_ptr + t)
-    before = tl.zeros((BLOCK_J,), tl.int32)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        ids = tl.load(ids_ptr + n, mask=n < end, other=1 << 31) - vocab_start_index
-        tile = tl.where(ids < 0, -1, tl.where(ids < V, ids // BLOCK_V, num_v)).to(tl.int32)
-        before += tl.sum((tile[:, None] < offs_j[None, :]).to(tl.int32), axis=0)
-    tl.store(
-        starts_ptr + t * (num_v + 1) + offs_j, begin.to(tl.int32) + before, mask=offs_j <= num_v
-    )
+    n, end = tl.load(begin_ptr + t), tl.load(end_ptr + t)
+    start_id = vocab_start_index + tl.minimum(offs_j * BLOCK_V, V)
+    found = n + tl.zeros((BLOCK_J,), tl.int64)
+    left = end - n
+    while left > 0:  # the first entry that is not below start_id is among so many from found on
+        half = (left + 1) // 2
+        id = tl.load(ids_ptr + found + half - 1, mask=found + half <= end, other=1 << 31)
+        found += tl.where(id < start_id, half, 0)
+        left -= half
+    ptrs = starts_ptr + t * (num_v + 1) + offs_j
+    tl.store(ptrs, found.to(tl.int32), mask=offs_j <= num_v)
 
 
 def tile_starts(logits: ShardLogits, num_v: int, BLOCK_V: int) -> Tensor:
@@ -65,6 +66,6 @@ def tile_starts(logits: ShardLogits, num_v: int, BLOCK_V: int) -> Tensor:
         *logits.named,
         starts,
         logits.V, num_v, logits.vocab_start_index,
-        BLOCK_V=BLOCK_V, BLOCK_N=16, BLOCK_J=BLOCK_J,
+        BLOCK_V=BLOCK_V, BLOCK_J=BLOCK_J,
     )  # fmt: skip
     return starts

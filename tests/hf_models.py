@@ -13,7 +13,7 @@ from flce_dist.hf import use_linear_cross_entropy
 
 transformers.logging.set_verbosity_error()
 
-VOCAB, B, S = 97, 2, 12
+VOCAB, B, S = 98, 2, 12
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,

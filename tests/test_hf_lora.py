@@ -98,7 +98,7 @@ def test_an_adapter_that_comes_later_is_refused_and_then_taken():
     with pytest.raises(RuntimeError, match="call it again, after get_peft_model"):
         plugged(**batch())
     use_linear_cross_entropy(plugged)
-    plugged.lm_head.lora_B["default"].weight.data.fill_(0.1)
+    plugged.lm_head.lora_B["default"].weight.data.normal_()
     loss = plugged(**batch()).loss
     plugged.get_base_model().lm_head.base_layer.register_forward_hook(lambda *given: None)
     with pytest.warns(UserWarning, match="a hook of the output layer"):

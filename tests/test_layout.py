@@ -119,9 +119,10 @@ def make_install(kind: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each kind of install, with the output of PROGRAM in a file beside it."""
-    pytest.importorskip("tyro")
+    tyro = pytest.importorskip("tyro")
     made = {kind: make_install(kind, tmp_path_factory.mktemp("install")) for kind in KINDS}
     packages = [path for path in sys.path if path.endswith("-packages")]
+    packages.append(str(Path(tyro.__file__).parents[1]))  # which may be a folder of its own
     subprocess.run(
         # -S: without the .pth files of other installs of flce_dist.
         [sys.executable, "-S", "-c", PROGRAM, " ".join(modules_of()), *map(str, made.values())],

@@ -32,7 +32,7 @@ from flce_dist.op.plan import plan
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
-CALLS = "linear_cross_entropy", "linear_cross_entropy_with_metrics"
+CALLS = "linear_cross_entropy", "linear_cross_entropy_with_metrics", "linear_logprob"
 FEW = ["--schedules", "cached"]  # most variants of the loss; no filtered gradients
 
 
@@ -51,7 +51,7 @@ def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> tupl
 
 def loss_off_by_1e_4(call, *args, **kwargs):
     out = call(*args, **kwargs)
-    return out * 1.0001 if isinstance(out, torch.Tensor) else out._replace(loss=out.loss * 1.0001)
+    return out * 1.0001 if isinstance(out, torch.Tensor) else type(out)(out[0] * 1.0001, *out[1:])
 
 
 def gradient_off_by_1_percent(call, hidden, *args, **kwargs):
@@ -198,6 +198,7 @@ def test_a_case_is_called_as_it_says(mutate):
             options |= {"schedule": case.schedule, "max_logits_bytes": case.max_logits_bytes}
             counted = int((data.labels != -100).sum())
             options["max_counted"] = counted if variant.counted else None
+            options["skip_ignored"] = variant.skips
             options["vocab_range"] = (0, len(data.weight)) if variant.uneven else None
             assert options.items() <= asked.items()
             assert ("bias" in asked) == variant.bias

@@ -122,7 +122,8 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
         **options: label_smoothing, z_loss_weight, vocab_size, reduce_in_fp32, tp_invariant,
-            schedule, max_logits_bytes, max_counted and impl, as in ``linear_cross_entropy``.
+            schedule, max_logits_bytes, max_counted, skip_ignored and impl, as in
+            ``linear_cross_entropy``.
 
     Raises:
         ValueError: an option is wrong.

@@ -1,6 +1,6 @@
 """The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from flce_dist.op.prepare import (
     sequence_first,
     tempered,
 )
-from flce_dist.options import Declared, Impl, LossOptions, Schedule
+from flce_dist.options import Declared, Impl, LossOptions, Over, Schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, flat_ids
 from flce_dist.scores.over_ids import OverIds
 from flce_dist.scores.over_vocabulary import OverVocabulary
-
-Over = Literal["vocabulary", "ids"]
 
 
 class TokenScores(NamedTuple):

@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench import megatron_peer
+from flce_dist.launch.process_group import own_tokens, reduced
 
 DROPPED_EPS = 2.0**-12
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -122,6 +126,20 @@ def _cce(**options: object) -> Peer:
     return Peer(load, "cut-cross-entropy")
 
 
+def _load_gathered_weight(tp_group: dist.ProcessGroup | None) -> LossFunction:
+    """As FSDP2 does: gather the weight, take this rank's tokens, and reduce-scatter dweight."""
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        mesh = DeviceMesh.from_group(tp_group or [], weight.device.type)
+        split = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+        whole = split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        own = labels[own_tokens(len(labels), tp_group)]
+        loss = linear_cross_entropy(hidden, whole, own, reduction="sum") / len(labels)
+        return loss + reduced(loss.detach().clone(), tp_group) - loss.detach()  # of all tokens
+
+    return loss_of
+
+
 def _megatron(fused: bool) -> Peer:
     load = functools.partial(megatron_peer.load, fused)
     return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
@@ -143,6 +161,7 @@ PEERS: dict[str, Peer] = {
     "cce_kahan_full_c": _cce(impl="cce_kahan_full_c"),
     "dropped": _dropped(drops_dweight=True),
     "dropped_dhidden": _dropped(drops_dweight=False),
+    "gathered_weight": Peer(_load_gathered_weight, parallel=True),
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }
