@@ -6,6 +6,7 @@ tests/test_module.py has the layer LinearCrossEntropy under FSDP2.
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -201,6 +202,8 @@ def test_fsdp_is_recognised_and_its_mesh_is_not_advised(group):
         for one in (both.weight, distributed(weight, mesh["tp"], SPLIT))
     )
     assert re.search("weight must .*; FSDP2 .* pass those of the same tokens as tp_group", of_fsdp)
+    with mock.patch.dict(sys.modules, {"torch.distributed._composable_state": None}):
+        assert "FSDP2" not in complaint(linear_cross_entropy, hidden, plain.weight, labels)
     assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
         transport._have_called.clear()
