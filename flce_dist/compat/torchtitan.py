@@ -35,8 +35,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         """Let ``lm_head(hidden, labels)`` be the loss, so that FSDP2's hooks gather the weight."""
         if type(lm_head).forward is not nn.Linear.forward:
             raise NotImplementedError(
-                "flce_dist.compat.torchtitan needs an output layer that is torchtitan's Linear, "
-                f"got {type(lm_head).__name__}, whose forward differs: use ChunkedLossWrapper"
+                "lm_head must be torchtitan's Linear, whose forward is known, got "
+                f"{type(lm_head).__name__}: use ChunkedLossWrapper"
             )
         self.lm_head, logits = lm_head, lm_head.forward
 

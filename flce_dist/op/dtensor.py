@@ -156,10 +156,8 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
 def _fsdp_hint(x: DTensor) -> str:
     """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
     if not torch.compiler.is_compiling() and torch_private.fsdp_division(x):
-        return (
-            "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same "
-            f"tokens as tp_group, or {IN_FORWARD_OF_FSDP}"
-        )
+        hint = "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same "
+        return f"{hint}tokens as tp_group, or {IN_FORWARD_OF_FSDP}"
     return ""
 
 
@@ -167,20 +165,17 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """Return ``x``, or this rank's rows over ``tp_group``, in hidden's dtype, if FSDP2 has them."""
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
-    mesh, rows = x.device_mesh, _dimension(x.device_mesh, tp_group)
+    mesh, V, rows = x.device_mesh, x.shape[0], _dimension(x.device_mesh, tp_group)
     data = [d for d in range(mesh.ndim) if d != rows]
-    if not data or torch.compiler.is_compiling():
+    known = None if torch.compiler.is_compiling() or not data else torch_private.fsdp_division(x)
+    if known is None or known[0] != math.prod(mesh.size(d) for d in data):
         return x
-    ranks, divisor = torch_private.fsdp_division(x) or (0, 0)
-    if ranks != math.prod(mesh.size(d) for d in data):
-        return x
-    V, *_ = x.shape
     if rows is not None:
         start, end = vocab_range(V, mesh.get_local_rank(rows), mesh.size(rows))
         mesh, V = mesh[tuple((mesh.mesh_dim_names or ())[d] for d in data)], end - start
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _Gathered.apply(x, mesh, [x.placements[d] for d in data], V, dtype, divisor)
+    return _Gathered.apply(x, mesh, [x.placements[d] for d in data], V, dtype, known[1])
 
 
 class _Gathered(torch.autograd.Function):
