@@ -3,7 +3,7 @@
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
 A file ``<name>.json`` gives the figures that its records are enough for: ``<name>-memory.png``,
-``-dial.png`` and ``-shares.png``; a profile, ``<name>.profile.json``, ``<name>-timeline.png``; files
+``-dial.png``, ``-shares.png``; a profile, ``<name>.profile.json``, ``<name>-timeline.png``; files
 of one grid, commit and kind of GPU on different numbers of ranks ``<first name>-scaling.png``.
 """
 
