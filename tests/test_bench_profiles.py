@@ -15,13 +15,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from flce_dist.launch.bench.profiles import (
-    Activity,
-    Profile,
-    describe,
-    profile_of,
-    take_profile,
-)
+from flce_dist.launch.bench.profiles import Activity, Profile, describe, profile_of, take_profile
 from tests import bench_run
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

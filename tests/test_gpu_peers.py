@@ -1,4 +1,4 @@
-"""Peer memory over CUDA itself, by two processes on one GPU: gpu_peers_cases.py."""
+"""Peer memory over CUDA itself, by two processes on one GPU: gpu_peers.py."""
 
 import signal
 import sys
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.gpu_peers_cases import ABORTS, CASES, IN_VAIN, P
+from tests.gpu_peers import ABORTS, CASES, IN_VAIN, P
 from tests.processes import started
 
 
@@ -15,7 +15,7 @@ from tests.processes import started
 def test_two_processes_on_one_gpu(name, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    command = [sys.executable, "-m", "tests.gpu_peers_cases", name]
+    command = [sys.executable, "-m", "tests.gpu_peers", name]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
