@@ -186,8 +186,15 @@ def test_transforms_are_refused_by_name(name):
         TRANSFORMS[name](loss, inputs.weight)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("in_forward", "use schedule='recompute'"),
+        (filtered.schedule(0.1), r"filtered\.schedule has gradients of the loss only"),
+    ],
+)
 @pytest.mark.parametrize("name", METRICS)
-def test_gradients_of_metrics_are_refused_under_in_forward(name):
+def test_gradients_of_metrics_are_refused(name, schedule, message):
     inputs, upstream = small("eager"), Upstream(1.0, metric_upstream(37, name))
-    with pytest.raises(NotImplementedError, match="use schedule='recompute'"):
-        run_op(inputs, upstream, impl="eager", schedule="in_forward")
+    with pytest.raises(NotImplementedError, match=message):
+        run_op(inputs, upstream, impl="eager", schedule=schedule)

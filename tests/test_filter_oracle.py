@@ -10,19 +10,12 @@ import pytest
 import torch
 
 from flce_dist import filtered
-from flce_dist.filtered.oracle import SAMPLE, TILE_T, TILE_V, sampled_tokens
-from flce_dist.kernels.filtered import tiles
+from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
 from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import filtered_gradients, zipf_inputs
 from tests.problems import IGNORE, Upstream, both, run_op, run_reference
 from tests.test_filtered import EPS
-
-
-def test_its_tiles_are_those_of_the_kernels() -> None:
-    """It may not import the kernels, so it has the sizes once more."""
-    sizes = tiles.TILE_T, tiles.TILE_V, tiles.SAMPLE
-    assert sizes == (TILE_T, TILE_V, SAMPLE)
 
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
