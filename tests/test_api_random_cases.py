@@ -18,6 +18,7 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import joined_by_name, small_pieces
 from tests.problems import (
+    DTYPES,
     IGNORE,
     METRICS,
     Inputs,
@@ -76,8 +77,8 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
         if reduction != "none":
             schedules.append("in_forward")
     schedule = draw(st.sampled_from(schedules))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    least = 1 if dtype == torch.float32 else 8  # few terms may cancel, their rounding errors not
+    dtype = draw(st.sampled_from([*DTYPES, torch.float64][: 4 if max_P > 1 else 3]))
+    least = 1 if dtype.itemsize > 2 else 8  # few terms may cancel, their rounding errors not
     layouts = st.sampled_from(["plain", "columns", "transposed", "every second"])
     return Drawn(
         P=P,

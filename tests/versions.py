@@ -29,7 +29,7 @@ PAIRS = {
 }
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
-    "interpreter", "merge_stats", "collectives", "main_grad", "main_grad_autograd", "dtensor",
+    "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
     "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory", "module",
     "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
