@@ -21,12 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests import (
-    parallel_autograd_checks,
-    parallel_checks,
-    parallel_device_checks,
-    parallel_filter_checks,
-)
+from tests import parallel_checks, parallel_device_checks, parallel_filter_checks
 from tests.parallel_checks import Ranks
 from tests.parallel_problem import small_pieces
 
@@ -42,9 +37,9 @@ CHECKS: dict[str, Check] = {
     "filtered": parallel_filter_checks.filtered_gradients,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
-    "heads": parallel_autograd_checks.several_heads,
-    "checkpointing": parallel_autograd_checks.activation_checkpointing,
-    "compile": parallel_autograd_checks.under_compile,
+    "heads": parallel_checks.several_heads,
+    "checkpointing": parallel_checks.activation_checkpointing,
+    "compile": parallel_checks.under_compile,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
