@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests import parallel_checks, parallel_device_checks, parallel_filter_checks
+from tests import parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks
 from tests.parallel_problem import small_pieces
 
@@ -34,7 +34,7 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
-    "filtered": parallel_filter_checks.filtered_gradients,
+    "verify": parallel_checks.of_verify,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_checks.several_heads,
@@ -44,7 +44,7 @@ CHECKS: dict[str, Check] = {
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
 }
-GPU_ONLY = ("devices", "host", "collectives")
+GPU_ONLY = ("devices", "host", "collectives", "verify")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import api, check_ranks, filtered
+from flce_dist.launch.verify import cases
+from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
@@ -35,6 +38,7 @@ from tests.parallel_ranks import (
     same_bits,
     ways,
 )
+from tests.problems import plan_sizes
 
 
 def problems(device: torch.device) -> dict[str, Problem]:
@@ -60,6 +64,22 @@ def problems(device: torch.device) -> dict[str, Problem]:
 def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
     """Every problem in every way."""
     return against_fp64(ranks, problems(ranks.device), lambda one: ways(one, ranks.P))
+
+
+def of_verify(ranks: Ranks) -> Iterator[str]:
+    """What ``launch.verify`` has besides: filtered gradients, scores, counted tokens."""
+    P, device = ranks.P, ranks.device
+    for variant in (*cases.filtered_variants(), *cases.score_variants(), *cases.variants()):
+        if not (variant.filtered or variant.over or variant.counted):
+            continue
+        shape = cases.filtered_shape(P) if variant.filtered else cases.Shape(33, 123, 507)
+        data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)
+        for case in cases.cases(variant, ("recompute", "cached"), P, None):
+            truth = make_truth(data, variant, case.metric_gradients, case.filter_eps, P)
+            with plan_sizes(split_from=1 << 30):  # its definition has the callers' order of tokens
+                found = run_case(case, data, truth, ranks.group, None)
+            missed = (f"{name}: {check}" for name, check in found.items() if not check.met)
+            yield from said(f"{variant.title}, {case.name}", missed)
 
 
 def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
