@@ -120,6 +120,12 @@ def test_each_run_is_judged_by_itself(tmp_path, monkeypatch, capsys):
     assert {record.status for record in records(tmp_path, "torch_eager")} == {"ok"}
 
 
+def test_a_loss_in_half_precision_may_be_rounded(tmp_path):
+    runs = "  - {impl: torch_eager}\n"
+    assert run(tmp_path, runs, "--shapes.0.dtype", "bf16", "--shapes.1.dtype", "bf16") == 0
+    assert {record.status for record in records(tmp_path)} == {"ok"}
+
+
 def test_two_ranks_end_to_end(tmp_path):
     runs = EAGER + (
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"
