@@ -17,7 +17,6 @@ from tests.problems import (
     Upstream,
     both,
     device_of,
-    each_dtype,
     each_schedule,
     make_inputs,
     metric_upstream,
@@ -93,32 +92,6 @@ def test_a_second_backward_is_equal_to_the_first(impl, way, dtype):
         torch.autograd.grad(out.entropy.sum(), leaves, retain_graph=True)
     second = torch.autograd.grad(out.loss, leaves)
     assert all(map(torch.equal, first, second))
-
-
-@both
-@pytest.mark.parametrize("factor", [1.0, -0.75])
-@each_dtype
-@poisoned_memory()
-def test_a_retained_graph_of_in_forward_keeps_what_it_saved(impl, dtype, factor):
-    """Only the last backward may return the saved gradients themselves."""
-    inputs, upstream = small(impl).to(dtype), Upstream(factor)
-    expected = run_op(inputs, upstream, impl=impl, schedule="in_forward")
-    loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
-
-    def backward(**kwargs: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, leaves, torch.full_like(loss, factor), **kwargs)
-
-    first = backward(retain_graph=True)
-    kept = [x.clone() for x in first]
-    second = backward(retain_graph=True)
-    last = backward()
-    for results in (kept, first, second, last):
-        for name, result in zip(("dhidden", "dweight", "dbias"), results, strict=True):
-            assert torch.equal(result.cpu(), expected[name]), name
-    memory = {x.data_ptr() for results in (first, second, last) for x in results}
-    assert len(memory) == 3 * len(leaves), "two passes share a result"
-    with pytest.raises(RuntimeError, match="second time"):
-        backward()
 
 
 @each_schedule
