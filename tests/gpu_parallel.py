@@ -44,7 +44,8 @@ CHECKS: dict[str, Check] = {
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
 }
-GPU_ONLY = ("devices", "host", "collectives", "verify")
+# On a CPU test_compiled.py and test_verify.py have two of them.
+GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

@@ -230,8 +230,7 @@ def under_compile(ranks: Ranks) -> Iterator[str]:
     """One graph without breaks, and the same bits."""
     one = problem(ranks.device)
     for schedule in ("recompute", "cached", "in_forward"):
-        # On a CPU tests/test_compiled.py has them without sequence parallelism.
-        for sp in (False, True) if ranks.on_gpu else (True,):
+        for sp in (False, True):
             options: Options = {"schedule": schedule, "sequence_parallel": sp}
             plain = rank_step(ranks.group, one, **options)
             mine = rank_step(ranks.group, one, call=layered(compiled), **options)

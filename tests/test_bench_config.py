@@ -102,7 +102,7 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         (
             BenchConfig(shapes=SHAPE, runs=(TOLD,)),
             1,
-            "max_counted is an option of triton and eager",
+            "max_counted is an option of triton and",
         ),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),

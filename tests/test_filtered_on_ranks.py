@@ -4,6 +4,7 @@ T tokens, V_all vocabulary rows, H hidden size, P ranks.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.kernels.filtered import eager as eager_filter
+from flce_dist.op.gradients import Gradients
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
@@ -138,23 +141,15 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 
 def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) -> None:
     """After dhidden of the last round, before dweight of it."""
-    from flce_dist.kernels.filtered import eager as eager_filter
-    from flce_dist.op.gradients import Gradients
-
     seen: dict[int, list[str]] = {0: [], 1: []}
 
-    def noting(name: str) -> Any:
-        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-            seen[dist.get_rank()].append(name)
-            return original(*args, **kwargs)
+    def noting(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[dist.get_rank()].append(name)
+        return original(*args, **kwargs)
 
-        return call
-
-    for owner, name in (
-        (eager_filter, "add_kept_dhidden"), (eager_filter, "kept_dweight"),
-        (Gradients, "finish_dhidden"),
-    ):  # fmt: skip
-        mutate(owner, name, noting(name))
+    for name in ("add_kept_dhidden", "kept_dweight"):
+        mutate(eager_filter, name, partial(noting, name))
+    mutate(Gradients, "finish_dhidden", partial(noting, "finish_dhidden"))
 
     def step(group: dist.ProcessGroup) -> None:
         hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (200, 1100))
