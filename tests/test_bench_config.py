@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-
 from flce_dist.launch.bench.config import (
     BenchConfig,
     Cross,

@@ -5,9 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
 from flce_dist.launch.bench.problem import load_head, make_truth
