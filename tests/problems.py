@@ -111,8 +111,7 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
     }
     of_tokens = {name: getattr(inputs, name) for name in ("labels", "token_weight", "temperature")}
     out = call(**of_tokens, **leaves, **options)
-    names = ("loss", *METRICS, "correct", "kept_share", "rank_one_mass")  # as far as it has them
-    results = dict(zip(names, out, strict=False))
+    results = dict(zip(("loss", *METRICS, "correct"), out, strict=False))
 
     heads, gradients = [], []
     if upstream.loss is not None:

@@ -55,10 +55,16 @@ def on_rank(
     share = replace(
         problem, hidden=hidden, weight=problem.weight[start:end], bias=problem.bias[start:end]
     )
+    shares: Outcome = {}
+
+    def call(**given: Any) -> tuple[Tensor, ...]:
+        out: Any = linear_cross_entropy_with_metrics(**given)
+        shares.update(kept_share=out.kept_share, rank_one_mass=out.rank_one_mass)
+        return out
+
     options = {"vocab_size": len(problem.weight), "vocab_range": (start, end), **options}
-    options |= {"tp_group": group, "schedule": FILTERED}
-    found = run(linear_cross_entropy_with_metrics, share, Upstream(), **options)
-    return found, list(getattr(group, "calls", ()))
+    found = run(call, share, Upstream(), tp_group=group, schedule=FILTERED, **options)
+    return found | shares, list(getattr(group, "calls", ()))
 
 
 def joined(problem: Inputs, ranges: list[tuple[int, int]], **options: Any) -> Outcome:
