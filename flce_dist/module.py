@@ -46,7 +46,7 @@ class LinearCrossEntropy(VocabShard):
         device, dtype: of the parameters.
         **options: sequence_parallel, sequence_dim, reduction, ignore_index, label_smoothing,
             z_loss_weight, softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant,
-            accumulate_dweight, schedule, max_logits_bytes, max_counted and impl,
+            accumulate_dweight, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,

@@ -93,7 +93,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     options = arguments.options
     arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
-    call, (_, weight, _, labels, token_weight, _, inverse, _) = prepare(arguments, needs)
+    call, (_, weight, _, labels, token_weight, _, inverse, *_) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index

@@ -23,6 +23,7 @@ class Kernels:
     reduce_loss = staticmethod(eager.reduce_loss)
     row_gradient = staticmethod(eager.row_gradient)
     dlogits = staticmethod(eager.dlogits)
+    counted_gemm = staticmethod(eager.counted_gemm)
     write_label_value = staticmethod(eager.write_label_value)
     scale = staticmethod(eager.scale)
     scale_rows = staticmethod(eager.scale_rows)

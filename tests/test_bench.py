@@ -129,6 +129,7 @@ def test_a_loss_in_half_precision_may_be_rounded(tmp_path):
 def test_two_ranks_end_to_end(tmp_path):
     runs = EAGER + (
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"
+        "  - {impl: gathered_weight, sequence_parallel: true}\n"
     )
     (tmp_path / "grid.yaml").write_text(GRID + runs)
     paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
@@ -143,7 +144,7 @@ def test_two_ranks_end_to_end(tmp_path):
     assert len(list((tmp_path / "out").glob("*.trace.json.gz"))) == len(profiles)
     ours = records(tmp_path, "eager")
     assert [record.sequence_parallel for record in ours] == [False, True] * 2
-    for record in ours:
+    for record in (*ours, *records(tmp_path, "gathered_weight")):
         assert record.P == 2 and record.status == "ok" and record.ratio > 0
         assert record.loss_error < 1e-6 and record.dhidden_error < 1e-5 > record.dweight_error
     for record in records(tmp_path, "canonical"):

@@ -117,7 +117,8 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
         **options: label_smoothing, z_loss_weight, vocab_size, reduce_in_fp32, tp_invariant,
-            schedule, max_logits_bytes, max_counted and impl, as in ``linear_cross_entropy``.
+            schedule, max_logits_bytes, max_counted, skip_ignored and impl, as in
+            ``linear_cross_entropy``.
 
     Raises:
         ValueError: an option is wrong.
@@ -213,7 +214,7 @@ def _linear_of(head: Any) -> Any:
 def _is_linear(head: Any) -> bool:
     layer, lora = _linear_of(head), type(head).forward
     is_lora = (lora.__module__, lora.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")
-    is_whole = type(layer.weight) in (nn.Parameter, DTensor)
+    is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
     return type(layer).forward is nn.Linear.forward and is_whole and (is_lora or layer is head)
 
 

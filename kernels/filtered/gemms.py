@@ -11,7 +11,6 @@ element is written by two programs. Kernels of a round without tiles return at o
 specialised on the number of the round, which would compile them again.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,28 +19,9 @@ from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import has_tma, matrix
-from flce_dist.kernels.primitives import cast, dot, load_tile, parts_of, store_tile
+from flce_dist.kernels.primitives import add_tile, dot, load_tile, parts_of, store_tile
 
 TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
-
-
-@triton.jit
-def _add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row):
-    """Add fp32 ``tile`` to a matrix of unit column stride, with one rounding.
-
-    Half of the columns at a time: the registers hold no second tile of a GEMM's size.
-    """
-    WIDTH: tl.constexpr = tile.shape[1] // 2
-    left, right = tile.reshape(tile.shape[0], 2, WIDTH).permute(0, 2, 1).split()
-    offs_row = row + tl.arange(0, tile.shape[0])
-    for i in tl.static_range(2):
-        offs_col = col + i * WIDTH + tl.arange(0, WIDTH)
-        mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
-        # V * H passes 2**31 at 524k x 4k
-        ptrs = dst_ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col[None, :]
-        total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        total += left if i == 0 else right
-        tl.store(ptrs, cast(total, dst_ptr.dtype.element_ty), mask=mask)
 
 
 @Kernel
@@ -147,7 +127,7 @@ def _kept_dweight_kernel(
         if ACCUMULATES:
             # Not the GEMM's first value: tensor cores truncate, and a sum over many microbatches
             # would drift towards 0.
-            _add_tile(out, acc, start_v, start_h, V, H, stride_out_v)
+            add_tile(out, acc, start_v, start_h, V, H, stride_out_v, True)
         else:
             store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
 

@@ -45,6 +45,7 @@ class RunSpec:
     """Of ours. It pays on the head of a trained model."""
     max_counted: bool = False
     """Of ours: it is told how many tokens count."""
+    skip_ignored: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -68,6 +69,8 @@ class RunSpec:
             words.append(f"eps {self.filter_eps:.2g}")
         if self.max_counted:
             words.append("max_counted")
+        if self.skip_ignored:
+            words.append("skip_ignored")
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -220,7 +223,8 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         is_auto = run.is_ours and run.schedule == "auto"
         filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
         require(run.filter_eps is None or is_auto, filter_eps)
-        told = f"max_counted is an option of {' and '.join(OURS)}, got {run.name!r}"
-        require(run.is_ours or not run.max_counted, told)
+        for name in ("max_counted", "skip_ignored"):
+            told = f"{name} is an option of {' and '.join(OURS)}, got {run.name!r}"
+            require(run.is_ours or not getattr(run, name), told)
         if run.sequence_parallel:
             require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

@@ -95,6 +95,7 @@ class Measured:
             "schedule": run.schedule,
             "max_logits_bytes": run.max_logits_bytes,
             "impl": run.impl,
+            "skip_ignored": run.skip_ignored,
         }
         if run.max_counted:
             options["max_counted"] = max(1, int(self.problem.counted.sum()))

@@ -61,6 +61,7 @@ class Record:
     rank_one_mass: float | None = None  # of the probabilities
     counted: float = 1.0  # share of the tokens that are not ignored
     max_counted: bool = False
+    skip_ignored: bool = False
     launches: float | None = None  # kernels of one call, if it was profiled
 
     @property
@@ -167,11 +168,9 @@ def table(records: list[Record]) -> Table:
     for heading, *_ in columns:
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", overflow="fold")
-    last_op = first.op
-    for record in records:
-        if record.op != last_op:
+    for before, record in zip([first, *records], records, strict=False):
+        if record.op != before.op:
             made.add_section()
-            last_op = record.op
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
         complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"

@@ -55,7 +55,8 @@ def make_data(
         edges = [row for start, end in bounds for row in (start, end - 1) if row < vocab_size][:T]
         labels[: len(edges)] = torch.tensor(edges)
         _aim(hidden, weight, labels, {**dict.fromkeys(range(2, T, 4), 12.0), T // 2: -150.0})
-    ignored = torch.rand(T, generator=generator) < (0.8 if variant.counted else 0.1)
+    share = 0.8 if variant.counted or variant.skips else 0.1
+    ignored = torch.rand(T, generator=generator) < share
     labels[ignored] = -100
     hidden[ignored] = torch.nan
     weight[vocab_size:] *= 100.0  # would be seen, if it were
