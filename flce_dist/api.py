@@ -172,6 +172,10 @@ def linear_cross_entropy(
         is Partial with ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be
         replicated and plain tensors equal on all ranks; gradients are not summed over them.
 
+        A parameter that FSDP2 has sharded is gathered where the loss is called outside forward, in
+        hidden's dtype, and held until backward. Its gradient is averaged over the data ranks, or
+        divided as the module's ``set_gradient_divide_factor`` says. Not under torch.compile.
+
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
 

@@ -125,14 +125,15 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits)
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the layer be lazy in this call of the model if it has labels."""
+    """Let the layer be lazy in this call of the model if it has labels, or is for scores."""
     model_class: Any = type(model)
     bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
     given = {**kwargs, **bound.arguments}
     labels = given.get("labels", given.get("lm_labels"))  # the latter in a T5Model
     # Megatron's logger of inputs writes the logits to disk.
     logs = bool(getattr(model.config, "config_logger_dir", ""))
-    model.output_layer.is_lazy = labels is not None and not logs
+    layer = model.output_layer
+    layer.is_lazy = (labels is not None or layer.scoring is not None) and not logs
     processor = kwargs.get("output_processor")
     if processor is None:
         return None

@@ -1,7 +1,7 @@
 """What the benchmark found: one flat record for each run at a shape, and a table of them.
 
 Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the time of the GEMMs that the
-run needs (``config.floor_of``). A forward run at few tokens is bound by reading the weight: where
+run needs, or of the loss (``config.floor_of``). A forward run at few tokens reads the weight: where
 ``read_weight`` was measured and takes longer, it is the floor.
 """
 
@@ -62,6 +62,9 @@ class Record:
     counted: float = 1.0  # share of the tokens that are not ignored
     max_counted: bool = False
     skip_ignored: bool = False
+    over: str | None = None  # of linear_logprob, as ids and spread
+    ids: int = 1
+    spread: str = "uniform"
     launches: float | None = None  # kernels of one call, if it was profiled
 
     @property
@@ -85,7 +88,7 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
     measured = [x for x in found if x.failure is None and x.samples_ms]
-    p50_ms = {x.run.impl: _quantiles(x.samples_ms)[1] for x in measured}
+    p50_ms = {x.run.name: _quantiles(x.samples_ms)[1] for x in measured}
     eager = next((x for x in measured if x.run.impl == "torch_eager"), None)
     return [_make_record(shape, x, p50_ms, eager) for x in found]
 
@@ -94,7 +97,8 @@ def _make_record(
     shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
-    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
+    of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
+    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     given["counted"] = shape.counted
     if not run.is_ours or run.mode == "forward":
@@ -103,7 +107,7 @@ def _make_record(
         return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = _quantiles(found.samples_ms)
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
-    if floor_ms is not None and run.mode == "forward":
+    if floor_ms is not None and run.mode == "forward" and run.over is None:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
     peak, complaint = found.peak_bytes, _complaint(found, eager)
     return Record(
