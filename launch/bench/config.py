@@ -233,16 +233,17 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
         is_auto = run.is_ours and run.schedule == "auto"
-        filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
+        ours = f"of {' and '.join(OURS)}"
+        filter_eps = f"filter_eps is a schedule {ours}, got {run.name!r}"
         require(run.filter_eps is None or is_auto, filter_eps)
         if run.over is not None:
             plain = run.filter_eps is None and not run.max_counted and shape.counted == 1.0
-            scores = f"over is an option of {' and '.join(OURS)}, whose every token counts"
-            require(run.is_ours and plain, f"{scores}, got {run.name!r}")
+            scores = f"over is an option {ours}, whose every token counts, got {run.name!r}"
+            require(run.is_ours and plain, scores)
             beside = f"runs must have the loss {floor_of(run)!r} beside {run.name!r}"
             require(floor_of(run) in names, beside)
         for name in ("max_counted", "skip_ignored"):
-            told = f"{name} is an option of {' and '.join(OURS)}, got {run.name!r}"
+            told = f"{name} is an option {ours}, got {run.name!r}"
             require(run.is_ours or not getattr(run, name), told)
         if run.sequence_parallel:
             require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

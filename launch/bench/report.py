@@ -8,8 +8,9 @@ run needs, or of the loss (``config.floor_of``). A forward run at few tokens rea
 import dataclasses
 import math
 from dataclasses import dataclass
+from statistics import median
 
-import torch
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -88,7 +89,7 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
     measured = [x for x in found if x.failure is None and x.samples_ms]
-    p50_ms = {x.run.name: _quantiles(x.samples_ms)[1] for x in measured}
+    p50_ms = {x.run.name: median(x.samples_ms) for x in measured}
     eager = next((x for x in measured if x.run.impl == "torch_eager"), None)
     return [_make_record(shape, x, p50_ms, eager) for x in found]
 
@@ -105,7 +106,7 @@ def _make_record(
         given["schedule"] = None
     if found.failure is not None:
         return Record(**given, status="error", message=found.failure)
-    p20, p50, p80 = _quantiles(found.samples_ms)
+    p20, p50, p80 = np.quantile(found.samples_ms, (0.2, 0.5, 0.8)).tolist()
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
     if floor_ms is not None and run.mode == "forward" and run.over is None:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
@@ -139,12 +140,6 @@ def _complaint(found: Measured, eager: Measured | None) -> str | None:
         if error is not None and not error <= budget:  # NaN is not
             return f"{name} is off by {error:.1e}, allowed {budget:.1e}"
     return None
-
-
-def _quantiles(samples: list[float]) -> tuple[float, float, float]:
-    at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(at).tolist()
-    return p20, p50, p80
 
 
 COLUMNS = (
