@@ -44,10 +44,10 @@ def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> N
 
 
 def kept_tiles(
-    logits: ShardLogits, tile_stats: Tensor, stats: TokenStats, eps: float
+    logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype."""
-    maxima, sums = tile_stats
+    maxima, sums = tiles
     lse, counted = stats.lse, logits.counted
     blocks, J = tile_grid(logits.T, logits.V)
     mass = sums * (first_reference(stats.label_logit) - lse).exp()
