@@ -30,18 +30,19 @@ PAIRS = {
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
     "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
-    "testing", "autograd", "backward", "peer_copies", "peer_memory", "module",
+    "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module",
     "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
 RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
 USERS = {
-    "rl": ((*RL.split(), "hydra-core"), ("compat_trl", "compat_verl")),
-    "transformers-5": (("transformers==5.*", "peft", "accelerate"), HF),
-    "transformers-4.57": (("transformers==4.57.*", "peft", "accelerate"), HF),
+    "rl": ("2.13", (*RL.split(), "hydra-core"), ("compat_trl", "compat_verl")),
+    "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
+    "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
+    "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan",)),
 }
-"""Libraries that a face of this one is for -> packages beside those of torch 2.13, test files."""
+"""Libraries that a face of this one is for -> release of torch, other packages, test files."""
 
 
 def python_of(release: str) -> Path:
@@ -50,11 +51,9 @@ def python_of(release: str) -> Path:
     python = folder / "bin" / "python"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        torch, more = (
-            (PAIRS["2.13"], USERS[release][0]) if release in USERS else (PAIRS[release], ())
-        )
+        torch, more, _ = USERS.get(release, (release, (), ()))
         install = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, *torch, *more, *OTHERS.split()], check=True)
+        subprocess.run([*install, *PAIRS[torch], *more, *OTHERS.split()], check=True)
         if release == "rl":
             subprocess.run([*install, "--no-deps", "verl==0.9.1"], check=True)
             for stray in folder.glob("lib/python*/site-packages/tests"):
@@ -67,7 +66,7 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
     """Return how many tests passed, failed and so on, by the last line that pytest prints."""
     found: Counter[str] = Counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    _, files = USERS.get(release, ((), FILES))
+    *_, files = USERS.get(release, (FILES,))
     for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in files]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
