@@ -172,21 +172,20 @@ def rank_step(
     )
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
-        labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64)
-        return linear_cross_entropy_with_metrics(
-            laid_out(hidden, drawn.layouts[0]),
-            laid_out(weight, drawn.layouts[1]),
-            labels.t().contiguous().t(),
-            vocab_range=rows,
-            tp_group=group,
-            sequence_parallel=drawn.sequence_parallel,
-            reduce_in_fp32=True,  # where shares cancel their rounding errors do not
-            impl=impl,
-            **dict(drawn.how),
-            **keywords,
-        )
+        hidden, weight = map(laid_out, (hidden, weight), drawn.layouts)
+        labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64).t().contiguous().t()
+        return linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
 
-    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **options_of(drawn))
+    how = {
+        "vocab_range": rows,
+        "tp_group": group,
+        "sequence_parallel": drawn.sequence_parallel,
+        "reduce_in_fp32": True,  # where shares cancel their rounding errors do not
+        "impl": impl,
+        **dict(drawn.how),
+        **options_of(drawn),
+    }
+    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **how)
     return {name: x.cpu() for name, x in found.items()}
 
 
