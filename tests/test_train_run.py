@@ -27,7 +27,8 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 def trainer_of(config: RunConfig, text: str = "one") -> Trainer:
     forget_earlier_runs()
-    return Trainer(config, replace(corpus(), sources={TEXT_SHA256: text}), torch.device("cpu"))
+    texts = replace(corpus(), sources={TEXT_SHA256: text}, prompt_tokens=config.data.prompt_tokens)
+    return Trainer(config, texts, torch.device("cpu"))
 
 
 def steps_of(trainer: Trainer, steps: int) -> list[float]:
@@ -115,6 +116,18 @@ def test_every_head_trains_alike(ranks, exact, head, numbers, weights):
         assert_alike(trained, expected, numbers=numbers, weights=weights)
 
 
+def test_prompts_are_ignored_by_every_head(ranks, exact):
+    config = layout(2, 1, True, microbatches=2)
+    config = replace(config, data=replace(config.data, prompt_tokens=5))
+    skipping, theirs = (
+        ranks.run(rank_train, replace(config, head=HeadConfig(**head)))
+        for head in ({"skip_ignored": True}, {"kind": "megatron_unfused"})
+    )
+    for trained, expected, of_all in zip(skipping, theirs, exact, strict=True):
+        assert_alike(trained, expected, numbers=2e-4, weights=1e-4)
+        assert abs(trained[0][0] - of_all[0][0]) > 1e-3
+
+
 def test_bfloat16_trains_close_to_float32(ranks, exact):
     config = layout(2, 1, True, microbatches=2, dtype="bfloat16")
     found = ranks.run(rank_train, config)
@@ -158,7 +171,7 @@ RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=Fal
 def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     """How the loop ends, and the screen then; ``event`` happens to one rank at one step."""
     forget_earlier_runs()
-    validation, losses_of = RunLog.validation, Trainer._token_losses
+    validation, losses_of = RunLog.validation, Trainer._mean_loss
 
     def full_disk(log: RunLog, *record: Any) -> None:
         validation(log, *record)
@@ -176,7 +189,7 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(screen):
         patch.setattr(RunLog, "validation", full_disk)
-        patch.setattr(Trainer, "_token_losses", losses)
+        patch.setattr(Trainer, "_mean_loss", losses)
         try:
             run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
         except RunError as error:  # here the log still exists, as where the error is printed
