@@ -42,7 +42,6 @@ def cut(monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T) -> N
 
 @pytest.fixture
 def merged_tiles(mutate: Patch) -> list[int]:
-    """Tiles of columns in each segment that was merged, in order."""
     seen: list[int] = []
 
     def noting(merge: Any, part: Any, label_logit: Any, launch: TileLaunch, **rest: Any) -> None:

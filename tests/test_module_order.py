@@ -15,7 +15,6 @@ T = 16
 
 
 def moved(x: Tensor, rows: Tensor) -> Tensor:
-    """The whole padded parameter with its real rows in another order."""
     return torch.cat([x[rows], x[VOCAB:]])
 
 
@@ -29,7 +28,6 @@ def inputs(ignore_index: int) -> tuple[Tensor, Tensor]:
 
 
 def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Of this rank's layer; gradients as whole parameters."""
     if layer.sequence_parallel:
         hidden = hidden.chunk(layer.P)[layer.rank]
     hidden = hidden.clone().requires_grad_()
@@ -44,7 +42,7 @@ def results(layer: LinearCrossEntropy, hidden: Tensor, labels: Tensor) -> dict[s
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 17])
-@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("P, sp", [(1, False), (2, False), (4, True)])
 @on_ranks("P")
 def test_training_is_the_same_up_to_the_order_of_rows(group, P, sp, ignore_index):
     options: dict[str, Any] = dict(
@@ -84,23 +82,14 @@ def test_labels_out_of_range_are_refused_as_ever():
     for label in (VOCAB, PADDED, -1):
         with pytest.raises(ValueError, match=f"labels must be within .*, got {label} at token 1"):
             layer(torch.randn(2, H), torch.tensor([5, label]))
-    with pytest.raises(ValueError, match="labels"):
-        layer(torch.randn(2, H), torch.zeros(2))
 
 
-def test_it_compiles():
-    layer = make(None, vocab_order=ORDER, reduction="sum")
-    hidden, labels = inputs(-100)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(hidden, labels), layer(hidden, labels))
-
-
-def test_copies_and_the_repr_have_the_order():
-    layer = make(None, vocab_order=ORDER.token_of_row)
+def test_copies_compiled_ones_and_the_repr_have_the_order():
+    layer = make(None, vocab_order=ORDER.token_of_row, reduction="sum")
     assert "vocab_order=True" in repr(layer) and "vocab_order" not in repr(make(None))
-    copied = copy.deepcopy(layer)
-    hidden, labels = inputs(-100)
-    assert torch.equal(copied(hidden, labels), layer(hidden, labels))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for other in (copy.deepcopy(layer), compiled):
+        torch.testing.assert_close(other(*inputs(-100)), layer(*inputs(-100)))
     with pytest.raises(ValueError, match=r"each of vocab_size = 507 rows, got \(512,\)"):
         make(None, vocab_order=torch.arange(512), padded_vocab_size=512)
 
@@ -121,19 +110,14 @@ def test_rows_of_another_order_or_none_are_refused(strict):
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match=r"no row_of_token.*vocab_order convert --to ordered"):
         layer.load_state_dict(without.state_dict(), strict=strict)
-    with pytest.raises(
-        RuntimeError, match=r"rows have a vocab_order .*vocab_order convert --to plain"
-    ):
+    with pytest.raises(RuntimeError, match=r"have a vocab_order .*vocab_order convert --to plain"):
         without.load_state_dict(layer.state_dict(), strict=strict)
     other = make(None, vocab_order=order_of(seed=1))
     with pytest.raises(RuntimeError, match=r"another vocab_order .*\.argsort\(\)"):
         layer.load_state_dict(other.state_dict(), strict=strict)
     assert torch.equal(layer.weight, before)
-    # What the message says.
-    order = other.state_dict()["row_of_token"].argsort()
+    order = other.state_dict()["row_of_token"].argsort()  # as the message says
     make(None, vocab_order=order).load_state_dict(other.state_dict(), strict=strict)
-    assert layer.row_of_token is not None
-    assert torch.equal(layer.row_of_token, ORDER.row_of_token)
 
 
 def test_other_layers_load_without_it():

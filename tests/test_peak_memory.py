@@ -49,7 +49,6 @@ def operands(
 
 
 def saved_by(loss: Any) -> dict[int, int]:
-    """Addresses and bytes of the memory of its saved tensors."""
     memory = (x.untyped_storage() for x in loss.grad_fn.saved_tensors if x is not None)
     return {x.data_ptr(): x.nbytes() for x in memory}
 
@@ -97,7 +96,6 @@ def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) ->
 
 
 def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: Any) -> int:
-    """Peak of a backward under sequence parallelism, on one rank of V rows."""
     hidden, weight, _ = operands(T=T // group.size(), V=V, H=H)
     labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
     loss = linear_cross_entropy(
@@ -199,7 +197,6 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "auto", "in_forward"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen operands"])
 def test_without_gradients_nothing_is_kept(frozen: bool, schedule: Any, dtype: Any) -> None:
-    """No cache and no gradient buffers, under any schedule."""
     hidden, weight, labels = operands(dtype)
     hidden.requires_grad_(not frozen)
     weight.requires_grad_(not frozen)

@@ -32,8 +32,6 @@ from tests.processes import LAST_RESORT_S
 
 
 class Meeting:
-    """What the ranks of a group share."""
-
     def __init__(self, P: int) -> None:
         self.barrier = threading.Barrier(P, timeout=LAST_RESORT_S)
         self.blocks: dict[int, Tensor] = {}
@@ -91,7 +89,6 @@ class Arrival:
 
 @contextmanager
 def simulated_peers() -> Iterator[dict[str, Meeting]]:
-    """Let the ranks of every threaded group copy from each other; yields the meetings by name."""
     meetings: dict[str, Meeting] = {}
     memories: dict[tuple[str, int], PeerMemories] = {}
     one = threading.Lock()

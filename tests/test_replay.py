@@ -44,7 +44,6 @@ CASES: dict[str, tuple[Upstream, dict[str, Any]]] = {
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Programs that were run, in the order of their calls."""
     run: list[Any] = []
     record = replay.Recorder.program
 
@@ -131,7 +130,6 @@ def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
 
 
 def calls(issue: Callable[..., Any], *inputs: Tensor | None, facts: Any = None) -> list[Any]:
-    """What three calls return, and how many programs there are then."""
     programs: dict[Any, Any] = {}
     results = [replay.replayed(programs, facts, inputs, lambda: issue(*inputs)) for _ in range(3)]
     return [*results, sum(callable(program) for program in programs.values())]

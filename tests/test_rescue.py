@@ -57,13 +57,6 @@ def extreme_logits() -> dict[str, tuple[Tensor, Tensor]]:
         "label at -1e4": (noise.masked_fill(at_label, -1e4), labels),
         "label 12 above": (noise.masked_fill(at_label, 12.0), labels),
         "label 1000 above": (noise.masked_fill(at_label, 1000.0), labels),
-        "one token of each": (
-            torch.stack(
-                [noise[0], noise[1] - 120, *torch.diag_embed(torch.full((V,), 300.0))[:4],
-                 noise[6], noise[7].masked_fill(at_label[7], 12.0), torch.zeros(V)]
-            ),
-            labels,
-        ),
     }  # fmt: skip
 
 
@@ -100,7 +93,7 @@ TERMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "terms"),
     [*((name, "metrics") for name in EXTREME),
-     *product(("all below -88", "label 60 below", "one token of each"), ("z-loss", "smoothing"))],
+     *product(("all below -88", "label 60 below"), ("z-loss", "smoothing"))],
 )  # fmt: skip
 def test_other_terms_at_extreme_logits(name, terms, impl):
     z, labels = EXTREME[name]
@@ -147,14 +140,13 @@ def test_other_terms_with_banned_labels(impl, terms):
 @each_schedule
 @pytest.mark.parametrize("value", [-1e5, -1e9, -1e37])
 def test_labels_banned_by_a_bias_of_a_large_number(impl, schedule, value):
-    """As other projects mask: the other columns keep their accuracy."""
     inputs = banned(37, torch.float32, value)
     inputs = replace(inputs, hidden=30 * inputs.hidden)  # logits to 200: a reference must be near
     check(inputs, impl=impl, schedule=schedule, reduction="sum")
 
 
 @both
-@pytest.mark.parametrize("label", [-3e6, -5e6, -9e6])
+@pytest.mark.parametrize("label", [-3e6, -9e6])
 def test_all_logits_below_any_reference(impl, label):
     z = -5e6 + torch.arange(70.0).repeat(4, 1)
     labels = torch.arange(4)
@@ -165,7 +157,6 @@ def test_all_logits_below_any_reference(impl, label):
 
 @both
 def test_a_token_without_any_column_has_no_loss(impl):
-    """NaN, as PyTorch says."""
     inputs = make_inputs(8, 20, 16, bias=True, ignored=0.0)
     inputs.bias.fill_(-torch.inf)  # type: ignore[union-attr]
     results = run_op(inputs, Upstream(), impl=impl, with_metrics=True)
@@ -192,7 +183,6 @@ def spread_out(rescued: list[int]) -> Inputs:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Blocks of listed tokens and tiles of columns that the rescue computes, in order."""
     seen: list[tuple[int, int]] = []
 
     def coordinates(tile: Any, num_t: Any, num_v: Any, GROUP_T: Any) -> Any:

@@ -30,7 +30,6 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(autouse=True)
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That forks find."""
     load_once()
     monkeypatch.setattr(data, "load_tokenizer", load_once)
 

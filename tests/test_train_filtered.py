@@ -77,18 +77,3 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path
     assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1
     (message, _) = ranks.run(rank_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1)
     assert message.startswith("cannot continue ") and "head.vocab_order is '" in message
-
-
-def test_without_an_order_tiles_of_frequent_tokens_are_everywhere(ranks, tmp_path):
-    head = HeadConfig(filter_eps=2.0**-9)
-    first, *_ = train(ranks, tmp_path, head=head, steps=1, compare=False)
-    assert first["kept_share"] > 0.8 and first["rank_one_mass"] < 0.2
-
-
-def test_an_order_alone_changes_no_number(ranks, tmp_path):
-    changes: dict[str, Any] = {"compare": False, "steps": 3}
-    plain = train(ranks, tmp_path / "plain", head=HeadConfig(), **changes)
-    ordered = train(ranks, tmp_path / "ordered", head=HeadConfig(vocab_order=True), **changes)
-    for one, other in zip(plain, ordered, strict=True):
-        assert one.pop("kind") == other.pop("kind")
-        assert other == pytest.approx(one, rel=1e-4)

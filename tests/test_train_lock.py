@@ -50,7 +50,6 @@ def test_a_second_run_is_told_who_holds_the_folder_and_takes_it_over_once_that_i
         ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
         ({"boot": this_run()["boot"]}, "", None),  # another container of this machine
         ({"host": this_run()["host"]}, "", None),  # this machine before it was started anew
-        ({"host": None}, "", "held by process 7 on None"),
         (None, "", r"an unknown run \(run.lock cannot be read\)"),
     ],
 )

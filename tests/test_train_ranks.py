@@ -93,7 +93,6 @@ def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path):
 
 @on_linux
 def test_what_another_launcher_starts_may_outlive_it(monkeypatch):
-    """For torchrun's ranks see test_train.py."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     before, after = ctypes.c_int(-1), ctypes.c_int(-1)
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))

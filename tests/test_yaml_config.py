@@ -47,18 +47,15 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
         ("seed: 1\nsteps: \0", r"run\.yaml:2: must be YAML: special characters are not allowed"),
         (b"seed: 1\nout_dir: \xff", r"run\.yaml:2: must be UTF-8, got byte 0xff"),
         ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
-        ("optimizer:\n  lr: true", r"optimizer\.lr must be float, got True"),
         ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
         ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
         ("[]", r"the top level must hold keys and values, got \[\]"),
         ("shapes: 3", r"shapes must be a list, got 3"),
         ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
         ("cross: {T: [1, x]}", r"cross\.T\[1\] must be int, got 'x'"),
-        ("shapes: [{runs: [{impl: 3}]}]", r"shapes\[0\]\.runs\[0\]\.impl must be str, got 3"),
     ],
 )
 def test_wrong_yaml(tmp_path, text, message):
-    """In a training run's configuration; lists in one of the benchmark's."""
     of_bench = str(text).startswith(("shapes", "cross"))
     with pytest.raises(ConfigError, match=message) as error:
         from_yaml(tmp_path, text, load=config.load_config if of_bench else load_config)
@@ -107,7 +104,6 @@ def test_values_out_of_range(tmp_path, key, expected, values):
 
 
 def without_range(hint: Any, key: str = "") -> Iterator[str]:
-    """Yield the keys of numbers that declare no range."""
     if hint in (int, float):
         yield key
     elif is_dataclass(hint):
