@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flce_dist.testing import relative_rms
-from tests.problems import H, V, each_schedule
+from tests.problems import each_schedule
 from tests.test_main_grad import assert_added, loss_of, parameter, problem, step, unfused
 
 
@@ -46,31 +46,6 @@ def test_only_a_backward_that_asks_for_weight_adds(schedule):
     assert_added(weight, dweight)
     loss.backward(inputs=[weight])
     assert_added(weight, dweight, times=2)
-
-
-def test_the_gradient_in_its_place():
-    inputs = problem(torch.bfloat16)
-    weight = parameter(inputs)
-    step(inputs, weight)
-    assert weight.grad_added_to_main_grad is True
-    assert weight.grad.dtype == torch.bfloat16 and weight.grad.shape == weight.main_grad.shape
-    assert weight.grad.is_contiguous() and not weight.grad.any()
-    bare = parameter(inputs, flag=False)
-    step(inputs, bare)
-    assert bare.grad is None and not hasattr(bare, "grad_added_to_main_grad")
-    assert torch.equal(bare.main_grad, weight.main_grad)
-
-
-@each_schedule
-def test_the_buffer_of_forward_is_the_one(schedule):
-    inputs = problem()
-    weight, other = parameter(inputs), torch.zeros(V, H)
-    captured = weight.main_grad
-    loss = loss_of(inputs, weight, schedule=schedule)
-    weight.main_grad = other
-    loss.backward()
-    assert weight.main_grad is captured and not other.any()
-    assert_added(weight, unfused(inputs))
 
 
 @each_schedule

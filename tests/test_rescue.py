@@ -119,26 +119,25 @@ def banned(T: int, dtype: torch.dtype, value: float = -torch.inf) -> Inputs:
 @each_dtype
 def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
     """Probability 0 and gradient 0; at a label the loss is inf and its gradients as ever."""
-    inputs = banned(37, dtype)
-    results = check(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
+    results = check(banned(37, dtype), impl=impl, schedule=schedule, with_metrics=True)
     assert results["loss"] == torch.inf
     assert all(results[name].isfinite().all() for name in ("dhidden", "dweight", "dbias"))
 
 
 @both
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
 @pytest.mark.parametrize("terms", [*TERMS, "softcap"])
-def test_other_terms_with_banned_labels(impl, terms):
+def test_other_terms_with_banned_labels(impl, terms, schedule):
     inputs = replace(banned(37, torch.float32), token_weight=torch.linspace(0.5, 2.0, 37))
     metrics = metric_upstream(37, *METRICS) if terms == "metrics" else {}
+    upstream = Upstream(per_token_upstream(37), metrics)
     options = {**TERMS.get(terms, {"softcap": 5.0}), "reduction": "none"}
-    for schedule in ("recompute", "cached"):
-        upstream = Upstream(per_token_upstream(37), metrics)
-        check(inputs, upstream, impl=impl, schedule=schedule, **options)
+    check(inputs, upstream, impl=impl, schedule=schedule, **options)
 
 
 @both
 @each_schedule
-@pytest.mark.parametrize("value", [-1e5, -1e9, -1e37])
+@pytest.mark.parametrize("value", [-1e5, -1e37])
 def test_labels_banned_by_a_bias_of_a_large_number(impl, schedule, value):
     inputs = banned(37, torch.float32, value)
     inputs = replace(inputs, hidden=30 * inputs.hidden)  # logits to 200: a reference must be near

@@ -121,18 +121,6 @@ def test_killed_and_continued_it_ends_the_same(uninterrupted, tmp_path):
     assert expected and entries[: len(expected)] == expected
 
 
-def test_another_configuration_is_refused_in_one_line(uninterrupted, tmp_path):
-    before = records(uninterrupted)
-    command = [sys.executable, *program(uninterrupted.parent), "--optimizer.lr", "0.5"]
-    with started(command, tmp_path, forks=True) as run:
-        output = output_of(run, status=2)
-    *earlier, last = output.splitlines()
-    assert last.startswith("error: cannot continue")
-    assert "optimizer.lr is 0.03 there and 0.5 here" in last
-    assert all(line.startswith(("loading ", "building ")) for line in earlier), output
-    assert records(uninterrupted) == before
-
-
 def test_a_rank_killed_on_one_of_two_nodes_restarts_both(uninterrupted, tmp_path, monkeypatch):
     """While the other waits for it in a step, two steps after a checkpoint."""
     out_dir, held = tmp_path / "run", tmp_path / "held"
