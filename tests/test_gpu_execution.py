@@ -68,9 +68,8 @@ def test_the_host_never_waits(name, schedule, device):
     if with_metrics and schedule != "in_forward":
         upstream = replace(upstream, metrics={m: torch.ones(T, device=device) for m in METRICS})
     call: Any = linear_cross_entropy_with_metrics if with_metrics else our_call
-    step = functools.partial(
-        run, call, inputs, upstream, **options_of(schedule, inputs), **OPTIONS[name]
-    )
+    given = {**options_of(schedule, inputs), **OPTIONS[name]}
+    step = functools.partial(run, call, inputs, upstream, **given)
     expected = step()  # compiles
     with host_must_not_wait():
         actual = step()
@@ -120,9 +119,8 @@ def test_equal_runs_give_equal_bits(dtype, schedule, device):
     size = (2000, 40_000, 256) if device == "cuda" else SMALL[device]
     inputs = inputs_on(device, *size, dtype, bias=True)
     options = {**options_of(schedule, inputs), "label_smoothing": 0.1}
-    first, second = (
-        run(linear_cross_entropy_with_metrics, inputs, Upstream(), **options) for _ in range(2)
-    )
+    call = functools.partial(run, linear_cross_entropy_with_metrics, upstream=Upstream(), **options)
+    first, second = call(inputs=inputs), call(inputs=inputs)
     assert_same(first, second)
     moved = replace(inputs, hidden=inputs.hidden.roll(1, 0), labels=inputs.labels.roll(1, 0))
     other = run(linear_cross_entropy_with_metrics, moved, Upstream(), **options)

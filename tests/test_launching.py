@@ -26,9 +26,7 @@ def shape(T: int, V: int) -> ShardLogits:
 @example(131072, 262144, 1, 132, None)  # 33 would pass the limit: waves are not whole
 @example(1 << 23, 128256, 3, 132, None)  # one tile, though it passes the limit
 @example(8192, 128256, 2, 132, 32)  # a tile has a maximum and 8 groups
-def test_segments_are_within_the_limit_and_of_whole_waves(
-    T: int, V: int, sums: int, programs: int, group_v: int | None
-) -> None:
+def test_segments_are_within_the_limit_and_of_whole_waves(T, V, sums, programs, group_v):
     logits = shape(T, V)._replace(group_v=group_v)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "device_arch", lambda device: ("sm_90", programs))
@@ -49,9 +47,7 @@ def test_segments_are_within_the_limit_and_of_whole_waves(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("T", [1, 64, 65, 128, 129, 8192])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_tile_that_is_cached_is_as_wide_as_one_that_is_not(
-    arch: str, itemsize: int, T: int
-) -> None:
+def test_a_tile_that_is_cached_is_as_wide_as_one_that_is_not(arch, itemsize, T):
     """A segment is cut into tiles before it is known whether the cache reaches it."""
     plain, stores = (tuning.tile_config(arch, itemsize, T, stores) for stores in (False, True))
     assert plain.BLOCK_V == stores.BLOCK_V

@@ -11,7 +11,6 @@ import torch
 
 from flce_dist.kernels import launching, linear_stats
 from flce_dist.kernels.launching import TileLaunch
-from flce_dist.options import Schedule
 from tests.problems import (
     DTYPES,
     H,
@@ -69,10 +68,7 @@ def op(inputs: Inputs, **options: Any) -> Outcome:
     # On a GPU tiles are 64 to 256 columns wide; 5000 columns fill no whole number of any.
     [(T, V, H), pytest.param(300, 5000, 128, marks=pytest.mark.gpu)],
 )
-def test_segments_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, merged_tiles: list[int], T: int, V: int, H: int,
-    schedule: Schedule, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def test_segments_change_nothing(monkeypatch, merged_tiles, T, V, H, schedule, dtype):
     """Partial statistics are a maximum, a sum, and what metrics and smoothing need.
 
     ``auto`` caches some columns: within what is one segment at first, then the end of one.
@@ -95,9 +91,7 @@ def test_segments_change_nothing(
 
 @each_schedule
 @pytest.mark.parametrize("high", [3, 400, 599], ids=["first", "middle", "last"])
-def test_the_maximum_of_any_segment_is_found(
-    monkeypatch: pytest.MonkeyPatch, high: int, schedule: Schedule
-) -> None:
+def test_the_maximum_of_any_segment_is_found(monkeypatch, high, schedule):
     """Where a label lies 70 below a column, the rescue needs that column's logit."""
     z = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(T) + 10

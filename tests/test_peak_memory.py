@@ -98,9 +98,8 @@ def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) ->
 def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: Any) -> int:
     hidden, weight, _ = operands(T=T // group.size(), V=V, H=H)
     labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
-    loss = linear_cross_entropy(
-        hidden, weight, labels, tp_group=group, sequence_parallel=True, **options
-    )
+    options = {"tp_group": group, "sequence_parallel": True, **options}
+    loss = linear_cross_entropy(hidden, weight, labels, **options)
     with peak_memory("cpu") as peak:
         loss.backward()
     return peak.bytes
@@ -113,9 +112,7 @@ def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: 
         ({"schedule": "cached"}, 0, 7, 2),
     ],
 )
-def test_gathered_hidden_is_not_copied(
-    pools: Any, options: dict[str, Any], window: int, halves: int, slices: int
-) -> None:
+def test_gathered_hidden_is_not_copied(pools, options, window, halves, slices):
     """Of [T, H]: hidden, dhidden, gloo's own copy, half of it in the end, and the accumulator."""
     T, V, H = 4096, 600, 512
     limit = halves * T * H * 4 // 2 + T * window * 4 + V * H * 4 + slices * SLICE + MIB
@@ -179,9 +176,8 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
 ) -> None:
     """Otherwise the saved gradients are returned and become ``.grad`` without a copy."""
     hidden, weight, labels = operands(dtype, T=300, V=4096, H=256)
-    loss = linear_cross_entropy(
-        hidden, weight, labels, schedule="in_forward", max_logits_bytes=budget
-    )
+    how: Any = {"schedule": "in_forward", "max_logits_bytes": budget}
+    loss = linear_cross_entropy(hidden, weight, labels, **how)
     saved = saved_by(loss)
     upstream = torch.tensor(0.3)
     with peak_memory("cpu") as peak:

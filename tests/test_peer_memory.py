@@ -186,7 +186,6 @@ def test_a_thread_watches_and_ends_the_process(monkeypatch, capsys):
 
 def test_memories_go_with_their_group(monkeypatch):
     alive: set[Any] = set()
-    size = mock.Mock(return_value=2)
 
     def ranks_of(group: Any) -> list[int]:
         return [0, 1] if group in alive else {}[group]
@@ -200,7 +199,7 @@ def test_memories_go_with_their_group(monkeypatch):
     monkeypatch.setattr(transport, "_all_reach_all", lambda *_: True)
     monkeypatch.setattr(transport, "PeerDriver", lambda *_: None)
     monkeypatch.setattr(transport, "PeerMemory", lambda *_: mock.Mock(nbytes=1))
-    monkeypatch.setattr("torch.distributed.get_world_size", size)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", ranks_of)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 0)

@@ -92,9 +92,7 @@ def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
 
 
 @given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes, st.integers(1, 8))
-def test_cached_columns_and_windows_cover_the_shard_of_every_rank(
-    T, V_all, itemsize, schedule, budget, H, P
-):
+def test_cached_columns_and_windows_cover_every_shard(T, V_all, itemsize, schedule, budget, H, P):
     """V of the plan is the largest shard's; the others apply the same plan to fewer rows."""
     largest = -(-V_all // P)
     chosen = make(T, largest, itemsize, schedule, budget, H=H)
@@ -115,16 +113,13 @@ def test_more_bytes_never_cache_less(T, V, itemsize, schedule, data):
     some = data.draw(st.integers(1, 2 * T * V * itemsize + 1))
     more = data.draw(st.integers(some, 4 * T * V * itemsize + 2))
     whole = max(1, T) * V * itemsize
-    least, most, all_of_it = (
-        make(T, V, itemsize, schedule, budget).cached_v for budget in (some, more, whole)
-    )
+    budgets = some, more, whole
+    least, most, all_of_it = (make(T, V, itemsize, schedule, x).cached_v for x in budgets)
     assert least <= most and all_of_it == V
 
 
 @given(sizes, rows, itemsizes, st.sampled_from(["auto", "recompute", "cached"]), budgets)
-def test_windows_are_of_whole_waves_and_leave_the_larger_part_to_the_cache(
-    T, V, itemsize, schedule, budget
-):
+def test_windows_are_of_whole_waves_and_smaller_than_the_cache(T, V, itemsize, schedule, budget):
     window = make(T, V, itemsize, schedule, budget).window_v
     assert window == V or window <= WAVE or window % WAVE == 0
     if budget is None and schedule == "auto":

@@ -49,9 +49,7 @@ def is_split(dhidden: Tensor) -> None:
     assert dhidden.shape[:2] == (B, S)
 
 
-def step_rank(
-    group: dist.ProcessGroup, problem: Problem, kind: str = "", **options: Any
-) -> Outcome:
+def step_rank(group: Any, problem: Problem, kind: str = "", **options: Any) -> Outcome:
     call: Any = linear_cross_entropy
     if kind == "compiled":
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -64,9 +62,7 @@ def whole(ranks: list[Outcome]) -> Outcome:
     return found._replace(dhidden=found.dhidden.view(len(ranks), B * S, -1).sum(0))
 
 
-@pytest.mark.parametrize(
-    ("P", "problem", "schedule"), [(2, MEAN, "in_forward"), (4, NONE, "cached")]
-)
+@pytest.mark.parametrize("P, problem, schedule", [(2, MEAN, "in_forward"), (4, NONE, "cached")])
 def test_loss_and_gradients_are_those_of_the_whole(P, problem, schedule):
     ranks = run_ranks(lambda group: step_rank(group, problem, schedule=schedule), P)
     assert misses(whole(ranks), problem) == []

@@ -169,9 +169,8 @@ def test_a_pool_refuses_a_closure_and_says_what_takes_one():
 
 
 def test_ranks_work_beside_a_group_of_the_caller(tmp_path):
-    dist.init_process_group(
-        "gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1)
-    )
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         for backend in BACKENDS:
             assert [r for r, _ in run_ranks(sums, 2, backend=backend)] == [0, 1]

@@ -76,9 +76,7 @@ def hold_until_killed(pipe: Connection, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
-def test_a_second_run_is_told_who_holds_the_folder_and_takes_it_over_once_that_is_killed(
-    tmp_path, capsys
-):
+def test_a_second_run_is_told_who_holds_the_folder_until_that_is_killed(tmp_path, capsys):
     folder = tmp_path / "run"
     for _ in range(2):  # given back, it is taken without a word
         with locked(folder):

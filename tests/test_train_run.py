@@ -195,9 +195,7 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pa
         ("validation loss", 4, "validation loss is inf"),
     ],
 )
-def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
-    ranks, tmp_path, event, step, said
-):
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, event, step, said):
     (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
     assert first == second and first.startswith(f"step {step}: {said}, so the run stops")
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]

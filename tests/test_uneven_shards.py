@@ -55,9 +55,7 @@ def run(
     ],
     ids=str,
 )
-def test_a_larger_shard_stays_within_the_budget(
-    pools: Any, options: dict[str, Any], trains: bool
-) -> None:
+def test_a_larger_shard_stays_within_the_budget(pools, options, trains):
     cut = V_ALL * 3 // 4
     ranks = pools[2].run(run, 0, cut, V_ALL, trains=trains, max_logits_bytes=EVEN, **options)
     dhidden, dweight, _ = run(None, 0, V_ALL, schedule="recompute")

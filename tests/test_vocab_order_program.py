@@ -88,9 +88,8 @@ def test_files_of_ranks(tmp_path, order, P, file, first):
     whole, other = torch.randn(ROWS, 8), torch.randn(5)
     shards = [whole[slice(*vocab_range(ROWS, rank, P))] for rank in range(P)]
     names = [file.format(rank) for rank in range(first, first + P)]
-    old, new, back = (
-        [tmp_path / folder / name for name in names] for folder in ("old", "new", "back")
-    )
+    folders = (tmp_path / "old", tmp_path / "new", tmp_path / "back")
+    old, new, back = ([folder / name for name in names] for folder in folders)
     for path, shard in zip(old, shards, strict=True):
         saved(path, {name: shard, "other": other})
     to, tokens = ("--order", order, "--out", tmp_path / "new", "--names", name), torch.load(order)
