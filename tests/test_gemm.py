@@ -44,9 +44,6 @@ def test_errors_do_not_grow_with_chunks_and_windows(gradient, shape, schedule, b
         assert error(schedule=schedule, max_logits_bytes=budget) <= 1.2 * min(whole) + 1e-7
 
 
-# --- nothing to sum
-
-
 @pytest.fixture
 def empty_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty operands take the path of GEMMs with an fp32 result, which only GPUs have."""

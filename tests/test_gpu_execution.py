@@ -37,8 +37,6 @@ from tests.test_gpu_oracle import (
 T, V, H = SMALL["cuda"]
 
 
-# --- no host synchronisation
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum", "ignore_index": 7},
@@ -93,9 +91,6 @@ def test_a_new_number_of_tokens_compiles_no_kernel(schedule, device):
     assert not compiled
 
 
-# --- streams
-
-
 @each_device
 @each_schedule
 def test_on_a_side_stream(schedule, device):
@@ -106,9 +101,6 @@ def test_on_a_side_stream(schedule, device):
     for turn in range(2):
         mine = step_on_streams(ranks, one, turn, stream, stream, **options)
         assert list(differing("", mine, expected)) == []
-
-
-# --- equal bits
 
 
 @each_device

@@ -30,9 +30,6 @@ from tests.test_gpu_oracle import (
 SIZES = {"cpu": (40, 36_000, 32), "cuda": (1024, 40_000, 1024)}  # T, V, H
 
 
-# --- a realistic shape
-
-
 @functools.lru_cache(maxsize=1)
 def ordinary(device: str, dtype: torch.dtype) -> tuple[Inputs, Outcome, Outcome]:
     inputs = inputs_on(device, *SIZES[device], dtype)

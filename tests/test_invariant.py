@@ -33,9 +33,6 @@ RANKS = (1, 2, 4, 8)
 ALL = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7}
 
 
-# --- the same bits
-
-
 def check_cuts(
     inputs: Inputs,
     options: dict[str, Any],
@@ -176,9 +173,6 @@ def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at:
 def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) -> None:
     """0.01 and 26.4 nats lie just above the edge of a bin, where its unit is largest."""
     check_small_terms(above, nats)
-
-
-# --- what is refused
 
 
 @interpreted

@@ -214,9 +214,6 @@ def test_a_replayed_graph_adds_again(schedule, device):
     assert_rest_untouched(weight)
 
 
-# --- refusals
-
-
 def test_a_wrong_main_grad_is_refused():
     with FakeTensorMode():
         elsewhere = torch.zeros(V, H, device="cuda")

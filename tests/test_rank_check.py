@@ -192,9 +192,6 @@ def test_all_facts_are_known_here():
     assert {*rank_check._summary(arguments)["arguments"]} == known
 
 
-# --- values
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
     [

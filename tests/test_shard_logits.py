@@ -34,8 +34,6 @@ from tests.problems import (
     small,
 )
 
-# --- layouts
-
 
 def negated(x: Tensor) -> Tensor:
     """A view of the memory of -x, as of the imaginary part of a conjugate: kernels read memory."""

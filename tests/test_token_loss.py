@@ -77,9 +77,6 @@ def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
     assert error[expected != 0].max() <= 2 * eps + 1e-5
 
 
-# --- sums and means of weighted losses
-
-
 @both
 @each_schedule
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -66,9 +66,6 @@ def test_the_comparison_of_heads_says_what_it_is_of():
     assert_readable(figure)
 
 
-# --- the lock
-
-
 def hold_until_killed(pipe: Connection, folder: Path) -> None:
     with locked(folder):
         pipe.send(os.getpid())
