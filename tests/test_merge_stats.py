@@ -25,12 +25,9 @@ from tests.problems import (
     V,
     assert_same,
     compare,
-    device_of,
-    each_schedule,
     make_inputs,
     poisoned_memory,
     run_op,
-    with_logits,
 )
 
 SOME = {"with_metrics": True, "label_smoothing": 0.1, "z_loss_weight": 0.01}
@@ -90,19 +87,6 @@ def test_segments_change_nothing(monkeypatch, merged_tiles, T, V, H, schedule, d
     assert len(merged_tiles) > 2 and max(merged_tiles) == 4
     assert_same(cut_up, whole)
     compare(cut_up, given, Upstream(0.7), **SOME)
-
-
-@each_schedule
-@pytest.mark.parametrize("high", [3, 400, 599], ids=["first", "middle", "last"])
-def test_the_maximum_of_any_segment_is_found(monkeypatch, high, schedule):
-    """Where a label lies 70 below a column, the rescue needs that column's logit."""
-    z = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(T) + 10
-    z[:20, high] = 70.0
-    cut(monkeypatch, tiles=4, sums=2)
-    inputs = with_logits(z, labels).to(device_of("triton"))
-    results = op(inputs, schedule=schedule, with_metrics=True)
-    compare(results, inputs, Upstream(0.7))
 
 
 # --- which columns a launch of the statistics kernel computes, and with which tile

@@ -1,6 +1,5 @@
 """The plan keeps its promises for any sizes and budget."""
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -118,46 +117,11 @@ def test_more_bytes_never_cache_less(T, V, itemsize, schedule, data):
     assert least <= most and all_of_it == V
 
 
-@given(sizes, rows, itemsizes, st.sampled_from(["auto", "recompute", "cached"]), budgets)
-def test_windows_are_of_whole_waves_and_smaller_than_the_cache(T, V, itemsize, schedule, budget):
-    window = make(T, V, itemsize, schedule, budget).window_v
-    assert window == V or window <= WAVE or window % WAVE == 0
-    if budget is None and schedule == "auto":
-        budget = most_of_auto(T, V)
-    if budget is not None and schedule != "recompute":
-        # Never so narrow as to be slow: 4096 columns come first, of a small shard a quarter.
-        least = max(SMALLEST, min(4096, V // 4))
-        assert window * T * itemsize <= max(0.3 * budget, least * T * itemsize)
-
-
 @given(st.integers(1, 20_000), rows, itemsizes, hidden_sizes, st.integers(0, 1000))
 @example(8300, 64_000, 2, 4096, 0)
 def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     chosen = make(T, V, itemsize, "in_forward", T * V * itemsize + more, H=H)
     assert len(chosen.chunks()) == 1 and not lending_of(chosen)
-
-
-@given(sizes, rows, itemsizes, hidden_sizes, st.booleans())
-@example(16384, 64_128, 2, 4096, True)
-@example(16384, 128_256, 2, 16_384, True)
-@example(12_000, 128_256, 2, 12_345, True)
-@example(12_000, 1000, 4, 12_345, True)
-@example(9163, 58_592, 2, 0, True)
-@example(6145, 87_368, 2, 1, True)
-def test_auto_given_no_budget_computes_nothing_again_of_16_bit_logits(T, V, itemsize, H, reduces):
-    """Of up to 16,384 tokens; of more it may if backward brings a gradient per token."""
-    chosen = make(T, V, itemsize, H=H, reduces=reduces)
-    lean = make(T, V, itemsize, max_logits_bytes=GIB, H=H, reduces=reduces)
-    if len(lean.chunks()) == 1 and lean.cached_v >= V - reduces * round(0.1 * V):
-        assert dataclasses.replace(chosen, limit=GIB) == lean  # 1 GiB is enough
-        return
-    accumulator = V * H * (max(4, itemsize) - itemsize) * (len(chosen.chunks()) > 1)
-    assert held_bytes(chosen, itemsize) + accumulator <= most_of_auto(T, V)
-    if itemsize == 2 and T <= MANY:
-        # Chunks cost passes over an accumulator: none of a frozen weight, little of a small H.
-        assert chosen.cached_v == V and (len(chosen.chunks()) == 1 or H < 256)
-    elif T >= 2 * MANY and H <= 8192 and reduces:
-        assert chosen.cached_v == V and chosen.schedule == "in_forward"
 
 
 @given(sizes, rows, schedules, st.integers(1, 1 << 40))
@@ -187,6 +151,7 @@ def test_the_budget_holds_the_window_of_a_cache_that_is_converted(T, V, schedule
         ),
         ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 1),
         ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
+        ({"T": 32768}, "cached", 64000 - 4096, 4096, 1),
         # In three GEMMs, with a quarter of what PyTorch takes for fp32 logits.
         ({"T": 16384, "H": 7168, "V": 129280, "reduces": True}, "in_forward", 129280, 4096, 1),
         ({"T": 12346, "H": 1536, "V": 151936}, "cached", 151936, WAVE, 1),
