@@ -24,7 +24,7 @@ help:
 	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
 	@echo "make rl          the tests of docs/rl_libraries.md, with TRL and verl installed"
 	@echo "make versions    the tests on each supported torch and Triton; downloads 25 GB"
-	@echo "make users       the tests of the plug-ins for other libraries (transformers), installed anew"
+	@echo "make users       the tests with transformers and with torchtitan, installed anew"
 	@echo "make lint        ruff, ruff format --check and mypy only"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make install     make $(VENV) with everything in it"

@@ -5,6 +5,7 @@ from flce_dist.api import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from flce_dist.data_parallel import data_parallel_linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.op.plan import plan
 from flce_dist.parallel.vocab import vocab_range
@@ -16,6 +17,7 @@ __all__ = [
     "LossWithMetrics",
     "TokenScores",
     "check_ranks",
+    "data_parallel_linear_cross_entropy",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
     "linear_logprob",

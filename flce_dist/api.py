@@ -72,6 +72,7 @@ def linear_cross_entropy(
     schedule: Schedule | ExtraSchedule = "auto",
     max_logits_bytes: int | None = None,
     max_counted: int | None = None,
+    skip_ignored: bool = False,
     impl: Impl | None = None,
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T`` and labels, without materialising the logits.
@@ -153,6 +154,10 @@ def linear_cross_entropy(
             many tokens. Others contribute nothing, even if their hidden states are NaN or labels of
             weight 0 wrong; loss, metrics and dhidden have zeros there. More tokens that count are
             an error, on a GPU a failed device assertion. Default: all tokens are computed.
+        skip_ignored: the GPU's time follows the tokens that count, as ``max_counted`` defines them,
+            however many they are; memory is that of ``max_counted`` or all. No host waits: launches
+            and collectives do not depend on the number. impl "eager" and filtered gradients compute
+            all tokens.
         impl: "triton" or "eager". Default: triton on a GPU, eager elsewhere.
 
     Returns:
@@ -167,6 +172,10 @@ def linear_cross_entropy(
         is Partial with ``reduce_dhidden=False``. Over other mesh dimensions DTensors must be
         replicated and plain tensors equal on all ranks; gradients are not summed over them.
 
+        A parameter that FSDP2 has sharded is gathered where the loss is called outside forward, in
+        hidden's dtype, and held until backward. Its gradient is averaged over the data ranks, or
+        divided as the module's ``set_gradient_divide_factor`` says. Not under torch.compile.
+
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
 
@@ -179,12 +188,13 @@ def linear_cross_entropy(
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, max_counted=max_counted, impl=impl,
+        max_logits_bytes=max_logits_bytes, max_counted=max_counted, skip_ignored=skip_ignored,
+        impl=impl,
     )  # fmt: skip
     arguments = Arguments(
         hidden, weight, labels, bias, token_weight, temperature, options, tp_group
     )
-    return _apply(arguments)[0]
+    return apply(arguments)[0]
 
 
 def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -222,10 +232,10 @@ def linear_cross_entropy_with_metrics(
     arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
-    return result(*_apply(arguments))
+    return result(*apply(arguments))
 
 
-def _apply(arguments: Arguments) -> tuple[Tensor, ...]:
+def apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):

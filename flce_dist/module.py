@@ -11,11 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist.api import (
-    LossWithMetrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.op import checks
 from flce_dist.options import KEYWORDS, LossOptions, keywords_of
@@ -50,7 +46,7 @@ class LinearCrossEntropy(VocabShard):
         device, dtype: of the parameters.
         **options: sequence_parallel, sequence_dim, reduction, ignore_index, label_smoothing,
             z_loss_weight, softcap, logit_scale, reduce_dhidden, reduce_in_fp32, tp_invariant,
-            accumulate_dweight, schedule, max_logits_bytes, max_counted and impl,
+            accumulate_dweight, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``.
 
     The initial weight depends on the default CPU generator, not on P: if all ranks use one seed,

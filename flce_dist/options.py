@@ -17,6 +17,9 @@ Schedule = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
 Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
 
+OWN_SUM: Any = "own"
+"""A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
+
 ExtraSchedule = NewType("ExtraSchedule", str)
 """A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""
 
@@ -62,8 +65,14 @@ class LossOptions:
     schedule: Schedule | ExtraSchedule = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     max_counted: Annotated[int | None, COUNT] = None
+    skip_ignored: bool = False
     impl: Impl | None = None
     with_metrics: bool = False
+
+    @property
+    def partitions(self) -> bool:
+        """Whether tokens that count are computed before others, or alone."""
+        return self.skip_ignored or self.max_counted is not None
 
     @property
     def smoothing_needs_logits(self) -> bool:

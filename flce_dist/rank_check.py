@@ -52,8 +52,8 @@ def check_ranks(
 
     Args:
         hidden, weight, labels, bias, token_weight, temperature, tp_group, **options: all that is
-            passed to ``linear_cross_entropy``. Without a ``tp_group`` nothing is communicated, and
-            only these arguments are checked.
+            passed to ``linear_cross_entropy``. Without a ``tp_group`` nothing is communicated but a
+            weight that FSDP2 has sharded, and only these arguments are checked.
 
     Raises:
         ValueError: the same on every rank of the group. It names each argument that differs, with
@@ -93,7 +93,7 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
     options = arguments.options
     arguments = sequence_first(arguments)
     needs = gradients_needed(arguments)
-    call, (_, weight, _, labels, token_weight, _, inverse, _) = prepare(arguments, needs)
+    call, (_, weight, _, labels, token_weight, _, inverse, *_) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:
         captured(given, call)
     labels, start = labels.cpu(), call.vocab_start_index

@@ -79,6 +79,15 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _needed(c10d, "_resolve_process_group", "torch.compile with a tp_group")(name)
 
 
+def outside_graphs(function: Any, reason: str) -> Any:
+    """Return a function for compiled code to call between its graphs.
+
+    With fullgraph=True ``reason`` is the error. Without the break that function is traced.
+    """
+    getattr(torch._dynamo, "graph_break", lambda msg: None)(msg=reason)
+    return torch.compiler.disable(function)
+
+
 # --- DTensors
 
 
@@ -91,22 +100,24 @@ def async_tensors() -> tuple[type[Tensor], ...]:
     return (AsyncCollectiveTensor,)
 
 
-def is_fsdp_parameter(x: Tensor) -> bool:
-    """Whether FSDP2 has sharded this parameter. Without the list of modules: no, as far as known.
+def fsdp_division(x: Tensor) -> tuple[int, float] | None:
+    """Return of a parameter that FSDP2 has sharded: data ranks, and what their sum is divided by.
 
-    Then an error about its placement does not name FSDP2.
+    None for another tensor. Without the names below: None for each.
     """
     try:
-        from torch.distributed._composable_state import _module_state_mapping as modules
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:
-        return False
-    return any(
-        parameter is x
-        for module in list(modules)
-        if isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-    )
+        from torch.distributed._composable_state import _module_state_mapping as states
+
+        for state in list(states.values()):
+            groups = getattr(state(), "_fsdp_param_groups", None)  # one in older releases
+            for group in filter(None, groups or [getattr(state(), "_fsdp_param_group", None)]):
+                for one in group.fsdp_params:
+                    if one.sharded_param is x:
+                        ranks = one.mesh_info.mesh.size()
+                        return ranks, group.gradient_divide_factor or ranks
+    except (ImportError, AttributeError):
+        pass
+    return None
 
 
 def place_of(x: Any) -> tuple[slice, ...]:

@@ -5,6 +5,7 @@ T_all = tokens, T = how many are computed.
 
 from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +30,7 @@ def counts(labels_ptr, token_weight_ptr, offs_t, T_all, ignore_index, BLOCK_T: t
 def _counted_tokens_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T_all] int64, [T_all] fp32
     places_ptr, out_labels_ptr, out_weight_ptr,  # out: [T] int64, [T] int64, [T] fp32
+    count_ptr,  # out: [] int32
     T_all, T,
     ignore_index,
     BLOCK_T: tl.constexpr,
@@ -55,14 +57,17 @@ def _counted_tokens_kernel(
     mask = (offs_t < T_all) & (to < T)
     tl.store(places_ptr + to, offs_t.to(tl.int64), mask=mask)
     tl.store(out_labels_ptr + to, tl.where(counted, label, ignore_index), mask=mask)
+    if first + BLOCK_T >= T_all:
+        tl.store(count_ptr, n)
     if out_weight_ptr is not None:
         tl.store(out_weight_ptr + to, tl.where(counted, weight, 0.0), mask=mask)
 
 
 def counted_tokens(
     labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, in order.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, in order, and
+    how many these are, a scalar int32.
 
     labels are [T_all] int64, token_weight [T_all] fp32. A token counts if its label is not
     ``ignore_index`` and its weight not 0; the others get ``ignore_index`` and 0. Places [T] int64
@@ -72,12 +77,14 @@ def counted_tokens(
     T_all = len(labels)
     places, out_labels = labels.new_empty(T), labels.new_empty(T)
     out_weight = None if token_weight is None else token_weight.new_empty(T)
+    count = labels.new_empty((), dtype=torch.int32)
     if T_all:
         _counted_tokens_kernel[(-(-T_all // 2048),)](
             labels, token_weight,
             places, out_labels, out_weight,
+            count,
             T_all, T,
             ignore_index,
             BLOCK_T=2048, num_warps=8, sanitize_overflow=False,
         )  # fmt: skip
-    return places, out_labels, out_weight
+    return places, out_labels, out_weight, count

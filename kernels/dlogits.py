@@ -13,6 +13,7 @@ from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
+    computed,
     exp,
     inverse_temperatures,
     logits_tile,
@@ -37,7 +38,7 @@ def _dlogits_kernel(
     """A program computes every num_programs-th tile, all columns but the labels'."""
     ignore_index, softcap = scalars[0], scalars[2]
     SCALED: tl.constexpr = a_ptr is not None and b_ptr is None
-    num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V

@@ -32,6 +32,7 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
     write_label_value,
 )
 from flce_dist.kernels.filtered.eager import write_tile_stats
+from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
 from flce_dist.kernels.token_loss_formulas import (

@@ -20,8 +20,8 @@ def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Te
 
 def counted_tokens(
     labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, in order."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, and how many."""
     counted = counts(labels, token_weight, ignore_index)
     t = torch.arange(len(labels), device=labels.device)
     ordinal = counted.cumsum(0)
@@ -33,7 +33,7 @@ def counted_tokens(
     labels = labels.where(counted, ignore_index)[places]
     if token_weight is not None:
         token_weight = token_weight.where(counted, 0.0)[places]
-    return places, labels, token_weight
+    return places, labels, token_weight, counted.sum(dtype=torch.int32)
 
 
 def token_loss(

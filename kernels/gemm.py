@@ -5,7 +5,7 @@ operands with an fp32 result, so there operands are upcast, a slice at a time, w
 copy. T = tokens, W = columns of one window, H = hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -77,15 +77,41 @@ def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> N
         out[m] = acc if row is None else acc + row
 
 
-def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
+def product(
+    d: Tensor,
+    b: Tensor,
+    count: Tensor | None = None,
+    *,
+    sums_tokens: bool,
+    row: Tensor | None = None,
+    out: Tensor,
+    adds: bool,
+) -> None:
+    """``counted_gemm`` over all rows, whatever the count: D is 0 in the others, or there are none.
+
+    Adds to out in two roundings if there is a row [H].
+    """
+    a = d.T if sums_tokens else d
+    if out.dtype == d.dtype and not adds:
+        matmul(a, b, row=row, out=out)
+        return
+    add_matmul(out, a, b, first=not adds)
+    if row is not None:
+        out += row
+
+
+def weighted_row_sum(
+    weights: Tensor, x: Tensor, counted: Callable[..., None] | None = None
+) -> Tensor:
     """Return ``sum_t weights[t] * x[t]`` as [N] in weights' dtype; weights [T] fp32, x [T, N].
 
     On a GPU each weight is split into a high and a low part in x's dtype. One GEMM with two rows
-    then keeps about 16 bits of each weight and reads x once.
+    then keeps about 16 bits of each weight and reads x once. ``counted`` is ``counted_gemm`` over
+    the tokens that count, or None if all do.
     """
     if not x.numel():  # no token, or an empty shard
         return weights.new_zeros(x.shape[1])
-    if not _has_fp32_output(x):
+    if counted is None and not _has_fp32_output(x):
         total = weights.new_zeros(x.shape[1])
         for n in slices(x.shape[1], 4 * x.shape[0]):
             total[n] = weights @ x[:, n].to(weights.dtype)
@@ -95,6 +121,11 @@ def weighted_row_sum(weights: Tensor, x: Tensor) -> Tensor:
     normal = weights / unit
     high = normal.to(x.dtype)
     low = (normal - high).to(x.dtype)
+    if counted is not None:
+        padding = torch.zeros_like(high).expand(6, -1)  # to rows that TMA can address
+        sums = weights.new_empty(x.shape[1], 8)
+        counted(x, torch.stack((high, low, *padding), 1), sums_tokens=True, out=sums, adds=False)
+        return sums.sum(1) * unit
     return torch.mm(torch.stack((high, low)), x, out_dtype=torch.float32).sum(0) * unit
 
 

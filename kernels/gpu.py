@@ -1,6 +1,7 @@
 """The kernel interface in Triton; ``eager.py`` has the same functions in plain PyTorch."""
 # ruff: noqa: F401  # what is imported here is the interface
 
+from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.counted_tokens import counted_tokens
 from flce_dist.kernels.dlogits import dlogits
 from flce_dist.kernels.kernel import may_replay

@@ -22,7 +22,7 @@ class Kernels(Protocol):
 
     def counted_tokens(
         self, labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]: ...
 
     def label_logit(self, logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None: ...
 
@@ -61,6 +61,11 @@ class Kernels(Protocol):
     def dlogits(
         self, logits: ShardLogits, reference: Tensor, label_value: Tensor,
         affine: tuple[Tensor, ...], *, out: Tensor,
+    ) -> None: ...  # fmt: skip
+
+    def counted_gemm(
+        self, d: Tensor, b: Tensor, count: Tensor, *,
+        sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
     ) -> None: ...  # fmt: skip
 
     def write_label_value(

@@ -25,7 +25,7 @@ def _label_logit_kernel(
 ):  # fmt: skip
     """A program computes one token."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    ignore_index, logit_scale, softcap, inverse_temperature_ptr = scalars
+    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
     tl.device_assert(

@@ -23,6 +23,7 @@ from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
 from flce_dist.kernels.named_columns import named_column, take_out, tile_starts
 from flce_dist.kernels.primitives import (
+    computed,
     exp,
     first_reference,
     inverse_temperatures,
@@ -73,7 +74,7 @@ def _linear_stats_kernel(
     ignore_index, softcap = scalars[0], scalars[2]
     cached_v, stride_cache_t = cache_sizes
     FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
-    num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
@@ -194,6 +195,7 @@ def linear_stats(
             part,
             label_logit,
             launch,
+            n_counted=logits.n_counted,
             with_entropy=with_entropy,
             with_sum_z=with_sum_z,
             first=start == 0,

@@ -25,7 +25,7 @@ from flce_dist.kernels.exact_sums import (
 )
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import TileLaunch
-from flce_dist.kernels.primitives import first_reference
+from flce_dist.kernels.primitives import computed, first_reference
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import next_power_of_2
 
@@ -57,7 +57,7 @@ def _merge_limbs(
 
 @Kernel
 def _merge_kernel(
-    part_ptr, label_logit_ptr,  # in:  [num_v * (1 + sums * GROUPS), T] fp32, [T] fp32
+    part_ptr, label_logit_ptr, count_ptr,  # in:  [num_v * (1 + sums * GROUPS), T], [T] fp32, []
     max_ptr, sums_ptr,  # in and out: [T] fp32, [rows, T] fp64 (see new_sums)
     num_v, T, stride_sums,
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, FIRST: tl.constexpr,
@@ -72,6 +72,9 @@ def _merge_kernel(
     if not FIRST:
         row_max = tl.load(max_ptr + offs_t, mask=mask_t, other=0.0)
     bin_before = top_bin(row_max, reference)
+    plane = tl.cast(num_v, tl.int64) * T
+    if count_ptr is not None:  # of these tokens no tile may have been computed
+        num_v = tl.where(tl.program_id(0) * BLOCK_T < computed(count_ptr, T), num_v, 0)
     for start in range(0, num_v, BLOCK_N):
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < num_v) & mask_t[None, :]
@@ -82,8 +85,8 @@ def _merge_kernel(
     bin = top_bin(row_max, reference)
     risen = bin - bin_before
     N = num_v * GROUPS
-    part_ptr += tl.cast(num_v, tl.int64) * T
-    plane = tl.cast(N, tl.int64) * T
+    part_ptr += plane
+    plane *= GROUPS
     _merge_limbs(
         part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
         GROUP_V, 2, FIRST, BLOCK_N,
@@ -126,6 +129,7 @@ def merge_stats(
     label_logit: Tensor,
     launch: TileLaunch,
     *,
+    n_counted: Tensor | None,
     with_entropy: bool,
     with_sum_z: bool,
     first: bool,
@@ -133,6 +137,8 @@ def merge_stats(
     sums: Tensor,
 ) -> None:
     """Merge ``part``, which ``launch`` of ``linear_stats`` wrote, into ``others_max`` and ``sums``.
+
+    Tokens from ``n_counted`` on, of which it may hold nothing, get -inf and 0.
 
     The first segment overwrites them.
     """
@@ -143,7 +149,7 @@ def merge_stats(
     elements = 2048 if with_entropy else 4096  # of a block: what the registers of 4 warps hold
     block_n = min(elements // block_t, next_power_of_2(launch.num_v * groups))
     _merge_kernel[(-(-T // block_t),)](
-        part, label_logit,
+        part, label_logit, n_counted,
         others_max, sums,
         launch.num_v, T, sums.stride(0),
         WITH_ENTROPY=with_entropy,

@@ -132,6 +132,26 @@ def store_tile(
 
 
 @triton.jit
+def add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row, ADDS: tl.constexpr):
+    """Add fp32 ``tile`` to a matrix of unit column stride with one rounding; store it unless ADDS.
+
+    Half of the columns at a time: the registers hold no second tile of a GEMM's size.
+    """
+    WIDTH: tl.constexpr = tile.shape[1] // 2
+    left, right = tile.reshape(tile.shape[0], 2, WIDTH).permute(0, 2, 1).split()
+    offs_row = row + tl.arange(0, tile.shape[0])
+    for i in tl.static_range(2):
+        offs_col = col + i * WIDTH + tl.arange(0, WIDTH)
+        mask = (offs_row[:, None] < num_rows) & (offs_col[None, :] < num_cols)
+        # V * H passes 2**31 at 524k x 4k
+        ptrs = dst_ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col[None, :]
+        total = left if i == 0 else right
+        if ADDS:
+            total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(ptrs, cast(total, dst_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def tile_coordinates(tile, num_t, num_v, GROUP_T: tl.constexpr):
     """Tile number to ``(pid_t, pid_v)``: GROUP_T token blocks share a column of weight in L2."""
     group_size = GROUP_T * num_v
@@ -172,7 +192,7 @@ def logits_tile(
 @triton.jit
 def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: tl.constexpr):
     """Logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
-    _, logit_scale, softcap, _ = scalars
+    logit_scale, softcap = scalars[1], scalars[2]
     z = acc * logit_scale
     if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)
@@ -191,6 +211,15 @@ def log1p(x):
     series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
     series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
     return tl.where(x < 1, series, tl.log(1 + x))
+
+
+@triton.jit
+def computed(count_ptr, T):
+    """How many of T tokens are computed: all, or those below the count, which may lie outside."""
+    if count_ptr is None:
+        return T
+    else:
+        return tl.maximum(tl.minimum(tl.load(count_ptr), T), 0)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ class ShardLogits(NamedTuple):
     are added in fp32 (see ``exact_sums``); None lets each kernel choose. ``inverse_temperature`` is
     [T] in the dtype of statistics, 1 where ignored; None is 1. Statistics leave out the label
     and ``named`` ids: [N] int64, and [T] each from where to where a token has them, ascending.
+    Tokens from ``n_counted`` on, a scalar int32 on the device, are all ignored: whole tiles of them
+    are not computed, and what these would write is left as it is.
     """
 
     hidden: Tensor
@@ -32,6 +34,7 @@ class ShardLogits(NamedTuple):
     group_v: int | None = None
     inverse_temperature: Tensor | None = None
     named: tuple[Tensor, Tensor, Tensor] | None = None
+    n_counted: Tensor | None = None
 
     @property
     def T(self) -> int:
@@ -51,9 +54,10 @@ class ShardLogits(NamedTuple):
         return (*self.hidden.stride(), *self.weight.stride())
 
     @property
-    def scalars(self) -> tuple[int, float, float | None, Tensor | None]:
-        """``(ignore_index, logit_scale, softcap)`` and the pointer of the inverse temperatures."""
-        return self.ignore_index, self.logit_scale, self.softcap, self.inverse_temperature
+    def scalars(self) -> tuple[int, float, float | None, Tensor | None, Tensor | None]:
+        """``(ignore_index, logit_scale, softcap)``, inverse temperatures and n_counted."""
+        inverse = self.inverse_temperature
+        return self.ignore_index, self.logit_scale, self.softcap, inverse, self.n_counted
 
     @property
     def stats_dtype(self) -> torch.dtype:
@@ -69,7 +73,8 @@ class ShardLogits(NamedTuple):
         """The logits of tokens ``start <= t < end`` (views)."""
         if start == 0 and end == self.T:
             return self
-        return self.rows(slice(start, end))
+        n = None if self.n_counted is None else self.n_counted - start
+        return self.rows(slice(start, end))._replace(n_counted=n)
 
     def rows(self, tokens: slice | Tensor) -> "ShardLogits":
         """The logits of these tokens, given as a slice (views) or by index."""
@@ -79,6 +84,7 @@ class ShardLogits(NamedTuple):
             labels=self.labels[tokens],
             inverse_temperature=None if inverse is None else inverse[tokens],
             named=None if named is None else (named[0], named[1][tokens], named[2][tokens]),
+            n_counted=None,
         )
 
     def columns(self, start: int, end: int) -> "ShardLogits":

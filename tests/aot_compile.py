@@ -42,7 +42,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
     "linear_stats tempered", "dlogits tempered", "label_logit", "kept_dlogits", "add_kept_dhidden",
-    "kept_dweight",
+    "kept_dweight", "counted_gemm counted", "linear_stats counted", "dlogits counted",
 )  # fmt: skip
 
 
@@ -115,8 +115,32 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
                     (" tempered", partial(statistics, out, of=with_temperature)),
                     (" tempered", partial(dlogits, token, of=with_temperature)),
                     (" named", partial(scores, logits, out)),
+                    (" counted", partial(counted, logits, out)),
                 ]
     return calls
+
+
+def counted(logits: ShardLogits, d: torch.Tensor) -> None:
+    """Call what ends at a count: one segment of the statistics, and each form of the GEMMs."""
+    n, token = torch.zeros((), dtype=torch.int32), torch.empty(logits.T)
+    cache, sums = ColumnCache((d,)), gpu.new_sums(logits, with_sum_z=False, with_entropy=False)
+    gpu.linear_stats(
+        logits._replace(n_counted=n), token, cache=cache, with_sum_z=False, with_entropy=False,
+        others_max=token, sums=sums,
+    )  # fmt: skip
+    gpu.dlogits(logits._replace(n_counted=n), token, token, (token,), out=d)
+    gemm = partial(gpu.counted_gemm, d, count=n)
+    for adds in (False, True):
+        acc = torch.empty(logits.T, H)
+        gemm(logits.weight, sums_tokens=False, out=acc, adds=adds)
+        for out in (logits.weight, logits.weight.float()):
+            gemm(logits.hidden, sums_tokens=True, row=torch.empty(H), out=out, adds=adds)
+    gemm(
+        logits.hidden[:, :8].contiguous(),
+        sums_tokens=True,
+        out=torch.empty(logits.V, 8),
+        adds=False,
+    )
 
 
 def scores(logits: ShardLogits, out: torch.Tensor) -> None:

@@ -66,6 +66,7 @@ CASES = [
     Case(130, 123, FP32, "recompute", bias=True, metrics=True, options=(SMOOTH, SOFTCAP)),
     Case(130, 123, FP16, "in_forward", bias=True, options=(SMOOTH, Z_LOSS)),
     Case(130, 64, BF16, "cached", metrics=True, tempered=True, options=(SOFTCAP,)),
+    Case(130, 64, BF16, "recompute", bias=True, options=(SMOOTH, BUDGET, ("skip_ignored", True))),
 ]
 
 

@@ -145,7 +145,8 @@ def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> 
 
 def run_reference(inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
     """Run the reference in the dtype of ``inputs``."""
-    for only_ours in ("schedule", "max_logits_bytes", "max_counted", "with_metrics"):
+    ours = "schedule", "max_logits_bytes", "max_counted", "skip_ignored", "with_metrics"
+    for only_ours in ours:
         options.pop(only_ours, None)
     return run(reference_linear_cross_entropy, inputs, upstream, **options)
 

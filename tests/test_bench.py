@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench.config import floor_of
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import canonical
@@ -22,6 +23,26 @@ from tests.bench_run import EAGER, GRID, peer, records, run
 from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_scores_are_measured_beside_the_loss(tmp_path):
+    """Over the vocabulary the mean loss of the first id is the loss of the label."""
+    of_scores = [
+        "{impl: eager, mode: forward, over: vocabulary, ids: 2}",
+        "{impl: eager, schedule: cached, over: vocabulary, ids: 3, spread: zipf}",
+        "{impl: eager, over: ids, ids: 2, spread: one}",
+    ]
+    losses = ["{impl: eager, mode: forward}", "{impl: eager, schedule: cached}", "{impl: eager}"]
+    assert run(tmp_path, "".join(f"  - {x}\n" for x in losses + of_scores)) == 0
+    found = {(r.T, r.run.name): r for r in records(tmp_path)}
+    assert len(found) == 2 * (2 + 3 + 3)
+    for (T, name), r in found.items():
+        if r.op != "linear_logprob":
+            assert " over " not in name
+            continue
+        assert r.status == "ok" and r.floor_ms == found[T, floor_of(r.run)].p50_ms
+        assert (r.loss_error is None) == (r.over == "ids")
+        assert (r.dweight_error is None) == (r.over == "ids" or r.mode == "forward")
 
 
 def test_smoke_grid_runs_everywhere(tmp_path, capsys):
@@ -129,6 +150,7 @@ def test_a_loss_in_half_precision_may_be_rounded(tmp_path):
 def test_two_ranks_end_to_end(tmp_path):
     runs = EAGER + (
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"
+        "  - {impl: gathered_weight, sequence_parallel: true}\n"
     )
     (tmp_path / "grid.yaml").write_text(GRID + runs)
     paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
@@ -143,7 +165,7 @@ def test_two_ranks_end_to_end(tmp_path):
     assert len(list((tmp_path / "out").glob("*.trace.json.gz"))) == len(profiles)
     ours = records(tmp_path, "eager")
     assert [record.sequence_parallel for record in ours] == [False, True] * 2
-    for record in ours:
+    for record in (*ours, *records(tmp_path, "gathered_weight")):
         assert record.P == 2 and record.status == "ok" and record.ratio > 0
         assert record.loss_error < 1e-6 and record.dhidden_error < 1e-5 > record.dweight_error
     for record in records(tmp_path, "canonical"):

@@ -37,7 +37,7 @@ def test_grids_are_valid(path, world_size):
     assert config.out.name == path.stem
     for shape in all_shapes(config):
         runs = runs_of(config, shape)
-        assert {floor_of(run) for run in runs} <= {run.impl for run in runs} | {"gemm1", "gemm3"}
+        assert {floor_of(run) for run in runs} <= {run.name for run in runs} | {"gemm1", "gemm3"}
         if path.stem == OVER_RANKS:
             whole = {run.impl for run in runs if not run.sequence_parallel}
             assert whole == {"gemm1", "gemm3", "gemm4"}
@@ -87,6 +87,8 @@ def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_do
 
 
 TOLD = RunSpec("canonical", max_counted=True)
+SCORES = RunSpec("eager", over="ids")
+TOLD_SCORES = RunSpec("eager", over="ids", max_counted=True)
 SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
 
@@ -104,6 +106,12 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
             1,
             "max_counted is an option of triton and eager",
         ),
+        (
+            BenchConfig(shapes=SHAPE, runs=(SCORES,)),
+            1,
+            "the loss 'eager auto' beside 'eager auto o",
+        ),
+        (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
         (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),

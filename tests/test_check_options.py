@@ -40,6 +40,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduce_in_fp32": ("a bool", FLAGS),
     "tp_invariant": ("a bool", FLAGS),
     "accumulate_dweight": ("a bool", FLAGS),
+    "skip_ignored": ("a bool", FLAGS),
     "schedule": ("one of ('auto', 'recompute', 'cached', 'in_forward')", [*NAMES, None]),
     "max_logits_bytes": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),
     "max_counted": ("None or an int within [1, 2**63)", [*INTS, 0, -1]),

@@ -12,7 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from flce_dist.compat import trl as compat
 from flce_dist.testing import error_budget, relative_rms
@@ -133,7 +136,8 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("trl", reason=SKIP)
     from trl.trainer import utils
 
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    for name in ("_ChunkedLogProbFunction", "DTensor"):
+        monkeypatch.setattr(utils, name, getattr(utils, name))
     return utils
 
 
@@ -247,3 +251,32 @@ def test_a_step_is_trls_own(utils, make, tmp_path, monkeypatch):
     assert ours.keys() == logs.keys()
     for name, value in logs.items():
         assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def sharded_rank(group: dist.ProcessGroup, folder: Path, sharded: bool) -> list[Tensor]:
+    """Gradients of each parameter for the tokens of this rank, or of FSDP2 for those of all."""
+    from transformers import Qwen2ForCausalLM
+    from trl.trainer import utils
+
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    utils.add_fused_lm_head(model)
+    if sharded:
+        compat.use_linear_cross_entropy()
+        fully_shard(model.lm_head)
+        fully_shard(model)
+    g = torch.Generator().manual_seed(group.rank())
+    ids = torch.randint(3, 29, (2, 12), generator=g)
+    loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    loss.backward()
+    gradients: list[Any] = [x.grad for x in model.parameters()]
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in gradients]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp_averages_the_gradient_of_the_head_too(utils, pools, tmp_path):
+    """TRL's own head sums it, so that the gradient's norm is too large."""
+    tiny(tmp_path)
+    plain = pools[2].run(sharded_rank, tmp_path, False)
+    expected = [(x + y) / 2 for x, y in zip(*plain, strict=True)]
+    for found in pools[2].run(sharded_rank, tmp_path, True):
+        assert all(relative_rms(x, y) < 1e-4 for x, y in zip(found, expected, strict=True))

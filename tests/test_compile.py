@@ -22,7 +22,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 TILES = (
     "linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine", "profile",
     "kept_dlogits", "add_kept_dhidden", "kept_dweight", "kept_dweight main_grad",
-    "linear_stats named",
+    "linear_stats named", "linear_stats counted", "dlogits counted", "counted_gemm counted",
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ MASKS = {
     "tenth": torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.1,
     "none": t < 0,
     "one per block": t % 128 == 33,
+    "last": t == T - 1,
 }
 EVERY: dict[str, dict[str, Any]] = {
     **{str(name): {"schedule": name} for name in SCHEDULES},
@@ -188,7 +189,8 @@ def test_the_partition_of_many_tokens(share: float, weighted: bool) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             if ours is not None and theirs is not None:
                 assert torch.equal(ours.cpu(), theirs)
-        places, of_places, _ = expected
+        places, of_places, _, count = expected
+        assert int(count) == n
         assert torch.equal(places[:n], mask.nonzero().flatten()) and len(places.unique()) == N
         assert torch.equal(of_places, labels.where(mask, 3)[places])
 

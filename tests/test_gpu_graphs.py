@@ -89,7 +89,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 @each_device
 @pytest.mark.parametrize("schedule", [*EVERY_SCHEDULE, "filtered"])
 @pytest.mark.parametrize("metrics", [False, True])
-@pytest.mark.parametrize("counted", [None, 0.9])
+@pytest.mark.parametrize("counted", [None, 0.9, "skips"])
 def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
     """Captured with one batch, replayed with others; of each other tiles are kept.
 
@@ -107,7 +107,9 @@ def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
         options = options_of(schedule, static)
     if metrics:
         options |= {"metrics": True, "label_smoothing": 0.1}
-    if counted is not None:
+    if counted == "skips":
+        options["skip_ignored"] = True
+    elif counted is not None:
         options["max_counted"] = round(counted * len(static.labels))
     expected = [step_on(batch(seed, device), **options) for seed in range(4)]
     replayed = Replayed(lambda: step_on(static, **options), device)

@@ -51,7 +51,7 @@ def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     assert tritons[-1] == f"3.{int(beyond.removeprefix('3.')) - 1}"
     page = (ROOT / "docs" / "testing.md").read_text()
     assert all(f"\n| {torch}" in page for torch in PAIRS)
-    files = {*FILES, *(name for _, files in USERS.values() for name in files)}
+    files = {*FILES, *(name for *_, files in USERS.values() for name in files)}
     assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
 
 

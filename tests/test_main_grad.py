@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap and scale": {"softcap": 5.0, "logit_scale": 0.7},
     "z-loss": {"z_loss_weight": 1e-2},
     "counted": {"max_counted": T - 3},
+    "skips": {"skip_ignored": True},
 }
 DTYPES = [  # of the operands, of main_grad
     (torch.float32, torch.float32),

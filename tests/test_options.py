@@ -1,18 +1,26 @@
 """All signatures and docstrings list the same options as the fields of LossOptions."""
 
+import contextlib
 import dataclasses
 import inspect
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_origin
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropy, check_ranks, rank_check
+from flce_dist import (
+    LinearCrossEntropy,
+    check_ranks,
+    data_parallel_linear_cross_entropy,
+    rank_check,
+)
 from flce_dist.megatron import refusals, use_linear_cross_entropy
+from flce_dist.op import checks
 from flce_dist.options import LossOptions
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
@@ -37,6 +45,7 @@ CHANGED: dict[str, Any] = dict(
     schedule="recompute",
     max_logits_bytes=4096,
     max_counted=20,
+    skip_ignored=True,
     impl="triton",
 )
 
@@ -51,6 +60,13 @@ def options_of_check_ranks(**options: Any) -> LossOptions:
         patch.setattr(rank_check, "_summary", lambda arguments: seen.append(arguments.options))
         check_ranks(*[torch.zeros(1)] * 3, **options)
     return seen[0]
+
+
+def options_of_data_parallel(**options: Any) -> LossOptions:
+    with mock.patch.object(checks, "checked_options", side_effect=StopIteration) as checked:
+        with contextlib.suppress(StopIteration):
+            data_parallel_linear_cross_entropy(*[torch.zeros(1)] * 3, data_group=None, **options)
+    return LossOptions(**checked.call_args.kwargs)
 
 
 def options_of_megatron(**options: Any) -> LossOptions:
@@ -72,6 +88,10 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
         {"vocab_size", "vocab_range", "with_metrics"},
     ),
     "check_ranks": (options_of_check_ranks, {"with_metrics"}),
+    "data_parallel_linear_cross_entropy": (
+        options_of_data_parallel,
+        {"sequence_parallel", "sequence_dim", "reduce_dhidden", "with_metrics"},
+    ),
     "use_linear_cross_entropy": (
         options_of_megatron,
         {"vocab_range", "sequence_parallel", "sequence_dim", "reduce_dhidden", "reduce_in_fp32",

@@ -13,7 +13,7 @@ from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import ProfiledRun, write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.figures import dial, memory, timeline
+from flce_dist.launch.plot.figures import dial, memory, shares, timeline
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, record, texts
@@ -54,15 +54,33 @@ def test_memory_names_what_is_wrong_or_failed():
     assert_readable(figure)
 
 
-def test_the_dial_runs_from_recompute_to_cached():
+def lines_of(axes: Any) -> dict[str, list[list[float]]]:
+    """Return x and y of each line with a name."""
+    named = [line for line in axes.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): np.asarray(line.get_data()).tolist() for line in named}
+
+
+def test_the_dial_shows_auto_between_recompute_and_cached():
     figure: Any = dial(DIAL)
-    axes = figure.axes[0]
-    curve = axes.lines[0]
-    assert np.asarray(curve.get_xdata()).tolist() == [64, 128]
-    assert np.asarray(curve.get_ydata()).tolist() == [1.3, 1.2]
-    assert {"auto", "recompute", "cached", "3 matrix products"} <= set(texts(figure))
+    budgets = [64.0, 128.0]
+    assert lines_of(figure.axes[0]) == {
+        "auto": [budgets, [1.3, 1.2]],
+        "recompute": [budgets, [1.4, 1.4]],
+        "cached": [budgets, [1.1, 1.1]],
+    }
     assert_readable(figure)
     assert dial(GRADIENTS) is None
+
+
+def test_time_over_the_share_of_tokens_that_count():
+    found = [replace(DIAL[1], counted=1.0), replace(DIAL[1], counted=0.25, p50_ms=4.0)]
+    figure: Any = shares([DIAL[0], *found, replace(found[0], skip_ignored=True)])
+    assert lines_of(figure.axes[0]) == {
+        "triton recompute": [[0.25, 1.0], [4.0, 14.0]],
+        "triton recompute skip_ignored": [[1.0], [14.0]],
+    }
+    assert_readable(figure)
+    assert shares(DIAL) is None
 
 
 def test_what_is_no_result_file_is_named(tmp_path):

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Upstream, dict[str, Any]]] = {
     "chunks": (Upstream(), {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
     "filtered": (Upstream(), {"schedule": filtered.schedule(2.0**-5)}),
     "counted": (Upstream(), {"schedule": "cached", "max_counted": 36}),
+    "skips": (Upstream(), {"schedule": "cached", "skip_ignored": True}),
     "metrics": (
         Upstream(per_token_upstream(T), metric_upstream(T, "lse", "entropy")),
         {"schedule": "cached", "reduction": "none"},

@@ -42,11 +42,31 @@ def test_refusals(options: dict[str, Any], complaint: str) -> None:
         linear_logprob(given.hidden, given.weight, **arguments)
 
 
-def test_torch_compile_is_refused_by_name() -> None:
-    given = over_ids()
-    compiled = torch.compile(linear_logprob, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"not supported under torch\.compile"):
-        compiled(given.hidden, given.weight, given.ids, over="ids")
+def test_torch_compile_ends_a_graph_before_the_call_and_begins_one_after_it() -> None:
+    given = problem(with_entropy=True, schedule="cached")
+    assert given.bias is not None
+    called: set[Any] = set()
+
+    def note(graph: Any, inputs: Any) -> Any:
+        called.update(getattr(x.target, "__name__", x.target) for x in graph.graph.nodes)
+        return graph
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        out = linear_logprob(2 * hidden, given.weight, given.ids, **given.options)
+        return out.logprob.sin() + out.lse[:, None]
+
+    with pytest.raises(Exception, match=r"not part of a graph.* use fullgraph=False"):
+        torch.compile(step, fullgraph=True, backend=note)(given.hidden)
+    called.clear()
+    results = []
+    for call in (step, torch.compile(step, backend=note)):
+        hidden = given.hidden.clone().requires_grad_()
+        result = call(hidden)
+        result.backward(torch.linspace(0, 1, result.numel()).view_as(result))
+        results.append((result, hidden.grad))
+    assert {"mul", "sin"} <= called and not {"matmul", "mm", "exp", "sort", "cumsum"} & called
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_dist.testing import relative_rms, run_ranks
 from tests.problems import Outcome, each_dtype
 from tests.score_problem import (
+    T,
     V,
     compare,
     on_ranks,
@@ -31,6 +32,15 @@ def test_on_ranks(P: int, sequence_parallel: bool) -> None:
     found = on_ranks(given, P, sequence_parallel=sequence_parallel)
     compare(found, given)
     assert not found["dweight"][V - 3 :].any()
+
+
+@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@pytest.mark.parametrize("K, first", [(3, 140), (40, 100)])
+def test_shards_without_an_id_and_sets_larger_than_a_shard(over: Any, K: int, first: int) -> None:
+    """Eight shards of 19 rows or 17: ids of the last one alone, and more than one has."""
+    ids = torch.randint(first, V, (24, K), generator=torch.Generator().manual_seed(1))
+    given = problem(torch.float64, ids=ids, over=over)
+    compare(on_ranks(given, 8, sequence_parallel=True), given)
 
 
 @pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
@@ -58,6 +68,23 @@ def test_interpreted_kernels_on_two_ranks(dtype: torch.dtype) -> None:
     one = run_scores(given, "triton")
     for name in ("logprob", "lse", "entropy"):
         assert torch.equal(found[name], one[name]), name  # for any number of ranks
+
+
+@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@pytest.mark.usefixtures("one_launch_at_a_time")
+def test_batches_of_any_size_on_any_number_of_ranks_have_the_same_bits(over: Any) -> None:
+    """As a decoder scores a few tokens on all ranks, and a trainer all of them."""
+    given = problem(torch.bfloat16, rows=192, vocab_size=V, over=over)
+    whole = run_scores(given, "triton", tp_invariant=True)
+    start = 0
+    for size in (1, 3, 7, T - 11):
+        here = slice(start, start := start + size)
+        upstream = {name: x[here] for name, x in given.upstream.items()}
+        few = replace(given, hidden=given.hidden[here], ids=given.ids[here], upstream=upstream)
+        for run in (run_scores, partial(on_ranks, P=2)):
+            found = run(few, impl="triton", tp_invariant=True)
+            for name in ("logprob", "lse", "entropy"):
+                assert torch.equal(found[name], whole[name][here]), (name, size)
 
 
 def test_sequences_that_are_split_along_their_second_dimension() -> None:

@@ -29,15 +29,16 @@ PAIRS = {
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
     "interpreter", "merge_stats", "collectives", "main_grad", "main_grad_autograd", "dtensor",
-    "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory", "module",
-    "filtered", "rescue", "compiled", "torch_private",
+    "fsdp", "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory",
+    "module", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
 USERS = {
-    "transformers-5": (("transformers==5.*", "peft", "accelerate"), HF),
-    "transformers-4.57": (("transformers==4.57.*", "peft", "accelerate"), HF),
+    "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
+    "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
+    "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan",)),
 }
-"""Libraries that a face of this one is for -> packages beside those of torch 2.13, test files."""
+"""Libraries that a face of this one is for -> release of torch, other packages, test files."""
 
 
 def python_of(release: str) -> Path:
@@ -46,10 +47,8 @@ def python_of(release: str) -> Path:
     python = folder / "bin" / "python"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        torch, more = (
-            (PAIRS["2.13"], USERS[release][0]) if release in USERS else (PAIRS[release], ())
-        )
-        packages = [*torch, *more, *OTHERS.split()]
+        torch, more, _ = USERS.get(release, (release, (), ()))
+        packages = [*PAIRS[torch], *more, *OTHERS.split()]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
         ready.touch()
     return python
@@ -59,7 +58,7 @@ def run(release: str, arguments: Sequence[str]) -> Counter[str]:
     """Return how many tests passed, failed and so on, by the last line that pytest prints."""
     found: Counter[str] = Counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    _, files = USERS.get(release, ((), FILES))
+    *_, files = USERS.get(release, (FILES,))
     for targets in [arguments] if arguments else [[f"tests/test_{name}.py"] for name in files]:
         command = [str(python_of(release)), "-m", "pytest", "-q", *targets]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

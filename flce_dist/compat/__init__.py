@@ -1,1 +1,1 @@
-"""Functions of RL libraries, with their arguments and results; each is imported by its own name."""
+"""What other libraries call, with their arguments and results; each is imported by its own name."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy_with_metrics
 
@@ -35,6 +36,7 @@ class ChunkedLogProbFunction:
 
         Args:
             hidden: [N, H]. weight [V, H] and bias [V] are cast to its dtype, or all to autocast's.
+                Sharded by FSDP2 they are gathered, and their gradients averaged, by the call.
             targets: [N] ids. -100 is ignored.
             temperature: of all tokens, or [N].
             chunk_size: not used: how much is held of the logits is chosen as ever.
@@ -43,7 +45,7 @@ class ChunkedLogProbFunction:
 
         logprobs and entropy are differentiable. A target whose logit ties with another is top 1.
         """
-        if not torch.is_autocast_enabled(hidden.device.type):
+        if not (isinstance(weight, DTensor) or torch.is_autocast_enabled(hidden.device.type)):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
         if bias is not None and logit_scale != 1.0:
@@ -82,3 +84,4 @@ def use_linear_cross_entropy() -> None:
             f"which TRL {trl.__version__} does not have"
         )
     utils._ChunkedLogProbFunction = ChunkedLogProbFunction
+    utils.DTensor = ()  # TRL would gather FSDP2's weight by full_tensor(), which sums its gradient

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.api import (
-    LossWithMetrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.megatron.vocab_rows import by_token, place_of_token
 from flce_dist.op.call import extra_schedule
+from flce_dist.scores import TokenScores
 
 _WINDOW = 8192
 """Columns of logits that exist at once while the largest logit is searched."""
@@ -93,6 +90,10 @@ class LazyLogits:
         return args[0]._argmax(**(kwargs or {})) if func is torch.argmax else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
+        # What a model without labels does to logits in the end, in a call of ``scores``.
+        if name in ("transpose", "contiguous") and self.layer.scoring is not None:
+            scored = functools.partial(self._in_layer, self.layer.scoring, scale=self.scale)
+            return scored if name == "contiguous" else lambda *dims: self
         raise AttributeError(
             f"no logits exist in the training loss, so they have no {name!r}; a forward hook on "
             "the output layer makes it return real ones"
@@ -104,7 +105,8 @@ class FusedLayer:
 
     Attributes:
         loss_keywords: options of ``linear_cross_entropy``.
-        is_lazy: set by the model while it computes its loss.
+        is_lazy: set by the model while it computes its loss, or scores.
+        scoring: what computes scores in the layer, during a call of ``scores``.
         keeps_metrics, last_metrics: see ``use_linear_cross_entropy``.
         vocab_order, row_of_token: which token each row is of, on the CPU, and the inverse as a
             buffer; None if row i is of token i.
@@ -112,6 +114,7 @@ class FusedLayer:
 
     loss_keywords: dict[str, Any]
     is_lazy = False
+    scoring: Callable[..., TokenScores] | None = None
     keeps_metrics = False
     last_metrics: LossWithMetrics | None = None
     vocab_order: VocabOrder | None
@@ -162,26 +165,10 @@ class FusedLayer:
         An ``ExtraSchedule`` works with blocks of tokens, which should belong to one sequence, so
         ``hidden`` is copied into that order for it.
         """
-        fuses = self.gradient_accumulation_fusion
-        if fuses and weight is not self.weight and hasattr(weight, "__fsdp_param__"):
-            raise NotImplementedError(
-                "gradient_accumulation_fusion with Megatron-FSDP and tied embeddings is not "
-                "supported: FSDP overwrites main_grad, and two layers would add to it"
-            )
-        keywords = {**self.loss_keywords, **changes}
-        keywords["logit_scale"] *= scale
+        keywords = {**self.loss_keywords, **changes, **self.keywords_for(weight, scale)}
         if self.vocab_order is not None:
             labels = rows_of(labels, self.row_of_token)
             keywords["ignore_index"] = row_of_id(keywords["ignore_index"], self.vocab_order)
-        bias = None if self.skip_bias_add else self.bias
-        if bias is not None and keywords["logit_scale"] != 1.0:
-            bias = bias * keywords["logit_scale"]  # Megatron scales logits that contain it
-        keywords.update(
-            bias=bias,
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            accumulate_dweight=fuses,
-        )
         ranks = 0  # whose tokens are put into another order
         if extra_schedule(keywords["schedule"]) is not None:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
@@ -197,6 +184,23 @@ class FusedLayer:
         detached = (x.detach() for x in result)
         self.last_metrics = result._make(x.T if x.dim() == 2 else x for x in detached)
         return result.loss
+
+    def keywords_for(self: Any, weight: Tensor, scale: float) -> dict[str, Any]:
+        """Return keywords of a call that are the layer's own; ``scale`` is the model's (MuP)."""
+        fuses = self.gradient_accumulation_fusion
+        if fuses and weight is not self.weight and hasattr(weight, "__fsdp_param__"):
+            raise NotImplementedError(
+                "gradient_accumulation_fusion with Megatron-FSDP and tied embeddings is not "
+                "supported: FSDP overwrites main_grad, and two layers would add to it"
+            )
+        scale = scale * self.loss_keywords["logit_scale"]
+        bias = None if self.skip_bias_add else self.bias
+        if bias is not None and scale != 1.0:
+            bias = bias * scale  # Megatron scales logits that contain it
+        return {
+            "logit_scale": scale, "bias": bias, "tp_group": self.tp_group,
+            "sequence_parallel": self.sequence_parallel, "accumulate_dweight": fuses,
+        }  # fmt: skip
 
     @torch.no_grad()
     def largest(self: Any, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:

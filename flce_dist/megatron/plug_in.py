@@ -64,11 +64,11 @@ def use_linear_cross_entropy(
             keep the tokenizer's ids. ``row_of_token`` is in state dicts; rows of another order, or
             of none, are refused.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
-            vocab_size, schedule, max_logits_bytes, max_counted and impl,
+            vocab_size, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and
-            keep the padding columns from ``vocab_size`` on. max_counted counts labels, not
-            Megatron's loss_mask; with multi-token prediction it must hold at each depth, where
-            Megatron appends labels of 0. reduction is "none" by default; "sum"
+            keep the padding columns from ``vocab_size`` on. max_counted and skip_ignored look at
+            labels, not at Megatron's loss_mask; with multi-token prediction max_counted must hold
+            at each depth, where Megatron appends labels of 0. reduction is "none" by default; "sum"
             makes the model return the sum of the loss, a scalar: for training loops that mask no
             token, which schedule="in_forward" needs.
 
@@ -125,14 +125,15 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits)
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the layer be lazy in this call of the model if it has labels."""
+    """Let the layer be lazy in this call of the model if it has labels, or is for scores."""
     model_class: Any = type(model)
     bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
     given = {**kwargs, **bound.arguments}
     labels = given.get("labels", given.get("lm_labels"))  # the latter in a T5Model
     # Megatron's logger of inputs writes the logits to disk.
     logs = bool(getattr(model.config, "config_logger_dir", ""))
-    model.output_layer.is_lazy = labels is not None and not logs
+    layer = model.output_layer
+    layer.is_lazy = (labels is not None or layer.scoring is not None) and not logs
     processor = kwargs.get("output_processor")
     if processor is None:
         return None

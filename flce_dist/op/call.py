@@ -62,9 +62,10 @@ class Operands(NamedTuple):
     bias: Tensor | None  # [V and padding]
     labels: Tensor  # [T] int64, in the order of the pieces
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
-    places: Tensor | None = None  # [T] int64, with max_counted: of these tokens among T_all
+    places: Tensor | None = None  # [T] int64, if options.partitions: of these tokens among T_all
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
     offsets: Tensor | None = None  # [T + 1] int64, of scores, whose labels are ids [N]
+    n_counted: Tensor | None = None  # [] int32, with skip_ignored: the others are not computed
 
 
 class Accumulator(NamedTuple):

@@ -127,13 +127,15 @@ def check_tensor(
         raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
 
 
-def check_group(tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
+def check_group(
+    tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
+) -> None:
     """Check that this rank is a member of ``tp_group``."""
     if tp_group is None and sequence_parallel:
         raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         raise ValueError(
-            "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
             f"got {tp_group!r}"
         )
 
@@ -244,13 +246,13 @@ def check_labels(
 ) -> None:
     """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
 
-    With ``max_counted`` only those that count, and their number. Labels on a GPU are not read here,
+    If they are partitioned only those that count, and how many. Labels on a GPU are not read here,
     because the host must not wait: ``label_logit`` and ``counted_tokens`` of the kernels assert it.
     """
     if labels.is_cuda:
         return
     ignore_index, most = options.ignore_index, options.max_counted
-    counted = counts(labels, None if most is None else token_weight, ignore_index)
+    counted = counts(labels, token_weight if options.partitions else None, ignore_index)
     n = int(counted.sum())
     if most is not None and n > most:
         raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")

@@ -28,6 +28,7 @@ class Chunk(NamedTuple):
     logits: ShardLogits | None  # hidden may still be arriving
     window_v: int  # columns of D that are computed, or converted, at a time
     overwrite: Callable[[Tensor, int], None] | None = None  # elements of D, by its first column
+    n_counted: Tensor | None = None  # as in ``ShardLogits``
 
     def rescales(self, call: Call) -> bool:
         """Whether cached columns are written once more before the GEMMs."""

@@ -2,9 +2,11 @@
 
 The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
 local tensor if its placements are those that the op expects; otherwise it is refused. Through
-``DTensor.to_local`` gradients get the mesh and placements of their operand.
+``DTensor.to_local`` gradients get the mesh and placements of their operand. A parameter that FSDP2
+has sharded is gathered from its data ranks, over which its gradient is averaged.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,10 @@ from flce_dist.parallel.vocab import vocab_range
 _OF_ROWS = (
     "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
     "these ranks have the same tokens"
+)
+_OF_TOKENS = (
+    "for tokens that are split over data ranks pass hidden.to_local(), labels.to_local() and "
+    "weight.to_local(grad_placements=...) with Partial() over these ranks"
 )
 IN_FORWARD_OF_FSDP = (
     "call inside forward of the module that fully_shard was applied to, or in another method after "
@@ -53,12 +59,14 @@ def localized(arguments: Arguments) -> Arguments:
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
     of_tokens = (
-        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden {options.reduce_dhidden}"
+        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden "
+        f"{options.reduce_dhidden}; {_OF_TOKENS}"
     )
+    weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
     return Arguments(
         local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
         local_of("weight", weight, rows, tp_group, _OF_ROWS),
-        local_of("labels", labels, Replicate(), tp_group),
+        local_of("labels", labels, Replicate(), tp_group, _OF_TOKENS),
         local_of("bias", bias, rows, tp_group, _OF_ROWS),
         local_of("token_weight", token_weight, Replicate(), tp_group),
         local_of("temperature", temperature, Replicate(), tp_group),
@@ -147,9 +155,52 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
 
 def _fsdp_hint(x: DTensor) -> str:
     """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
-    if not torch.compiler.is_compiling() and torch_private.is_fsdp_parameter(x):
-        return f"FSDP2 has sharded it over ranks with other tokens, {IN_FORWARD_OF_FSDP}"
+    if not torch.compiler.is_compiling() and torch_private.fsdp_division(x):
+        hint = "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same "
+        return f"{hint}tokens as tp_group, or {IN_FORWARD_OF_FSDP}"
     return ""
+
+
+def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
+    """Return ``x``, or this rank's rows over ``tp_group``, in hidden's dtype, if FSDP2 has them."""
+    if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
+        return x
+    mesh, V, rows = x.device_mesh, x.shape[0], _dimension(x.device_mesh, tp_group)
+    data = [d for d in range(mesh.ndim) if d != rows]
+    known = None if torch.compiler.is_compiling() or not data else torch_private.fsdp_division(x)
+    if known is None or known[0] != math.prod(mesh.size(d) for d in data):
+        return x
+    if rows is not None:
+        start, end = vocab_range(V, mesh.get_local_rank(rows), mesh.size(rows))
+        mesh, V = mesh[tuple((mesh.mesh_dim_names or ())[d] for d in data)], end - start
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return _Gathered.apply(x, mesh, [x.placements[d] for d in data], V, dtype, known[1])
+
+
+class _Gathered(torch.autograd.Function):
+    """Gather V rows of ``x`` over ``mesh``; sum their gradient over it in ``x.dtype``, and divide.
+
+    One all-gather of ``dtype`` in forward; a reduce-scatter in backward, and an all-reduce over
+    replicas. ``mesh`` leaves tensor parallelism out: torch 2.9 redistributes _StridedShard wrongly.
+    """
+
+    @staticmethod
+    def forward(ctx, x, mesh, placements, V, dtype, divisor):
+        held = [has if has.is_replicate() else Shard(has.dim) for has in placements]
+        size = {"shape": torch.Size((V, *x.shape[1:])), "stride": x.stride()}
+        ctx.like, ctx.mesh, ctx.held, ctx.size, ctx.divisor = x.detach(), mesh, held, size, divisor
+        own = DTensor.from_local(ctx.like.to_local(), mesh, held, run_check=False, **size)
+        whole = own.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
+        return whole.to_local()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx):
+        dx, shares = dx.to(ctx.like.dtype), [Partial()] * ctx.mesh.ndim
+        dx = DTensor.from_local(dx, ctx.mesh, shares, run_check=False, **ctx.size)
+        dx = dx.redistribute(placements=ctx.held).to_local() / ctx.divisor
+        return in_kind(dx, ctx.like), None, None, None, None, None
 
 
 class _Waited(torch.autograd.Function):

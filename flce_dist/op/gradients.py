@@ -123,13 +123,13 @@ class Gradients:
         factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
 
         for start, end, d in dlogits(call, chunk, rows, cached):
-            self._add_dhidden(start, end, d)
+            self._add_dhidden(chunk, start, end, d)
         if not others and scratch is None:
             self.finish_dhidden(chunk, rows)
         for start, end, d in dlogits(call, chunk, rows, cached):
             self._add_parameters(chunk, rows, factor, start, end, d)
         for start, end, d in dlogits(call, chunk, rows, others):
-            self._add_dhidden(start, end, d)
+            self._add_dhidden(chunk, start, end, d)
             if end == windows[-1].end and scratch is None:
                 self.finish_dhidden(chunk, rows)
             self._add_parameters(chunk, rows, factor, start, end, d)
@@ -144,9 +144,11 @@ class Gradients:
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
-    def _add_dhidden(self, start: int, end: int, d: Tensor) -> None:
+    def _add_dhidden(self, chunk: Chunk, start: int, end: int, d: Tensor) -> None:
         if self.acc is not None:
-            gemm.add_matmul(self.acc, d, rows_of(self.weight, start, end), first=start == 0)
+            weight = rows_of(self.weight, start, end)
+            product = product_of(self.call, chunk)
+            product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
 
     def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
         """Round the accumulator into this rank's share, and start the sum over ranks."""
@@ -182,16 +184,10 @@ class Gradients:
         if self.dweight is not None:
             hidden, row = factor()
             out = rows_of(self.dweight, start, end)
-            is_only = len(self.call.schedule.chunks()) == 1 and not self.accumulates
-            if out.dtype == self.weight.dtype and is_only:
-                gemm.matmul(d.T, hidden, row=row, out=out)
-            else:
-                first = chunk.tokens[0] == 0 and not self.accumulates
-                gemm.add_matmul(out, d.T, hidden, first=first)
-                if row is not None:
-                    out += row
+            adds = chunk.tokens[0] > 0 or self.accumulates
+            product_of(self.call, chunk)(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
         if self.dbias is not None:
-            self.dbias[start:end] += dbias_of(self.call, d, rows)
+            self.dbias[start:end] += dbias_of(self.call, chunk, d, rows)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return dhidden of this rank's tokens, summed over ranks, dweight, and dbias, rounded if
@@ -220,6 +216,13 @@ def _sum_of_dhidden(call: Call, operands: Operands) -> TokenSum:
     )
 
 
+def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
+    """Return ``counted_gemm`` over the tokens of the chunk that count, where others are skipped."""
+    if chunk.n_counted is None:
+        return gemm.product
+    return functools.partial(call.kernels.counted_gemm, count=chunk.n_counted)
+
+
 def dweight_factor(
     call: Call, chunk: Chunk, rows: RowGradient, in_place: bool, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -244,10 +247,11 @@ def dweight_factor(
     return out, row
 
 
-def dbias_of(call: Call, d: Tensor, rows: RowGradient) -> Tensor:
+def dbias_of(call: Call, chunk: Chunk, d: Tensor, rows: RowGradient) -> Tensor:
     """Return [W]: the bias gradient of the columns of ``d`` [T, W]."""
     scale = torch.ones_like(rows.reference) if rows.scale is None else rows.scale
-    dbias = gemm.weighted_row_sum(scale, d)
+    counted = None if chunk.n_counted is None else product_of(call, chunk)
+    dbias = gemm.weighted_row_sum(scale, d, counted)
     if rows.uniform is not None:
         dbias = dbias + rows.uniform.sum()
     return dbias / call.options.logit_scale

@@ -143,22 +143,24 @@ def prepare(
 
 
 def counted_operands(call: Call, operands: Operands) -> Operands:
-    """Check labels; with max_counted choose T tokens, among them all that count.
+    """Check labels; with max_counted or skip_ignored choose T tokens, first all that count.
 
     hidden stays that of T_all tokens: ``transport.gather`` takes the rows at ``places``.
     """
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
     checks.check_labels(labels, token_weight, call.vocab_size, options)
-    places, inverse = None, operands.inverse_temperature
-    if options.max_counted is not None:
+    places, n_counted, inverse = None, None, operands.inverse_temperature
+    if options.partitions:
         with torch.cuda.device_of(labels):
-            places, labels, token_weight = call.kernels.counted_tokens(
+            places, labels, token_weight, n_counted = call.kernels.counted_tokens(
                 labels, token_weight, call.T, ignore_index=options.ignore_index
             )
         inverse = None if inverse is None else inverse[places]
+        if not options.skip_ignored or extra_schedule(options.schedule) is not None:
+            n_counted = None  # an extra schedule takes the order alone
     if inverse is not None:
         inverse = inverse.where(labels != options.ignore_index, 1.0)
-    return Operands(*operands[:3], labels, token_weight, places, inverse)
+    return Operands(*operands[:3], labels, token_weight, places, inverse, n_counted=n_counted)
 
 
 def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
@@ -239,7 +241,7 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    in_pieces = known and options.sequence_parallel and options.max_counted is None
+    in_pieces = known and options.sequence_parallel and not options.partitions
     P = P if in_pieces else 1
     extra = extra_schedule(options.schedule)
     schedule: Any = options.schedule if extra is None else "recompute"

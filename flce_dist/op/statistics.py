@@ -10,6 +10,7 @@ from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.shard_logits import ShardLogits, part_of
 from flce_dist.kernels.token_loss_formulas import TokenStats, token_entropy
 from flce_dist.op.call import Call, Metrics, Operands
+from flce_dist.options import OWN_SUM
 from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.counted import put_back
 from flce_dist.parallel.vocab import INVARIANT_ROWS
@@ -115,9 +116,12 @@ class Pass:
         call = self.call
         loss = losses[0] if len(losses) == 1 else torch.cat(losses)
         loss = call.order.restored(loss)  # the order decides the bits of a sum
-        if call.options.reduction == "none":
+        if call.options.reduction in ("none", OWN_SUM):
             loss = put_back(loss, self.places, call.T_all)
-        else:
+        if call.options.reduction == OWN_SUM:
+            P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+            loss = loss.view(P, call.T_all // P)[rank]
+        if call.options.reduction != "none":
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:
             return loss, Metrics()
@@ -151,4 +155,5 @@ def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
         softcap=options.softcap,
         group_v=INVARIANT_ROWS if options.tp_invariant else None,
         inverse_temperature=operands.inverse_temperature,
+        n_counted=operands.n_counted,
     )

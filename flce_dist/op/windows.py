@@ -163,8 +163,9 @@ class Windows(Sizes):
         gradients = Gradients.new(call, operands, accumulator)
         tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
-            tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite
-        )
+            tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,
+            operands.n_counted,
+        )  # fmt: skip
         gradients.add(chunk)
         if gather is not None:
             gather.wait_all()  # even if nothing read it: copies must not outlive their buffer

@@ -1,4 +1,4 @@
-"""With max_counted only some tokens are computed: those at ``places``.
+"""With max_counted some tokens are computed alone, with skip_ignored first: those at ``places``.
 
 ``places`` [T] int64 are those of T tokens among T_all, each once. P ranks, H hidden size.
 """

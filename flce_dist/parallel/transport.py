@@ -108,8 +108,12 @@ def _at_once(group: dist.ProcessGroup, T: int) -> TokenOrder:
 _have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def check_same_labels(labels: Tensor, group: dist.ProcessGroup | None) -> None:
+def check_same_labels(
+    labels: Tensor, group: dist.ProcessGroup | None, *, are_own: bool = False
+) -> None:
     """Check at a group's first call that the labels [T] int64 are the same on all its ranks.
+
+    If they ``are_own``, not yet gathered, only that they are equally many.
 
     One gather of 16 bytes per rank, for which hosts wait. ``FLCE_DIST_CHECK_LABELS=0`` on all ranks
     does without. While a CUDA graph is captured nothing is checked: the next call does that.
@@ -123,14 +127,21 @@ def check_same_labels(labels: Tensor, group: dist.ProcessGroup | None) -> None:
         return
     place = torch.arange(1, len(labels) + 1, device=labels.device) * 0x1E3779B97F4A7C15  # wraps
     mixed = (place ^ (place >> 29)) * 0x3F58476D1CE4E5B9
-    mine = torch.stack(((labels * mixed).sum(), torch.full_like(mixed.sum(), len(labels))))
+    code = (labels * mixed).sum() * (not are_own)
+    mine = torch.stack((code, torch.full_like(code, len(labels))))
     of_ranks = gather_tokens(mine[None], group).tolist()
     others = [str(rank) for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
+    if others and are_own:
+        raise ValueError(
+            "labels must be equally many on all ranks of data_group (pad with ignore_index), got "
+            f"{[length for _, length in of_ranks]}"
+        )
     if others:
         raise ValueError(
             "labels must be the same on all ranks of tp_group, those of all its tokens, and rank"
             f"{'s' * (len(others) > 1)} {', '.join(others)} got others than rank 0: data-parallel "
-            "ranks, over which FSDP2 shards parameters, are no tp_group"
+            "ranks, over which FSDP2 shards parameters, are no tp_group, but the data_group of "
+            "data_parallel_linear_cross_entropy"
         )
 
 

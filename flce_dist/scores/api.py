@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from flce_dist import torch_private
 from flce_dist.op import checks
 from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import Scores, extra_schedule
@@ -95,7 +96,7 @@ def linear_logprob(
 
     Raises:
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
-        on a GPU. NotImplementedError: a combination is not supported; under torch.compile always.
+        on a GPU. NotImplementedError: a combination is not supported.
     """
     options = checks.checked_options(
         reduction="none", ignore_index=-1, softcap=softcap, logit_scale=logit_scale,
@@ -110,21 +111,30 @@ def linear_logprob(
     )
     scores = _scores(over, with_entropy, options)
     refuse_transforms("linear_logprob")
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "linear_logprob is not supported under torch.compile; exclude the call by "
-            "torch.compiler.disable"
-        )
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     stand_in = torch.zeros((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, options, tp_group)
+    scored = _scored
+    if torch.compiler.is_compiling():
+        scored = torch_private.outside_graphs(
+            scored,
+            "linear_logprob is not part of a graph of torch.compile; use fullgraph=False, with "
+            "which the graph ends before it and another one begins after it",
+        )
+    return scored(arguments, ids, offsets, scores)
+
+
+def _scored(
+    arguments: Arguments, ids: Tensor, offsets: Tensor | None, scores: Scores
+) -> TokenScores:
+    weight, options, tp_group = arguments.weight, arguments.options, arguments.tp_group
     arguments = localized(arguments)
     ids, offsets = (
         local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
     )
     tokens = _tokens(arguments)
-    arguments = tempered(arguments._replace(labels=stand_in.expand(tokens)))
-    is_transposed = sequence_parallel and arguments.options.sequence_dim == 1
+    arguments = tempered(arguments._replace(labels=arguments.labels.expand(tokens)))
+    is_transposed = options.sequence_parallel and arguments.options.sequence_dim == 1
     flat, cuts = flat_ids(ids, offsets, tokens, arguments.hidden, transposed=is_transposed)
     ordered = in_autocast_dtype(sequence_first(arguments))
     call, operands = prepare(ordered, gradients_needed(ordered), scores=scores)

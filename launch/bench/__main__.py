@@ -72,12 +72,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _bench(
-    config: BenchConfig,
-    head: Problem | None,
-    device: torch.device,
-    tp_group: Group,
+    config: BenchConfig, head: Problem | None, device: torch.device, tp_group: Group,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     rank, P = rank_and_size(tp_group)
     packages = {peer.package for peer in PEERS.values() if peer.package is not None}
     facts = {
@@ -106,20 +103,15 @@ def _bench(
         for name, profile in profiles.items():
             if profile.step_us is not None:
                 console.print(f"{name}: {describe(profile)}", highlight=False, markup=False)
-        seconds = time.monotonic() - started
-        console.print(f"shape {number} of {len(shapes)}, {seconds:.1f} s", highlight=False)
-    written = files.with_suffix(config.out, ".json")
-    console.print(f"records in {written} and .csv", highlight=False)
+        took = f"{time.monotonic() - started:.1f} s"
+        console.print(f"shape {number} of {len(shapes)}, {took}", highlight=False)
+    console.print(f"records in {files.with_suffix(config.out, '.json')} and .csv", highlight=False)
 
 
 def _bench_shape(
-    config: BenchConfig,
-    shape: ShapeSpec,
-    head: Problem | None,
-    device: torch.device,
-    tp_group: Group,
-    console: Console,
-) -> tuple[list[Record], dict[str, Profile]]:
+    config: BenchConfig, shape: ShapeSpec, head: Problem | None, device: torch.device,
+    tp_group: Group, console: Console,
+) -> tuple[list[Record], dict[str, Profile]]:  # fmt: skip
     """Measure every run at one shape and, if asked for, profile it; collective."""
     if head is None:
         problem = make_problem(shape, device, config.seed, tp_group)
@@ -127,14 +119,10 @@ def _bench_shape(
         problem = head.shard(device, tp_group)
     found = [Measured(run, problem, config) for run in runs_of(config, shape)]
     with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
         refresh_per_second=2,  # seldom: drawing shares the interpreter with the launches timed
-    ) as progress:
+    ) as progress:  # fmt: skip
         bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
         truth = None
         if config.check != "none":

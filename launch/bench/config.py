@@ -45,6 +45,13 @@ class RunSpec:
     """Of ours. It pays on the head of a trained model."""
     max_counted: bool = False
     """Of ours: it is told how many tokens count."""
+    skip_ignored: bool = False
+    over: Literal["vocabulary", "ids"] | None = None
+    """Of ours: linear_logprob over these, and its ratio to the loss in place of a floor."""
+    ids: Annotated[int, SIZE] = 1
+    """Of each token, with over. The first is its label."""
+    spread: Literal["uniform", "zipf", "one"] = "uniform"
+    """Of the other ids over the vocabulary; one: the same id everywhere."""
 
     @property
     def is_ours(self) -> bool:
@@ -68,6 +75,10 @@ class RunSpec:
             words.append(f"eps {self.filter_eps:.2g}")
         if self.max_counted:
             words.append("max_counted")
+        if self.skip_ignored:
+            words.append("skip_ignored")
+        if self.over is not None:
+            words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -148,12 +159,10 @@ class BenchConfig:
 def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -> BenchConfig:
     """Return the configuration of ``--config FILE [--overrides]``, checked."""
     config = from_command_line(
-        BenchConfig,
-        argv,
+        BenchConfig, argv, show_errors=show_errors,
         prog="python -m flce_dist.launch.bench --config FILE",
         description="Time linear_cross_entropy, its floors and its peers, interleaved.",
-        show_errors=show_errors,
-    )
+    )  # fmt: skip
     check_config(config, world_size=world_size)
     return config
 
@@ -193,7 +202,13 @@ def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
 
 
 def floor_of(run: RunSpec) -> str:
-    """Return the GEMMs that a run needs: 1, or with gradients 3, or 4 if it recomputes logits."""
+    """Return what a run is measured against.
+
+    The GEMMs that it needs: 1, or with gradients 3, or 4 if it recomputes logits. Of scores the
+    loss.
+    """
+    if run.over is not None:
+        return dataclasses.replace(run, over=None, ids=1, spread="uniform").name
     if run.mode == "forward":
         return "gemm1"
     return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"
@@ -218,9 +233,17 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
         require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
         is_auto = run.is_ours and run.schedule == "auto"
-        filter_eps = f"filter_eps is a schedule of {' and '.join(OURS)}, got {run.name!r}"
+        ours = f"of {' and '.join(OURS)}"
+        filter_eps = f"filter_eps is a schedule {ours}, got {run.name!r}"
         require(run.filter_eps is None or is_auto, filter_eps)
-        told = f"max_counted is an option of {' and '.join(OURS)}, got {run.name!r}"
-        require(run.is_ours or not run.max_counted, told)
+        if run.over is not None:
+            plain = run.filter_eps is None and not run.max_counted and shape.counted == 1.0
+            scores = f"over is an option {ours}, whose every token counts, got {run.name!r}"
+            require(run.is_ours and plain, scores)
+            beside = f"runs must have the loss {floor_of(run)!r} beside {run.name!r}"
+            require(floor_of(run) in names, beside)
+        for name in ("max_counted", "skip_ignored"):
+            told = f"{name} is an option {ours}, got {run.name!r}"
+            require(run.is_ours or not getattr(run, name), told)
         if run.sequence_parallel:
             require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")

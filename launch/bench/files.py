@@ -118,10 +118,5 @@ def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
 
 def _flat(about: dict[str, Any]) -> dict[str, Any]:
     """One level deep, so that a difference can be named."""
-    flat: dict[str, Any] = {}
-    for key, value in about.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": item for name, item in value.items()}
-        else:
-            flat[key] = value
-    return flat
+    nested = {key: x if isinstance(x, dict) else {"": x} for key, x in about.items()}
+    return {f"{key}.{name}".strip("."): x for key in nested for name, x in nested[key].items()}

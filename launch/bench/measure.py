@@ -25,6 +25,7 @@ from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.launch.process_group import gathered
 from flce_dist.memory import peak_memory, release_shared_memory
+from flce_dist.scores import linear_logprob
 
 MOST_CALLS = 1000
 
@@ -89,13 +90,16 @@ class Measured:
             self._loss_of = load_peer(run.impl, tp_group)
             return
         options: dict[str, Any] = {
-            "tp_group": tp_group,
+            "tp_group": tp_group, "impl": run.impl, "schedule": run.schedule,
+            "max_logits_bytes": run.max_logits_bytes,
             # Alone there is no group to split over: one rank's tokens are all of them.
             "sequence_parallel": run.sequence_parallel and tp_group is not None,
-            "schedule": run.schedule,
-            "max_logits_bytes": run.max_logits_bytes,
-            "impl": run.impl,
-        }
+        }  # fmt: skip
+        if run.over is not None:
+            options["over"] = run.over
+            self._loss_of = partial(_label_loss, ids=self.problem.ids_of(run), options=options)
+            return
+        options["skip_ignored"] = run.skip_ignored
         if run.max_counted:
             options["max_counted"] = max(1, int(self.problem.counted.sum()))
         if run.filter_eps is not None:
@@ -209,6 +213,13 @@ class Measured:
             message = f"{self.run.name} left the device beyond use: {self.failure}"
             raise RuntimeError(message) from error
         return None
+
+
+def _label_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Return the mean loss of the label, the first of each token's ids."""
+    return -linear_logprob(hidden, weight, ids, **options).logprob[:, 0].mean()
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench import megatron_peer
+from flce_dist.launch.process_group import own_tokens, reduced
 
 DROPPED_EPS = 2.0**-12
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,6 +51,12 @@ def torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def canonical(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Logits by a GEMM in the operands' dtype, their loss in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def indexed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Ours, of rows chosen by a mask: the host waits for their number."""
+    counted = labels != -100
+    return linear_cross_entropy(hidden[counted], weight, labels[counted])
 
 
 class _Dropped(torch.autograd.Function):
@@ -122,6 +132,20 @@ def _cce(**options: object) -> Peer:
     return Peer(load, "cut-cross-entropy")
 
 
+def _load_gathered_weight(tp_group: dist.ProcessGroup | None) -> LossFunction:
+    """As FSDP2 does: gather the weight, take this rank's tokens, and reduce-scatter dweight."""
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        mesh = DeviceMesh.from_group(tp_group or [], weight.device.type)
+        split = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+        whole = split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        own = labels[own_tokens(len(labels), tp_group)]
+        loss = linear_cross_entropy(hidden, whole, own, reduction="sum") / len(labels)
+        return loss + reduced(loss.detach().clone(), tp_group) - loss.detach()  # of all tokens
+
+    return loss_of
+
+
 def _megatron(fused: bool) -> Peer:
     load = functools.partial(megatron_peer.load, fused)
     return Peer(load, "megatron-core", parallel=True, drop_buffers=megatron_peer.drop_buffers)
@@ -130,6 +154,7 @@ def _megatron(fused: bool) -> Peer:
 PEERS: dict[str, Peer] = {
     "canonical": Peer(lambda _: canonical),
     "torch_eager": Peer(lambda _: torch_eager),
+    "indexed": Peer(lambda _: indexed),
     "torch_compile": _compiled(torch_eager),
     "torch_compile_fp32": _compiled(canonical),
     "torch_linear_cross_entropy": Peer(_load_torch_linear_cross_entropy),
@@ -143,6 +168,7 @@ PEERS: dict[str, Peer] = {
     "cce_kahan_full_c": _cce(impl="cce_kahan_full_c"),
     "dropped": _dropped(drops_dweight=True),
     "dropped_dhidden": _dropped(drops_dweight=False),
+    "gathered_weight": Peer(_load_gathered_weight, parallel=True),
     "megatron_fused": _megatron(fused=True),
     "megatron_unfused": _megatron(fused=False),
 }

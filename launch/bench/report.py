@@ -1,15 +1,16 @@
 """What the benchmark found: one flat record for each run at a shape, and a table of them.
 
 Times are in ms, memory in MiB. ``ratio`` is p50 over ``floor_ms``, the time of the GEMMs that the
-run needs (``config.floor_of``). A forward run at few tokens is bound by reading the weight: where
+run needs, or of the loss (``config.floor_of``). A forward run at few tokens reads the weight: where
 ``read_weight`` was measured and takes longer, it is the floor.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from statistics import median
 
-import torch
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -61,6 +62,10 @@ class Record:
     rank_one_mass: float | None = None  # of the probabilities
     counted: float = 1.0  # share of the tokens that are not ignored
     max_counted: bool = False
+    skip_ignored: bool = False
+    over: str | None = None  # of linear_logprob, as ids and spread
+    ids: int = 1
+    spread: str = "uniform"
     launches: float | None = None  # kernels of one call, if it was profiled
 
     @property
@@ -84,7 +89,7 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
     measured = [x for x in found if x.failure is None and x.samples_ms]
-    p50_ms = {x.run.impl: _quantiles(x.samples_ms)[1] for x in measured}
+    p50_ms = {x.run.name: median(x.samples_ms) for x in measured}
     eager = next((x for x in measured if x.run.impl == "torch_eager"), None)
     return [_make_record(shape, x, p50_ms, eager) for x in found]
 
@@ -93,16 +98,17 @@ def _make_record(
     shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
-    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else "linear_cross_entropy"}
+    of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
+    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     given["counted"] = shape.counted
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
     if found.failure is not None:
         return Record(**given, status="error", message=found.failure)
-    p20, p50, p80 = _quantiles(found.samples_ms)
+    p20, p50, p80 = np.quantile(found.samples_ms, (0.2, 0.5, 0.8)).tolist()
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
-    if floor_ms is not None and run.mode == "forward":
+    if floor_ms is not None and run.mode == "forward" and run.over is None:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
     peak, complaint = found.peak_bytes, _complaint(found, eager)
     return Record(
@@ -136,12 +142,6 @@ def _complaint(found: Measured, eager: Measured | None) -> str | None:
     return None
 
 
-def _quantiles(samples: list[float]) -> tuple[float, float, float]:
-    at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(at).tolist()
-    return p20, p50, p80
-
-
 COLUMNS = (
     ("ms", "p50_ms", ".3f"),
     ("p20", "p20_ms", ".3f"),
@@ -167,11 +167,9 @@ def table(records: list[Record]) -> Table:
     for heading, *_ in columns:
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", overflow="fold")
-    last_op = first.op
-    for record in records:
-        if record.op != last_op:
+    for before, record in zip([first, *records], records, strict=False):
+        if record.op != before.op:
             made.add_section()
-            last_op = record.op
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
         complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"

@@ -1,4 +1,4 @@
-"""Pictures of one file: the memory of every run, memory against time, and a profile's calls.
+"""Pictures of one file: memory of every run, time against a budget or a share, a profile's calls.
 
 All are of runs with gradients, a panel for each shape, in the order of the file.
 """
@@ -112,62 +112,64 @@ def _bar(axes: Axes, y: int, r: Record) -> None:
     write_at(axes, text, (end, y), (5, 0), color=edge or "black", **style)
 
 
+Lines = dict[str, dict[float, float]]
+"""What one panel shows: for each name, y at each x."""
+
+
 def dial(records: list[Record]) -> Figure | None:
-    """Draw time against the budget of schedule auto, with recompute and cached at the ends."""
-    drawn: dict[str, tuple[dict[float, float], dict[str, float]]] = {}
+    """Draw time against the budget of schedule auto, beside schedules without one."""
+    drawn: dict[str, Lines] = {}
     for shape, found in with_gradients(records).items():
         gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
-        curve, ends = {}, {}
-        for r in found:
-            if gemms_ms is None or r.p50_ms is None or r.impl not in OURS:
-                continue
-            if r.schedule == "auto" and r.max_logits_bytes is not None:
-                curve[r.max_logits_bytes / MIB] = r.p50_ms / gemms_ms
-            elif r.schedule in ("recompute", "cached") and r.max_logits_bytes is None:
-                ends[r.schedule] = r.p50_ms / gemms_ms
-        if len(curve) > 1:
-            drawn[shape] = curve, ends
-    if not drawn:
-        return None
-    figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
-    for axes, (curve, ends) in zip(stacked, drawn.values(), strict=True):
-        _dial(axes, curve, ends)
-    figure.suptitle("Memory against time: the budget of schedule auto", fontsize=10)
+        ours = [r for r in found if gemms_ms and r.p50_ms and r.impl in OURS]
+        times = [(r, (r.p50_ms or 0.0) / (gemms_ms or 1.0)) for r in ours]
+        auto = {r.max_logits_bytes / MIB: y for r, y in times if r.max_logits_bytes is not None}
+        if len(auto) > 1:
+            ends = {r.schedule: y for r, y in times if r.schedule in ("recompute", "cached")}
+            drawn[shape] = {"auto": auto, **{x: dict.fromkeys(auto, y) for x, y in ends.items()}}
+    figure = _against(drawn, "Memory against time: the budget of schedule auto", "log")
+    for axes in figure.axes if figure else ():
+        mark_gemms(axes.axhline)
+        axes.set_xlabel("max_logits_bytes of auto, MiB", fontsize=8)
+        axes.set_ylabel("forward and backward over 3 matrix products (dotted: 4)", fontsize=8)
     return figure
 
 
-def _dial(axes: Axes, curve: dict[float, float], ends: dict[str, float]) -> None:
-    """Draw one shape's ``curve``, time over three GEMMs by budget in MiB."""
-    budgets = sorted(curve)
-    least, most = budgets[0], budgets[-1]
-    axes.plot(budgets, [curve[x] for x in budgets], "o-", color=OUR_COLOR)
-    # A text's left or right end is over its point, where no line goes.
-    left: dict[str, Any] = {"points": (-4, 7), "ha": "left", "color": OUR_COLOR, "fontsize": 9}
-    write_at(axes, "auto", (least, curve[least]), **left)
-    # The ends have no budget; their places are one step outside those of auto.
-    places = {
-        "recompute": (least / 2, least, {**left, "points": (4, 7), "ha": "right"}),
-        "cached": (most * 2, most, left),
-    }
-    for schedule, value in ends.items():
-        place, nearest, side = places[schedule]
-        axes.plot((place, nearest), (value, curve[nearest]), "--", color=OUR_COLOR, linewidth=0.8)
-        axes.plot(place, value, "s", color=OUR_COLOR)
-        write_at(axes, schedule, (place, value), **side)
-    mark_gemms(axes.axhline)
-    right = axes.get_yaxis_transform()
-    below: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8}
-    for products, text in (3, "3 matrix products"), (4, "4 matrix products: logits computed twice"):
-        axes.annotate(text, (0.99, products / 3), (0, -3), right, "offset points", **below)
-    values = [*curve.values(), *ends.values()]
-    axes.set_ylim(min(0.9, *values), max(1.4, *values) + 0.1)
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(least / 4, most * 4)
-    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
-    axes.minorticks_off()
-    axes.tick_params(labelsize=8)
-    axes.set_xlabel("max_logits_bytes of auto, MiB", fontsize=8)
-    axes.set_ylabel("time of forward and backward over 3 matrix products", fontsize=8)
+def shares(records: list[Record]) -> Figure | None:
+    """Draw time against the share of tokens that count."""
+    drawn: dict[str, Lines] = {}
+    for shape, found in with_gradients(records).items():
+        lines: Lines = {}
+        for r in found:
+            if r.op != "floor" and r.p50_ms is not None:
+                lines.setdefault(r.run.name, {})[r.counted] = r.p50_ms
+        if any(len(line) > 1 for line in lines.values()):
+            drawn[shape] = lines
+    figure = _against(drawn, "Time against the share of tokens that count", "linear")
+    for axes in figure.axes if figure else ():
+        axes.set_xlim(left=0.0)
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlabel("share of tokens that count", fontsize=8)
+        axes.set_ylabel("forward and backward, ms", fontsize=8)
+    return figure
+
+
+def _against(drawn: dict[str, Lines], title: str, scale: str) -> Figure | None:
+    """Draw a panel of named lines for each shape, and a tick at each x."""
+    if not drawn:
+        return None
+    figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
+    for axes, lines in zip(stacked, drawn.values(), strict=True):
+        for name, points in lines.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=name)
+        places = sorted({x for points in lines.values() for x in points})
+        axes.set_xscale(scale)
+        axes.set_xticks(places, [f"{x:g}" for x in places])
+        axes.minorticks_off()
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    return figure
 
 
 def timeline(found: list[ProfiledRun]) -> Figure | None:

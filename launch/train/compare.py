@@ -131,13 +131,9 @@ def head_peak_mib(alone: HeadAlone, is_ours: bool) -> float:
     """
     if is_ours:
         check_ranks(
-            alone.hidden,
-            alone.weight,
-            alone.labels.transpose(0, 1),
-            tp_group=alone.group,
-            sequence_parallel=alone.layer.sequence_parallel,
-            **alone.layer.loss_keywords,
-        )
+            alone.hidden, alone.weight, alone.labels.transpose(0, 1), tp_group=alone.group,
+            sequence_parallel=alone.layer.sequence_parallel, **alone.layer.loss_keywords,
+        )  # fmt: skip
     head = alone.ours if is_ours else alone.megatrons
     alone.run(head)  # makes the workspaces that libraries keep on a GPU
     return alone.run(head).peak_bytes / MIB
@@ -183,16 +179,12 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
         }
 
     return {
-        **about(alone.hidden.device),
-        "dtype": str(alone.hidden.dtype).removeprefix("torch."),
-        "tokens": tokens,
-        "hidden_size": hidden_size,
-        "rows_per_rank": rows,
-        "ranks": alone.group.size(),
-        "logits_mib": logits_bytes / MIB,
+        **about(alone.hidden.device), "dtype": str(alone.hidden.dtype).removeprefix("torch."),
+        "tokens": tokens, "hidden_size": hidden_size, "rows_per_rank": rows,
+        "ranks": alone.group.size(), "logits_mib": logits_bytes / MIB,
         "gradients_mib": (theirs.dhidden.nbytes + theirs.dweight.nbytes) / MIB,
         "heads": {name: numbers(name, result) for name, result in results.items()},
-    }
+    }  # fmt: skip
 
 
 def _named(schedule: str, max_logits_bytes: int | None, **others: Any) -> str:

@@ -154,12 +154,10 @@ def load_config(
     ConfigError, which names it.
     """
     config = from_command_line(
-        RunConfig,
-        argv,
+        RunConfig, argv, show_errors=show_errors,
         prog="python -m flce_dist.launch.train --config FILE",
         description="Train a GPT on text with linear_cross_entropy as its output layer and loss.",
-        show_errors=show_errors,
-    )
+    )  # fmt: skip
     check_config(config, world_size=world_size or config.parallel.tensor)
     return config
 
@@ -170,21 +168,14 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
     model, rate, head = config.model, config.optimizer, config.head
     ranks, tensor = "the number of ranks that torchrun starts", "parallel.tensor"
     flat = {**flatten(config), ranks: world_size}
-    multiples = [
-        ("model.hidden_size", "model.num_heads"),
-        (ranks, tensor),
-        ("model.num_heads", tensor),
-        ("model.ffn_hidden_size", tensor),
-    ]
-    if config.parallel.sequence_parallel:
-        multiples.append(("model.seq_length", tensor))
+    multiples = [("model.hidden_size", "model.num_heads"), (ranks, tensor)]
+    split = ("num_heads", "ffn_hidden_size", "seq_length")[: 2 + config.parallel.sequence_parallel]
+    multiples += [(f"model.{name}", tensor) for name in split]
     for key, divisor in multiples:
         must = f"{key} must be divisible by {divisor} = {flat[divisor]}, got {flat[key]}"
         require(flat[key] % flat[divisor] == 0, must)
-    for key, limit in (
-        ("optimizer.min_lr", "optimizer.lr"),
-        ("optimizer.warmup_steps", "optimizer.decay_steps"),
-    ):
+    for key, limit in ("min_lr", "lr"), ("warmup_steps", "decay_steps"):
+        key, limit = f"optimizer.{key}", f"optimizer.{limit}"
         must = f"{key} must be at most {limit} = {flat[limit]}, got {flat[key]}"
         require(flat[key] <= flat[limit], must)
     head_size = model.hidden_size // model.num_heads

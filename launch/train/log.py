@@ -34,12 +34,9 @@ class RunLog:
             self._file = self.path.open("a", buffering=1)
             self._events = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
         self._head_mib = head_mib
+        seconds = 0.5 if sys.stderr.isatty() else 10.0  # a log file wants few lines
         self._bar = tqdm(
-            total=steps,
-            initial=step,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 10.0,  # seconds; a log file wants few
+            total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=seconds
         )
         if cut:
             lines = "line" if cut == 1 else "lines"

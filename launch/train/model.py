@@ -81,30 +81,19 @@ def build_model(
 
     model, tensor = config.model, config.parallel.tensor
     transformer = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_heads,
-        ffn_hidden_size=model.ffn_hidden_size,
+        num_layers=model.num_layers, hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads, ffn_hidden_size=model.ffn_hidden_size,
         tensor_model_parallel_size=tensor,
         sequence_parallel=config.parallel.sequence_parallel and tensor > 1,
-        params_dtype=getattr(torch, model.dtype),
-        bf16=model.dtype == "bfloat16",
-        use_cpu_initialization=True,
-        init_method_std=model.init_std,
-        add_bias_linear=False,
-        activation_func=F.gelu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization="RMSNorm",
+        params_dtype=getattr(torch, model.dtype), bf16=model.dtype == "bfloat16",
+        use_cpu_initialization=True, init_method_std=model.init_std, add_bias_linear=False,
+        activation_func=F.gelu, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm",
         cross_entropy_loss_fusion=config.head.kind == "megatron_fused",
         cross_entropy_fusion_impl="native",
         # These fusions are compiled or GPU-only; the head is what this run is about.
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+        bias_dropout_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
+        apply_rope_fusion=False, gradient_accumulation_fusion=False,
+    )  # fmt: skip
     # Each rank holds the same number of rows; our head leaves out those beyond vocab_size.
     rows = -(-vocab_size // tensor) * tensor
     require(

@@ -39,19 +39,13 @@ class Optimizer:
         dtype = next(iter(self.parameters.values())).dtype
         megatron.clip_grads.l2_norm_impl = _norm
         with self._on_device:
+            settings = megatron.OptimizerConfig(
+                lr=config.lr, weight_decay=config.weight_decay, clip_grad=config.clip_norm,
+                adam_beta1=config.beta1, adam_beta2=config.beta2, params_dtype=dtype,
+                bf16=dtype == torch.bfloat16, use_distributed_optimizer=True,
+            )  # fmt: skip
             self.megatron = megatron.get_megatron_optimizer(
-                megatron.OptimizerConfig(
-                    lr=config.lr,
-                    weight_decay=config.weight_decay,
-                    adam_beta1=config.beta1,
-                    adam_beta2=config.beta2,
-                    clip_grad=config.clip_norm,
-                    bf16=dtype == torch.bfloat16,
-                    params_dtype=dtype,
-                    use_distributed_optimizer=True,
-                ),
-                [model],
-                use_gloo_process_groups=False,
+                settings, [model], use_gloo_process_groups=False
             )
         (distributed,) = self.megatron.chained_optimizers
         self.adamw: torch.optim.Optimizer = distributed.optimizer

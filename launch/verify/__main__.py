@@ -62,12 +62,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """Return 0 if every rank met every budget, else 1."""
     show_errors = os.environ.get("RANK", "0") == "0"
     settings = tyro.cli(
-        Settings,
-        prog="python -m flce_dist.launch.verify",
-        args=args,
-        description=__doc__,
+        Settings, prog="python -m flce_dist.launch.verify", args=args, description=__doc__,
         console_outputs=show_errors,
-    )
+    )  # fmt: skip
     check_ranges(settings)
     device_type = device_type_of(settings.device)
     if settings.output is not None and show_errors:

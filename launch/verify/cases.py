@@ -40,6 +40,7 @@ class Variant:
     padding: int = 0  # rows of the weight beyond the vocabulary
     uneven: bool = False  # shards of different lengths, given by vocab_range
     counted: bool = False  # most tokens are ignored, and max_counted says how many are not
+    skips: bool = False  # most tokens are ignored, and skip_ignored is set
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
     over: Over | None = None  # scores at ids instead of a loss
 
@@ -96,6 +97,8 @@ def variants() -> list[Variant]:
         Variant("uneven shards", uneven=True),
         Variant("max_counted", counted=True, token_weight=True, tempered=True),
         Variant("max_counted", "none", counted=True, metrics=True, bias=True, uneven=True),
+        Variant("skip_ignored", skips=True, bias=True, token_weight=True, options=(smoothing,)),
+        Variant("max_counted, skip_ignored", "none", counted=True, skips=True, metrics=True),
         Variant(
             "many together", "none", options=(smoothing, z_loss, scale), bias=True,
             token_weight=True, tempered=True, metrics=True, padding=5, uneven=True,

@@ -114,6 +114,7 @@ def _results(
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         max_counted=int((data.labels != -100).sum()) if case.variant.counted else None,
+        skip_ignored=case.variant.skips,
         **options,
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)

@@ -55,7 +55,8 @@ def make_data(
         edges = [row for start, end in bounds for row in (start, end - 1) if row < vocab_size][:T]
         labels[: len(edges)] = torch.tensor(edges)
         _aim(hidden, weight, labels, {**dict.fromkeys(range(2, T, 4), 12.0), T // 2: -150.0})
-    ignored = torch.rand(T, generator=generator) < (0.8 if variant.counted else 0.1)
+    share = 0.8 if variant.counted or variant.skips else 0.1
+    ignored = torch.rand(T, generator=generator) < share
     labels[ignored] = -100
     hidden[ignored] = torch.nan
     weight[vocab_size:] *= 100.0  # would be seen, if it were
@@ -73,17 +74,14 @@ def make_data(
     if variant.reduction == "none":
         dloss = torch.randn(T, generator=generator)
     return Data(
-        hidden=hidden.to(device, dtype),
-        weight=weight.to(device, dtype),
-        labels=labels.to(device),
+        hidden=hidden.to(device, dtype), weight=weight.to(device, dtype), labels=labels.to(device),
         bias=bias.to(device, dtype) if variant.bias else None,
         token_weight=token_weight.to(device) if variant.token_weight else None,
         temperature=(0.9 + 0.2 * temperature).to(device) if variant.tempered else None,
         dloss=dloss.to(device),
         dmetrics=torch.randn(len(METRICS), T, generator=generator).to(device),
-        ids=None if ids is None else ids.to(device),
-        vocab_size=vocab_size,
-    )
+        ids=None if ids is None else ids.to(device), vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def _aim(hidden: Tensor, weight: Tensor, labels: Tensor, logits: dict[int, float]) -> None:
@@ -110,13 +108,9 @@ _LIKELY_TILES = {0: (0, 1, 2, 3), 1: (0, 2, 4)}
 
 
 def _make_tiles(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    shards: list[tuple[int, int]],
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, shards: list[tuple[int, int]],
     generator: torch.Generator,
-) -> None:
+) -> None:  # fmt: skip
     """Change inputs so that few rows are likely, in few tiles, and all others far from it.
 
     Every other token of the first two blocks has one likely row, in most cases its label. Feature 0

@@ -70,11 +70,9 @@ class Convert:
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 once the files are written."""
+    program = "python -m flce_dist.launch.vocab_order"
     command: Count | Order | Convert = tyro.cli(
-        Count | Order | Convert,
-        prog="python -m flce_dist.launch.vocab_order",
-        args=args,
-        description=__doc__,
+        Count | Order | Convert, prog=program, args=args, description=__doc__
     )
     run: Any = {Count: count, Order: order, Convert: convert}[type(command)]
     for path in run(command):

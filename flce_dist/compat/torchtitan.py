@@ -1,0 +1,90 @@
+"""A loss of torchtitan's trainer: output layer and cross entropy in one.
+
+torchtitan 0.3 leaves its model's output layer to a ``ChunkedLossWrapper``, whose place this takes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import spmd_types as spmd
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config import override
+from torchtitan.distributed.spmd_types import current_spmd_mesh
+
+from flce_dist.api import linear_cross_entropy
+from flce_dist.parallel.collectives import group_rank, group_size
+from flce_dist.parallel.vocab import vocab_range
+
+
+class LinearCrossEntropyLoss(ChunkedLossWrapper):
+    """The sum of this rank's losses over ``global_valid_tokens``, as in torchtitan.
+
+    ``Config.options`` are keywords of ``flce_dist.linear_cross_entropy``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        self.options = config.options
+
+    def set_lm_head(self, lm_head: Any) -> None:
+        """Let ``lm_head(hidden, labels)`` be the loss, so that FSDP2's hooks gather the weight."""
+        if type(lm_head).forward is not nn.Linear.forward:
+            raise NotImplementedError(
+                "lm_head must be torchtitan's Linear, whose forward is known, got "
+                f"{type(lm_head).__name__}: use ChunkedLossWrapper"
+            )
+        self.lm_head, logits = lm_head, lm_head.forward
+
+        lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and no metrics, of hidden states [B, S, H] and labels [B, S]."""
+        typed = spmd.is_type_checking()
+        with spmd.no_typecheck():
+            loss = self.lm_head(pred, labels)
+            if global_valid_tokens is not None:
+                loss = loss / global_valid_tokens
+            if typed:
+                spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        return loss, {}
+
+    def _sum_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """torchtitan sums dhidden over the ranks that share the vocabulary."""
+        weight, bias, V_all = self.lm_head.weight, self.lm_head.bias, self.lm_head.out_features
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else current_spmd_mesh()
+        group = mesh.get_group("tp") if mesh and "tp" in (mesh.mesh_dim_names or ()) else None
+        rows = vocab_range(V_all, group_rank(group), group_size(group))
+        loss = linear_cross_entropy(
+            _local(hidden), _local(weight), _local(labels), bias=bias, reduction="sum",
+            vocab_size=V_all, vocab_range=rows, tp_group=group, reduce_dhidden=False,
+            **self.options,
+        )  # fmt: skip
+        if not isinstance(labels, DTensor):
+            return loss
+        sums = [Partial() if has.is_shard() else Replicate() for has in labels.placements]
+        return DTensor.from_local(loss, labels.device_mesh, sums)
+
+
+def _local(x: Any) -> Any:
+    """Return what this rank has of ``x``; the gradient is a share where all ranks have the same."""
+    if not isinstance(x, DTensor):
+        return x
+    shares = [Partial() if has.is_replicate() else has for has in x.placements]
+    return x.to_local(grad_placements=shares)
+
+
+@override(target=BaseLoss.Config, description="flce_dist.linear_cross_entropy, without logits")
+def linear_cross_entropy_loss(config: Any, **options: Any) -> LinearCrossEntropyLoss.Config:
+    """Return what takes the place of torchtitan's cross entropy, chunked or not."""
+    replaced = getattr(config, "loss_fn", config)
+    if type(replaced) is not CrossEntropyLoss.Config:
+        name = type(replaced).__qualname__
+        raise NotImplementedError(f"only torchtitan's CrossEntropyLoss can be replaced, got {name}")
+    return LinearCrossEntropyLoss.Config(options=options)

@@ -1,0 +1,98 @@
+"""The loss of data-parallel ranks that share the vocabulary.  T tokens of one rank, P ranks."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.api import apply
+from flce_dist.op import checks
+from flce_dist.op.prepare import Arguments
+from flce_dist.options import OWN_SUM, LossOptions, Reduction, keywords_of
+from flce_dist.parallel import collectives, transport
+
+
+def data_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    data_group: dist.ProcessGroup | None,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    **options: Any,
+) -> Tensor:
+    """``linear_cross_entropy`` of this rank's tokens, with the vocabulary split over data ranks.
+
+    Hidden states are gathered, the weight never is. Gradients are as FSDP2 makes them: that of this
+    rank's loss for hidden, and the mean over ranks for this rank's rows of weight and bias.
+
+    Args:
+        hidden, labels, token_weight, temperature: of this rank's tokens, equally many on all ranks.
+        weight, bias: this rank's rows, or DTensors with Shard(0) over ``data_group``.
+        data_group: the ranks that share the vocabulary; None, or a group of one, for one process.
+        reduction: over this rank's tokens. The upstream gradient of a sum or mean must be the same
+            on all ranks; otherwise gradients are NaN.
+        **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
+            bounds the tokens of all ranks.
+
+    Returns:
+        This rank's loss, fp32 (fp64 for fp64 inputs). All ranks must call, and call its backward.
+    """
+    fixed: dict[str, Any] = {"reduction": reduction, "sequence_parallel": data_group is not None}
+    given = {**fixed, "sequence_dim": 0, "reduce_dhidden": True}
+    chosen = checks.checked_options(
+        **keywords_of(data_parallel_linear_cross_entropy, options, **given)
+    )
+    checks.check_group(data_group, False, "data_group")
+    flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
+    of_tokens: dict[str, Any] = {"labels": labels, "token_weight": token_weight}
+    of_tokens["temperature"] = temperature
+    tensors = {name: x for name, x in of_tokens.items() if isinstance(x, Tensor)}
+    checks.check_tensors(hidden, flat, bias=None, **tensors)
+    checks.check_tokens(hidden, labels, LossOptions(), 1)
+    transport.check_same_labels(labels.reshape(-1), data_group, are_own=True)
+    for name, x in tensors.items():
+        of_tokens[name] = collectives.gather_tokens(x.reshape(-1), data_group)
+    norm = None
+    if reduction == "mean":
+        counted = (of_tokens["labels"] != chosen.ignore_index).view(P, labels.numel())
+        of_tokens["token_weight"], norm = _normalised(counted, of_tokens["token_weight"])
+    if reduction != "none":
+        chosen = replace(chosen, reduction=OWN_SUM)
+    if flat.requires_grad:
+        flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
+    call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **of_tokens)
+    (loss,) = apply(call)
+    if loss.requires_grad:
+        loss.register_hook(partial(_upstream_of_mean, data_group=data_group))
+    if reduction == "none":
+        return loss.view(P, *labels.shape)[collectives.group_rank(data_group)]
+    return loss if norm is None else loss / norm.to(loss.dtype)
+
+
+def _normalised(counted: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return weights [P T] and a scalar, over which a rank's sum of them is that rank's mean.
+
+    The weights of the rank with most are as given: a gradient over T would underflow in fp16.
+    """
+    weights = counted.double() if token_weight is None else token_weight.view_as(counted).double()
+    weights = weights.where(counted, 0.0)
+    norms = weights.sum(1).where(weights.any(1), 1.0)
+    most = norms.abs().amax()
+    return (weights * (most / norms)[:, None]).view(-1), most
+
+
+def _upstream_of_mean(dloss: Tensor, data_group: dist.ProcessGroup | None) -> Tensor:
+    """Return the gradient of the mean over ranks, from that of this rank's loss or tokens [P T]."""
+    if dloss.dim():
+        dlosses = collectives.all_reduce_sum(dloss.clone(), data_group)  # others' are 0 here
+    else:
+        every = collectives.gather_tokens(dloss[None], data_group)
+        dlosses = dloss.where((every == dloss).all(), torch.nan)
+    return dlosses / collectives.group_size(data_group)

@@ -1,0 +1,78 @@
+"""``scores``: a model's log-probabilities at ids in place of its logits."""
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from flce_dist.filtered.vocab_order import rows_of
+from flce_dist.megatron.fused_layer import FusedLayer
+from flce_dist.scores import TokenScores, linear_logprob
+
+
+def scores(
+    model: Any,
+    ids: Tensor,
+    *args: Any,
+    offsets: Tensor | None = None,
+    over: Any = "vocabulary",
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    tp_invariant: bool = False,
+    schedule: Any = "auto",
+    max_logits_bytes: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``model(*args, **kwargs)`` without labels; return scores of its tokens at ``ids``.
+
+    The model is one that ``use_linear_cross_entropy`` was called with, or what wraps it. Its
+    softcap, logit_scale, vocab_size and impl are those of that call.
+
+    Args:
+        ids: [b, s, K], the same on all tensor-parallel ranks; of those tokens that this
+            context-parallel rank has. Or [N] with ``offsets`` [s + 1], if b = 1 (as packed).
+        temperature: a number, or [b, s]. The other options are those of ``linear_logprob``.
+
+    Returns:
+        ``TokenScores`` with logprob [b, s, K], or [N], and the others [b, s]. On a pipeline stage
+        without output layer what the model returns.
+    """
+    owner = model
+    while hasattr(owner, "module"):
+        owner = owner.module
+    if not getattr(owner, "post_process", True):
+        return model(*args, **kwargs)
+    if not isinstance(layer := getattr(owner, "output_layer", None), FusedLayer):
+        raise ValueError("model must be one that use_linear_cross_entropy was called with")
+    layer.scoring = functools.partial(
+        _scores_of, ids=ids, offsets=offsets, over=over, temperature=temperature,
+        with_entropy=with_entropy, tp_invariant=tp_invariant, schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+    )  # fmt: skip
+    try:
+        found = model(*args, **kwargs)
+    finally:
+        layer.scoring = None
+    if isinstance(found, Tensor) or kwargs.get("output_processor") is not None:
+        raise NotImplementedError(
+            "scores needs a model called without labels and output_processor, hooks of others on "
+            "the output layer, and config.config_logger_dir"
+        )
+    return TokenScores(*found)
+
+
+def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **given: Any) -> Any:
+    """Return scores [b, s] of hidden [s, b, H]."""
+    if given["offsets"] is not None and hidden.shape[1] != 1:
+        raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
+    if layer.row_of_token is not None:
+        given["ids"] = rows_of(given["ids"], layer.row_of_token)
+    given = {name: _transposed(x) for name, x in given.items()}
+    options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
+    found = linear_logprob(hidden, weight, **given, **options, **layer.keywords_for(weight, scale))
+    return TokenScores(*map(_transposed, found))
+
+
+def _transposed(x: Any) -> Any:
+    """[b, s, ...] to [s, b, ...] and back; what is no such tensor stays as it is."""
+    return x.transpose(0, 1).contiguous() if isinstance(x, Tensor) and x.dim() > 1 else x

@@ -1,0 +1,344 @@
+"""The vocabulary split over data-parallel ranks: losses of own tokens, and FSDP2's gradients."""
+
+import copy
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross_entropy, replay
+from flce_dist.parallel.vocab import vocab_range
+from flce_dist.testing import assert_within_budget, relative_rms, run_ranks
+from tests.on_ranks import on_ranks
+from tests.parallel_problem import complaint
+from tests.problems import IGNORE, Inputs, Upstream, make_inputs, pairwise, run_reference
+
+P, T, H, V_ALL, ROWS = 3, 8, 16, 101, 104  # 35, 35, 34 rows, of which three are padding
+IGNORING = 1  # a rank whose tokens are all ignored
+
+
+class Outcome(NamedTuple):
+    """Of one rank, with its rows of the weight and of the bias, or of all rows."""
+
+    loss: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+    calls: tuple[str, ...] = ()
+
+
+def whole(dtype: torch.dtype = torch.float32, tokens: int = P * T, spread: float = 2.0) -> Inputs:
+    """Inputs of all ranks; the weight has padding."""
+    inputs = make_inputs(
+        tokens, ROWS, H, dtype, bias=True, token_weight=True, temperature=True, spread=spread
+    )
+    inputs.labels[inputs.labels >= V_ALL] = 0
+    inputs.labels.view(P, -1)[IGNORING] = IGNORE
+    return inputs
+
+
+def part(inputs: Inputs, rank: int, *of_tokens: str) -> Inputs:
+    """Return a rank's tokens; those of token_weight and temperature that are named."""
+    own: dict[str, Any] = {"bias": inputs.bias, "weight": inputs.weight}
+    for name in ("hidden", "labels", *of_tokens):
+        own[name] = getattr(inputs, name).tensor_split(P)[rank]
+    return Inputs(**own)
+
+
+def upstream_of(reduction: str, rank: int, tokens: int) -> Tensor:
+    """Gradient of a rank's loss: a scalar that is the same on all, or one per token."""
+    if reduction != "none":
+        return torch.tensor(2.0 * tokens)
+    return torch.randn(tokens, generator=torch.Generator().manual_seed(rank))
+
+
+def expected(inputs: Inputs, of_tokens: tuple[str, ...], options: dict[str, Any]) -> list[Outcome]:
+    """Each rank's own loss and dhidden, and the other gradients as their mean over ranks."""
+    found = []
+    for rank in range(P):
+        own = part(inputs, rank, *of_tokens)
+        g = Upstream(upstream_of(options["reduction"], rank, len(own.labels)))
+        one = run_reference(own, g, vocab_size=V_ALL, **options)
+        found.append(Outcome(one["loss"], one["dhidden"], one["dweight"], one["dbias"]))
+    dweight = torch.stack([one.dweight for one in found]).mean(0)
+    dbias = torch.stack([one.dbias for one in found]).mean(0)
+    return [one._replace(dweight=dweight, dbias=dbias) for one in found]
+
+
+def step(
+    group: dist.ProcessGroup, inputs: Inputs, of_tokens: tuple[str, ...], **options: Any
+) -> Outcome:
+    rows = vocab_range(ROWS, group.rank(), P)
+    own = part(inputs, group.rank(), *of_tokens)
+    assert own.bias is not None
+    leaves = [own.hidden, own.weight[slice(*rows)], own.bias[slice(*rows)]]
+    hidden, weight, bias = (x.clone().requires_grad_() for x in leaves)
+    options |= {"vocab_size": V_ALL, "vocab_range": rows, "temperature": own.temperature}
+    loss = data_parallel_linear_cross_entropy(
+        hidden, weight, own.labels, bias=bias, token_weight=own.token_weight, data_group=group,
+        **options,
+    )  # fmt: skip
+    upstream = upstream_of(options["reduction"], group.rank(), len(hidden)).to(loss.dtype)
+    dhidden, dweight, dbias = torch.autograd.grad(loss, (hidden, weight, bias), upstream)
+    return Outcome(loss.detach(), dhidden, dweight, dbias, tuple(getattr(group, "calls", ())))
+
+
+def check(inputs: Inputs, of_tokens: tuple[str, ...] = (), **options: Any) -> list[Outcome]:
+    """Compare every rank's results with fp64."""
+    ours = run_ranks(lambda group: step(group, inputs, of_tokens, **options), P)
+    plain = {
+        k: x for k, x in options.items() if k not in ("schedule", "max_counted", "tp_invariant")
+    }
+    truth = expected(inputs.to(torch.float64), of_tokens, plain)
+    eager = expected(inputs, of_tokens, plain)
+    for rank, one in enumerate(ours):
+        rows = slice(*vocab_range(ROWS, rank, P))
+        assert relative_rms(one.loss, truth[rank].loss) <= 1e-5, f"loss of rank {rank}"
+        for name in ("dhidden", "dweight", "dbias"):
+            here = slice(None) if name == "dhidden" else rows
+            of_whole = (getattr(x[rank], name)[here] for x in (truth, eager))
+            assert_within_budget(getattr(one, name), *of_whole, dtype=inputs.dtype)
+    return ours
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": {"of_tokens": ("token_weight",), "label_smoothing": 0.1, "z_loss_weight": 0.01},
+    "temperatures": {"of_tokens": ("token_weight", "temperature"), "softcap": 3.0},
+    "counted": {"of_tokens": ("temperature",), "max_counted": 16},
+}
+CASES = [
+    (schedule, reduction, extra)
+    for schedule in ("auto", "recompute", "cached", "in_forward")
+    for reduction in ("none", "sum", "mean")
+    for extra in EXTRAS
+    if (schedule, reduction) != ("in_forward", "none")
+]
+
+
+@pytest.mark.parametrize(("schedule", "reduction", "extra"), pairwise(CASES))
+def test_own_losses_and_mean_gradients(schedule, reduction, extra):
+    ours = check(whole(), schedule=schedule, reduction=reduction, **EXTRAS[extra])
+    assert not ours[IGNORING].loss.any() and not ours[IGNORING].dhidden.any()
+    assert all(one.calls == ours[0].calls for one in ours)
+    assert not any(str(ROWS // P * H) in call for call in ours[0].calls)  # no weight travels
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, schedule):
+    """The upstream gradient is as large as T; before it, dhidden over T would underflow in fp16."""
+    check(whole(dtype, P * 1024, spread=0.005), schedule=schedule, reduction="mean")
+
+
+def test_filtered_gradients():
+    """As of one process with all tokens: tiles of both are the same."""
+    inputs = make_inputs(P * T, 3 * 512, H, ignored=0.0)
+    labels = inputs.labels % 256  # other tiles may be left out
+
+    def gradients(schedule: Any) -> list[Tensor]:
+        hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+        total = linear_cross_entropy(hidden, weight, labels, reduction="sum", schedule=schedule)
+        return list(torch.autograd.grad(total, (hidden, weight)))
+
+    def rank(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        own = (x.tensor_split(P)[group.rank()].clone() for x in (inputs.hidden, inputs.weight))
+        hidden, weight = (x.requires_grad_() for x in own)
+        loss = data_parallel_linear_cross_entropy(
+            hidden, weight, labels.tensor_split(P)[group.rank()], data_group=group,
+            reduction="sum", schedule=filtered.schedule(0.25),
+        )  # fmt: skip
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    ours = [torch.cat(x) for x in zip(*run_ranks(rank, P), strict=True)]
+    dhidden, dweight = gradients(filtered.schedule(0.25))
+    assert relative_rms(ours[0], dhidden) < 1e-5 and relative_rms(ours[1], dweight / P) < 1e-5
+    assert relative_rms(dweight, gradients("recompute")[1]) > 1e-2
+
+
+class Leaves(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+
+
+def small(
+    group: dist.ProcessGroup | None, tokens: int = 4, **options: Any
+) -> tuple[Tensor, Leaves]:
+    """The loss of this rank's tokens, and hidden [tokens, H] and weight [5, H]."""
+    g = torch.Generator().manual_seed(0 if group is None else group.rank())
+    hidden, weight = (torch.randn(n, H, generator=g).requires_grad_() for n in (tokens, 5))
+    if options.get("accumulate_dweight"):
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    labels = torch.arange(tokens) % 5
+    call = options.pop("call", data_parallel_linear_cross_entropy)
+    return call(hidden, weight, labels, data_group=group, **options), Leaves(hidden, weight)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+def test_upstream_gradients_that_differ_make_nan(schedule):
+    def rank(group: dist.ProcessGroup) -> bool:
+        loss, leaves = small(group, schedule=schedule)
+        gradients = torch.autograd.grad(loss, leaves, loss.new_tensor(1.0 + group.rank()))
+        return all(bool(x.isnan().all()) for x in gradients)
+
+    assert all(run_ranks(rank, 2))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_no_tokens(reduction):
+    def rank(group: dist.ProcessGroup) -> bool:
+        loss, leaves = small(group, 0, reduction=reduction)
+        dweight = torch.autograd.grad(loss.sum(), leaves.weight, allow_unused=True)[0]
+        return bool(loss.any()) or (dweight is not None and bool(dweight.any()))
+
+    assert not any(run_ranks(rank, 2))
+
+
+def test_one_process():
+    loss, leaves = small(None)
+    plain = linear_cross_entropy(*leaves, torch.arange(4))
+    assert relative_rms(loss, plain) < 1e-6
+    for ours, theirs in zip(*(torch.autograd.grad(x, leaves) for x in (loss, plain)), strict=True):
+        assert relative_rms(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
+def test_main_grad_gets_the_mean(schedule):
+    def rank(group: dist.ProcessGroup) -> float:
+        loss, leaves = small(group, schedule=schedule)
+        loss.backward()
+        loss, others = small(group, schedule=schedule, accumulate_dweight=True)
+        loss.backward()
+        assert others.weight.grad is None and leaves.weight.grad is not None
+        return relative_rms(others.weight.main_grad, leaves.weight.grad)  # type: ignore[attr-defined]
+
+    assert max(run_ranks(rank, 2)) < 1e-6
+
+
+@on_ranks(2)
+def test_compiled(group):
+    call = torch.compile(data_parallel_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    loss, leaves = small(group)
+    found, others = small(group, call=call)
+    assert torch.equal(loss, found)
+    expected, gradients = torch.autograd.grad(loss, leaves), torch.autograd.grad(found, others)
+    assert all(torch.equal(*pair) for pair in zip(expected, gradients, strict=True))
+
+
+@pytest.mark.usefixtures("one_launch_at_a_time")
+@pytest.mark.parametrize("schedule", ["cached", "in_forward"])
+def test_replayed(mutate, schedule):
+    """Both calls of forward and backward, on each rank, become programs, which the third runs."""
+    programs: list[Any] = []
+
+    def noting(make: Any, *args: Any) -> Any:
+        programs.append(make(*args))
+        return programs[-1]
+
+    mutate(replay.Recorder, "program", noting)
+
+    def rank(group: dist.ProcessGroup) -> bool:
+        calls = [small(group, impl="triton", schedule=schedule) for _ in range(3)]
+        found = [torch.stack([x.sum() for x in torch.autograd.grad(*call)]) for call in calls]
+        return all(torch.equal(x, found[0]) for x in found)
+
+    assert all(run_ranks(rank, 2))
+    assert len(programs) == 4 and all(programs)
+
+
+# --- what is refused
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "unexpected keyword argument 'sequence_dim'": {"sequence_dim": 1},
+    "data_group must be None or a torch.distributed.ProcessGroup": {"data_group": "data"},
+    r"labels must be \(4,\) from hidden \(4, 16\), got \(2, 2\)": {
+        "labels": torch.ones(2, 2).long()
+    },
+    "token_weight must have labels' shape": {"token_weight": torch.ones(3)},
+    "schedule='in_forward' needs a scalar": {"schedule": "in_forward", "reduction": "none"},
+    "reduction must be one of": {"reduction": "own"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message):
+    arguments = {"labels": torch.arange(4), "data_group": None, **REFUSED[message]}
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        data_parallel_linear_cross_entropy(torch.ones(4, H), torch.ones(5, H), **arguments)
+
+
+def test_other_numbers_of_tokens_are_refused_at_the_first_call():
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
+        said = run_ranks(lambda group: complaint(small, group, 4 + group.rank()), 2)
+    assert all("labels must be equally many" in text and "got [4, 5]" in text for text in said)
+
+
+# --- beside FSDP2
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "data_parallel_head.md").read_text()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(V_ALL, H), nn.Linear(H, H)
+        self.head = nn.Linear(H, V_ALL, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, loss_of: Any = None) -> Tensor:
+        hidden = self.layer(self.embedding(ids)).tanh()
+        if loss_of is not None:
+            return loss_of(hidden, labels)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+def trained(model: Model, rank: int, loss_of: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps on this rank's sequences; return its losses, and the whole parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(3):
+        ids = torch.randint(V_ALL, (2, 9), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, : 4 * rank] = IGNORE  # ranks count different numbers of tokens
+        loss = model(ids[:, :-1], labels, loss_of)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        losses += [float(loss), float(norm.full_tensor())]  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {name: x.full_tensor().detach() for name, x in model.state_dict().items()}
+    return losses, whole
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=["fp32", "bf16"]
+)
+@on_ranks(2)
+def test_training_is_that_of_fsdp(group, dtype, most):
+    """The Python of docs/data_parallel_head.md, after FSDP2 and ``F.cross_entropy``."""
+    torch.manual_seed(0)
+    theirs = Model()
+    ours, start = copy.deepcopy(theirs), theirs.head.weight.detach().clone()
+    policy, mesh = MixedPrecisionPolicy(param_dtype=dtype), init_device_mesh("cpu", (2,))
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    names: dict[str, Any] = {"model": ours, "mesh": mesh, "mp_policy": policy, "nn": nn}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    exec(block, names)
+
+    losses, expected = trained(theirs, group.rank())
+    found, weights = trained(ours, group.rank(), names["loss_of"])
+    torch.testing.assert_close(found, losses, rtol=most, atol=0.0)
+    assert losses[0] != losses[2]
+    for name, weight in expected.items():
+        moved = relative_rms(start, weight) if name == "head.weight" else 1.0
+        assert relative_rms(weights[name], weight) < most * moved, name

@@ -1,0 +1,184 @@
+"""skip_ignored: the GPU's time follows the tokens that count; nothing else changes.
+
+What is allocated holds NaN here, as the hidden states of other tokens do, so that a read of what
+was skipped shows. T tokens, V vocabulary rows, H hidden size. main_grad is in test_main_grad.py,
+replays with other masks are in test_replay.py and test_gpu_graphs.py.
+"""
+
+import itertools
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flce_dist import linear_cross_entropy
+from flce_dist.kernels import gemm, gpu
+from flce_dist.kernels.counted_gemm import counted_gemm
+from flce_dist.testing import RankPool, relative_rms
+from tests.parallel_problem import joined, misses, on_threads, rank_step
+from tests.problems import (
+    DTYPES,
+    Patch,
+    compare,
+    device_of,
+    interpreted,
+    pairwise,
+    plan_sizes,
+    poisoned_memory,
+    run_op,
+)
+from tests.test_counted import (
+    EVERY,
+    LONG,
+    LOSSES,
+    MASKS,
+    NONE,
+    ONE_RANK,
+    bound,
+    masked,
+    n_of,
+    upstream_of,
+)
+
+TILE = 32  # tokens of a tile of logits in the interpreter
+IMPLS = "eager", "triton"
+CASES = pairwise(itertools.product(EVERY, DTYPES, MASKS, LOSSES, [None, 0, 40], IMPLS))
+
+
+def check(schedule: str, dtype: torch.dtype, mask: str, loss: str, more: Any, impl: str) -> None:
+    """Compare with the definition; ``max_counted`` exceeds the tokens that count by ``more``."""
+    of_loss_only = EVERY[schedule]["schedule"] not in ("recompute", "cached")
+    if of_loss_only and LOSSES[loss]["reduction"] == "none":
+        loss = "sum"
+    options = {**EVERY[schedule], **LOSSES[loss], "skip_ignored": True}
+    if more is not None:
+        options["max_counted"] = bound(mask, more)
+    (given, meant), upstream = masked(mask, dtype), upstream_of(loss)
+    with plan_sizes(tile=8, min_window=8), poisoned_memory():
+        found = run_op(given, upstream, impl=impl, **options)
+    if schedule == "filtered":  # which approximates
+        assert all(x.isfinite().all() for x in found.values())
+    else:
+        compare(found, meant, upstream, **options)
+
+
+@pytest.mark.parametrize(("schedule", "dtype", "mask", "loss", "more", "impl"), CASES)
+def test_results_are_those_of_the_definition(schedule, dtype, mask, loss, more, impl):
+    check(schedule, dtype, mask, loss, more, impl)
+
+
+@pytest.mark.parametrize("mask", ["half", "one per block"])
+def test_the_loss_has_the_bits_of_an_ordinary_call(mask):
+    _, meant = masked(mask)
+    upstream, options = upstream_of("mean"), {"impl": "triton", "schedule": "cached"}
+    ordinary, skipping = (
+        run_op(meant, upstream, skip_ignored=skips, **options) for skips in (False, True)
+    )
+    assert torch.equal(ordinary["loss"], skipping["loss"])
+
+
+@interpreted
+def test_tiles_of_other_tokens_are_not_computed(mutate: Patch) -> None:
+    """Nor are their rows of D written."""
+    seen = []
+
+    def noted(original: Any, d: Tensor, b: Tensor, count: Tensor, **kwargs: Any) -> None:
+        seen.append(d.isnan().any(1))
+        assert int(count) == n
+        original(d, b, count, **kwargs)
+
+    mutate(gpu, "counted_gemm", noted)
+    n = int(MASKS["tenth"].sum())
+    check("cached", torch.float32, "tenth", "mean", None, "triton")
+    for rows in seen:
+        assert not rows[: -(-n // TILE) * TILE].any() and rows[-(-n // TILE) * TILE :].all()
+
+
+def test_a_count_that_is_too_low_shows(mutate: Patch) -> None:
+    def one_less(original: Any, *args: Any, **kwargs: Any) -> Any:
+        *others, count = original(*args, **kwargs)
+        return *others, count - 1
+
+    case = "cached", torch.bfloat16, "tenth", "mean", None, "triton"
+    check(*case)
+    mutate(gpu, "counted_tokens", one_less)
+    with pytest.raises(AssertionError):
+        check(*case)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
+@pytest.mark.parametrize(
+    ("schedule", "problem"), [("cached", LONG), ("in_forward", ONE_RANK), ("recompute", NONE)]
+)
+def test_on_ranks(schedule, problem, sp):
+    options = {"schedule": schedule, "skip_ignored": True, "sequence_parallel": sp}
+    with plan_sizes(split_from=16, tile=8, min_window=8):
+        assert misses(on_threads(2, problem, **options), problem) == []
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_kernels_on_ranks(ranks: RankPool, sp: bool) -> None:
+    """No token of the first rank counts."""
+    options: dict[str, Any] = {"impl": "triton", "sequence_parallel": sp, "skip_ignored": True}
+    for most in (None, n_of(ONE_RANK) + 2):
+        found = ranks.run(rank_step, ONE_RANK, max_counted=most, **options)
+        assert misses(joined(found, sequence_parallel=sp), ONE_RANK) == []
+
+
+def test_one_graph_for_other_masks():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
+    for mask in ("tenth", "none", "all"):
+        given, _ = masked(mask)
+        found = []
+        for call in cast(Any, (compiled, linear_cross_entropy)):
+            leaves = [x.clone().requires_grad_() for x in (given.hidden, given.weight)]
+            loss = call(
+                *leaves, given.labels, token_weight=given.token_weight, schedule="recompute",
+                skip_ignored=True,
+            )  # fmt: skip
+            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
+    assert counter.frame_count == 1
+
+
+# --- the kernel
+
+OUTPUTS = {"rounded": (torch.bfloat16, False), "new": (torch.float32, False), "added": (None, True)}
+GEMMS = pairwise(
+    itertools.product(OUTPUTS, [False, True], [0, 1, 37, 64, 70], [None, 4], [torch.bfloat16, None])
+)
+
+
+@pytest.mark.parametrize(("output", "sums", "count", "pad", "dtype"), GEMMS)
+def test_the_gemms_see_nothing_beyond_the_count(output, sums, count, pad, dtype):
+    """Where NaN lies; but the last step over tokens is 0 up to its end. ``pad`` forbids TMA."""
+    (T, V, H), g, device = (70, 90, 80), torch.Generator().manual_seed(0), device_of("triton")
+    dtype = dtype or torch.float32
+    d, weight, hidden, row = (
+        torch.randn(*shape, generator=g).to(dtype) for shape in ((T, V), (V, H), (T, H), (H,))
+    )
+    d[count:] = hidden[count:] = 0.0
+    row *= count > 0
+    out_dtype, adds = OUTPUTS[output]
+    out = torch.randn(V if sums else T, H, generator=g).to(out_dtype or dtype)
+    expected, b, of_sum = out.double(), hidden if sums else weight, row.float() if sums else None
+    gemm.product(
+        d.double(), b.double(), None, sums_tokens=sums,
+        row=None if of_sum is None else of_sum.double(), out=expected, adds=adds,
+    )  # fmt: skip
+    end = -(-count // 32) * 32
+    d[end if sums else count :] = torch.nan
+    hidden[end:] = torch.nan
+    if pad is not None:
+        d, b, out = (torch.nn.functional.pad(x, (0, pad))[:, : x.shape[1]] for x in (d, b, out))
+    tokens = torch.tensor(count, dtype=torch.int32)
+    d, b, out, tokens = (x.to(device) for x in (d, b, out, tokens))
+    of_sum = None if of_sum is None else of_sum.to(device)
+    counted_gemm(d, b, tokens, sums_tokens=sums, row=of_sum, out=out, adds=adds)
+    rows = V if sums else count
+    error = relative_rms(out.cpu()[:rows], expected[:rows])
+    assert error < (1e-6 if out.dtype == torch.float32 else 3e-3)
