@@ -119,11 +119,9 @@ def test_values_of_a_tensor_concern_their_own_token(impl):
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.5, math.nan, math.inf, 1e-45, True, None, "1", [1.0]])
 def test_numbers_that_are_refused(value):
-    said = complaint(
-        linear_cross_entropy, torch.ones(4, 8), torch.ones(9, 8), torch.arange(4), temperature=value
-    )
-    wanted = f"temperature must be a float that is finite and above 0 in fp32, got {value!r}"
-    assert said == wanted
+    given = torch.ones(4, 8), torch.ones(9, 8), torch.arange(4)
+    said = complaint(linear_cross_entropy, *given, temperature=value)
+    assert said == f"temperature must be a float that is finite and above 0 in fp32, got {value!r}"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
