@@ -30,7 +30,7 @@ OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboar
 FILES = (
     "interpreter", "merge_stats", "collectives", "main_grad", "main_grad_autograd", "dtensor",
     "fsdp", "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory",
-    "module", "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
+    "module", "filtered", "rescue", "compiled", "torch_private",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
 USERS = {
