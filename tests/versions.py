@@ -30,8 +30,8 @@ PAIRS = {
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
     "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
-    "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module",
-    "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
+    "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
+    "rescue", "compiled", "torch_private",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
