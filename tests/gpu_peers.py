@@ -2,7 +2,7 @@
 
     python -m tests.gpu_peers CASE RANK STORE
 
-and test_gpu_peers.py starts both. They meet over gloo by a file STORE and map each other's memory.
+and test_peer_memory.py starts both. They meet over gloo by a file STORE, map each other's memory.
 Streams wait for flags, graphs are captured and replayed as on two GPUs; only slower, since the GPU
 runs one process at a time. Each case yields what is wrong on its rank, which is printed behind
 "found: ".

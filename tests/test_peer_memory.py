@@ -17,7 +17,7 @@ from flce_dist.parallel import peer_memory, peer_watch, transport
 from flce_dist.parallel.peer_memory import PeerMemory
 from tests import fake_ranks
 from tests.fake_ranks import Hung, Rank
-from tests.gpu_peers_cases import ABORTS, CASES, IN_VAIN, P
+from tests.gpu_peers import ABORTS, CASES, IN_VAIN, P
 from tests.peer_programs import (
     SCENARIOS,
     Use,
@@ -218,7 +218,7 @@ def test_memories_go_with_their_group(monkeypatch):
     assert not made.hidden.release.called and not transport._memories
 
 
-# --- over CUDA itself, by two processes on one GPU: gpu_peers_cases.py
+# --- over CUDA itself, by two processes on one GPU: gpu_peers.py
 
 
 @pytest.mark.gpu
@@ -226,7 +226,7 @@ def test_memories_go_with_their_group(monkeypatch):
 def test_two_processes_on_one_gpu(name, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    command = [sys.executable, "-m", "tests.gpu_peers_cases", name]
+    command = [sys.executable, "-m", "tests.gpu_peers", name]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
