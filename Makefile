@@ -50,7 +50,7 @@ contract: $(INSTALLED)
 	$(RUN) tests.contract $(ARGS)
 
 rl: $(INSTALLED)
-	$(RUN) tests.rl_libraries $(ARGS)
+	$(RUN) tests.versions rl
 
 # ARGS=2.9 runs one release of torch.
 versions: $(INSTALLED)

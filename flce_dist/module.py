@@ -11,11 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist.api import (
-    LossWithMetrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.op import checks
 from flce_dist.options import KEYWORDS, LossOptions, keywords_of

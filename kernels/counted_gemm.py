@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import fits_descriptor, matrix
+from flce_dist.kernels.launching import has_tma, matrix
 from flce_dist.kernels.primitives import (
     add_tile,
     computed,
@@ -90,9 +90,9 @@ def counted_gemm(
     # That of large logits: no step over tokens is longer than any tile of logits.
     config = tuning.TILES[arch, d.element_size()]
     BLOCK_M, BLOCK_N, BLOCK_K = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
-    tma = tuning.has_tma(arch) and fits_descriptor(d) and fits_descriptor(b)
+    tma = has_tma(arch, d, b)
     # A tile of fp32 would take the shared memory of the operands' stages.
-    tma_out = tma and out.dtype == d.dtype and not adds and fits_descriptor(out)
+    tma_out = tma and out.dtype == d.dtype and not adds and has_tma(arch, out)
     tiles = -(-len(out) // BLOCK_M) * -(-H // BLOCK_N)
     _counted_gemm_kernel[(min(programs, tiles),)](
         matrix(d, (BLOCK_K, BLOCK_M) if sums_tokens else (BLOCK_M, BLOCK_K), tma),

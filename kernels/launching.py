@@ -77,24 +77,25 @@ def tile_launch(
     They are where the GPU has TMA and the strides allow it, unless ``pointers`` is set. The kernel
     also stores ``output`` [T, V], if there is one, tile by tile.
     """
-    hidden, weight = logits.hidden, logits.weight
-    fits = (
-        not pointers
-        and fits_descriptor(hidden)
-        and fits_descriptor(weight)
-        and (output is None or fits_descriptor(output))
-    )
+    hidden, T, V = logits.hidden, logits.T, logits.V
     arch, programs = tuning.device_arch(hidden.device)
-    T, V, itemsize = logits.T, logits.V, hidden.element_size()
-    config = tuning.tile_config(arch, itemsize, T, stores=output is not None)
-    tma = fits and tuning.has_tma(arch)
+    config = tuning.tile_config(arch, hidden.element_size(), T, stores=output is not None)
+    tma = not pointers and has_tma(arch, hidden, logits.weight, output)
     return TileLaunch(config, programs, tma, T, V, logits.group_v or config.BLOCK_V)
 
 
-def fits_descriptor(x: Tensor) -> bool:
-    """Whether TMA can address x: a unit last stride, rows and base aligned to 16 bytes."""
-    row_bytes = x.stride(0) * x.element_size()
-    return x.stride(1) == 1 and row_bytes % 16 == 0 and row_bytes > 0 and x.data_ptr() % 16 == 0
+def has_tma(arch: str, *matrices: Tensor | None) -> bool:
+    """Whether the architecture has TMA, which loads and stores tiles, and can address these.
+
+    That takes a unit last stride, and rows and base aligned to 16 bytes.
+    """
+    return arch != "sm_80" and all(
+        x.stride(1) == 1
+        and x.stride(0) > 0
+        and x.stride(0) * x.element_size() % 16 == x.data_ptr() % 16 == 0
+        for x in matrices
+        if x is not None
+    )
 
 
 def matrix(x: Tensor, block: tuple[int, int], tma: bool) -> Any:

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from flce_dist.kernels.exact_sums import load_limbs
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.primitives import (
-    exp,
-    first_reference,
-    is_rescued,
-    log1p,
-    softcap_slope,
-)
+from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 

@@ -66,11 +66,6 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
     return config
 
 
-def has_tma(arch: str) -> bool:
-    """Whether the architecture has TMA, which loads and stores tiles by tensor descriptors."""
-    return arch != "sm_80"
-
-
 def arch_of(major: int, shared_bytes: int) -> str:
     """Return the architecture whose tiles fit a GPU of this major version.
 

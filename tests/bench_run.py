@@ -9,25 +9,30 @@ from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.peers import PEERS, Peer
 
-GRID = """
+SETTINGS = """
 check: gradients
 device: cpu
 warmup: 1
 rounds: 2
 sample_ms: 0.5
 settle_ms: 0.0
+"""
+GRID = f"""{SETTINGS}
 shapes:
-  - {T: 24, H: 16, V: 64, dtype: fp32}
-  - {T: 12, H: 16, V: 64, dtype: fp32}
+  - {{T: 24, H: 16, V: 64, dtype: fp32}}
+  - {{T: 12, H: 16, V: 64, dtype: fp32}}
 runs:
 """
 EAGER = "  - {impl: eager, schedule: cached}\n"
 
 
-def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
+def arguments(tmp_path: Path, runs: str, grid: str = GRID) -> list[str]:
     (tmp_path / "grid.yaml").write_text(grid + runs)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
-    return bench.main([*paths, *args])
+    return ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
+
+
+def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
+    return bench.main([*arguments(tmp_path, runs, grid), *args])
 
 
 def records(tmp_path: Path, impl: str | None = None) -> list[Any]:

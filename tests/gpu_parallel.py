@@ -4,12 +4,11 @@
     torchrun --standalone --nproc-per-node 2 -m tests.gpu_parallel --device cpu   # over gloo
 
 Each check runs on all ranks at once (see parallel_checks.py and its neighbours). Ranks tell each
-other through a store what they found, which needs no working collective; one line per check is
-printed, with every rank's findings below it. The exit status is 1 if there are any.
+other what they found in a gloo group of their own; one line per check is printed, with every rank's
+findings below it. The exit status is 1 if there are any.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -22,12 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests import (
-    parallel_autograd_checks,
-    parallel_checks,
-    parallel_device_checks,
-    parallel_filter_checks,
-)
+from tests import parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks
 from tests.parallel_problem import small_pieces
 
@@ -40,17 +34,18 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
-    "filtered": parallel_filter_checks.filtered_gradients,
+    "verify": parallel_checks.of_verify,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
-    "heads": parallel_autograd_checks.several_heads,
-    "checkpointing": parallel_autograd_checks.activation_checkpointing,
-    "compile": parallel_autograd_checks.under_compile,
+    "heads": parallel_checks.several_heads,
+    "checkpointing": parallel_checks.activation_checkpointing,
+    "compile": parallel_checks.under_compile,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
     "check_ranks": parallel_checks.ranks_that_disagree,
 }
-GPU_ONLY = ("devices", "host", "collectives")
+# On a CPU test_compiled.py and test_verify.py have two of them.
+GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 
@@ -84,32 +79,8 @@ def run_check(check: Check, ranks: Ranks) -> Finding:
     return found
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Findings of all ranks, through the store that they met at."""
-
-    store: dist.Store
-    rank: int
-    world_size: int
-    patience: timedelta
-
-    def of_all(self, name: str, mine: Finding) -> list[Finding]:
-        """Return every rank's finding; of one that does not answer in time, that it did not."""
-        self.store.set(f"{name}/{self.rank}", json.dumps(vars(mine)))
-        found = []
-        for rank in range(self.world_size):
-            key = f"{name}/{rank}"
-            try:
-                self.store.wait([key], self.patience)
-                found.append(Finding(**json.loads(self.store.get(key))))
-            except RuntimeError:  # DistStoreError
-                text = f"nothing heard within {self.patience.total_seconds():g} s"
-                found.append(Finding([text], "Timeout"))
-        return found
-
-
-def run_checks(names: list[str], ranks: Ranks, exchange: Exchange) -> bool:
-    """Run checks and print what came of them; return whether all is well.
+def run_checks(names: list[str], ranks: Ranks, group: dist.ProcessGroup) -> bool:
+    """Run checks, tell each other over ``group`` what came of them, print it; is all well?
 
     Stops where some ranks raised and others did not: they are no longer in step.
     """
@@ -118,7 +89,8 @@ def run_checks(names: list[str], ranks: Ranks, exchange: Exchange) -> bool:
         started = time.monotonic()
         if ranks.rank == 0:
             print(f"{name}: ", end="", flush=True)
-        found = exchange.of_all(name, run_check(CHECKS[name], ranks))
+        found = [Finding()] * ranks.P
+        dist.all_gather_object(found, run_check(CHECKS[name], ranks), group=group)
         lines = [line for rank, one in enumerate(found) for line in one.lines(rank)]
         if ranks.rank == 0:
             verdict = "FAILED" if lines else "ok"
@@ -150,22 +122,13 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
 
-    store, rank, world_size = next(dist.rendezvous("env://"))
     timeout = timedelta(seconds=arguments.timeout_s)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
+    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     assert dist.group.WORLD is not None
-    ranks = Ranks(dist.group.WORLD, device)
     # A rank that waits for another in a collective gives up before those who wait for it here.
-    exchange = Exchange(dist.PrefixStore("found", store), rank, world_size, 2 * timeout)
-    passed = run_checks(names, ranks, exchange)
-    exchange.of_all("done", Finding())  # rank 0 may hold the store, and others still read it
+    group = dist.new_group(backend="gloo", timeout=2 * timeout)
+    passed = run_checks(names, Ranks(dist.group.WORLD, device), group)
     if passed:
         dist.destroy_process_group()
         return 0

@@ -1,14 +1,28 @@
-"""A rank of gpu_peers_cases.py, what it does with PeerMemory, and what must come of it."""
+"""Peer memory over the real CUDA driver on ONE GPU, which two processes share: one of them runs
 
+    python -m tests.gpu_peers CASE RANK STORE
+
+and test_peer_memory.py starts both. They meet over gloo by a file STORE, map each other's memory.
+Streams wait for flags, graphs are captured and replayed as on two GPUs; only slower, since the GPU
+runs one process at a time. Each case yields what is wrong on its rank, which is printed behind
+"found: ".
+"""
+
+import os
+import sys
+import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.parallel import transport
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver
 from flce_dist.parallel.peer_memory import PeerMemory
@@ -18,7 +32,6 @@ P = 2
 H = 64
 LIMIT_S = 60.0  # of waits, where nothing should hang
 SHORT_S = 6.0  # where something does
-LATE = 200_000_000  # cycles: 0.1 s
 
 
 @dataclass
@@ -56,11 +69,8 @@ def order_of(n: int) -> TokenOrder:
 
 
 def expected(me: Rank, turn: int, n: int) -> Tensor:
-    order, out = order_of(n), torch.empty(P * n, H, device=me.device)
-    for piece in range(2):
-        for rank in range(P):
-            out[order.part(piece, rank)] = me.of(rank, turn, n)[order.local(piece)]
-    return out
+    every = torch.cat([me.of(rank, turn, n) for rank in range(P)])
+    return every[order_of(n).permuted(torch.arange(P * n, device=me.device))]
 
 
 def gather(memory: PeerMemory, x: Tensor) -> Tensor:
@@ -77,11 +87,8 @@ def scatter(memory: PeerMemory, shares: Tensor) -> Tensor:
 
 
 def expected_sum(me: Rank, turn: int, T: int) -> Tensor:
-    order, out = order_of(T // P), torch.empty(T // P, H, device=me.device)
-    for piece in range(2):
-        mine = order.part(piece, me.rank)
-        out[order.local(piece)] = sum(me.of(rank, turn, T)[mine] for rank in range(P))
-    return out
+    total = torch.stack([me.of(rank, turn, T) for rank in range(P)]).sum(0)
+    return total[order_of(T // P).gathered(T, me.device)].tensor_split(P)[me.rank]
 
 
 def differs(what: str, found: Tensor, right: Tensor) -> Iterator[str]:
@@ -97,7 +104,7 @@ def check_gather(me: Rank, memory: PeerMemory, what: str, turn: int, n: int) -> 
 
 def delay(stream: Any) -> None:
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(LATE)
+        torch.cuda._sleep(200_000_000)  # cycles: 0.1 s
 
 
 def captured(me: Rank, memory: PeerMemory, n: int) -> tuple[Any, list[Tensor], list[Tensor]]:
@@ -123,3 +130,159 @@ def check_replay(me: Rank, of: tuple[Any, list[Tensor], list[Tensor]], turn: int
     right = [expected(me, turn, len(x)), expected_sum(me, turn, len(own))]
     for name, found, wanted in zip(("gather", "sum"), results, right, strict=True):
         yield from differs(f"replay {turn}, {name}", found, wanted)
+
+
+# --- cases
+
+
+def graph(me: Rank) -> Iterator[str]:
+    """A graph is replayed after eager calls that needed more memory, twice, and a release."""
+    memory = me.memory()
+    one = captured(me, memory, 64)
+    yield from check_replay(me, one, 1)
+    before = memory.nbytes
+    for turn, n in ((2, 40_000), (3, 90_000)):
+        yield from check_gather(me, memory, f"eager gather of {n}", turn, n)
+    if not before < memory.nbytes:
+        yield f"{before} bytes before, {memory.nbytes} after larger calls"
+    yield from check_replay(me, one, 4)
+    memory.release()
+    if memory.nbytes != before:
+        yield f"{memory.nbytes} bytes are left after release, not {before}"
+    spoil = [torch.full((1 << 24,), torch.nan, device=me.device) for _ in range(4)]
+    yield from check_replay(me, one, 5)
+    del spoil
+    yield from check_gather(me, memory, "eager gather after release", 6, 40_000)
+    yield from check_replay(me, one, 7)
+
+
+class Stop(Exception):
+    """What these cases raise in the middle of a call."""
+
+
+def stopped_gather(x: Tensor, order: TokenOrder, memory: PeerMemory) -> None:
+    """Raise after the memory was acquired and before anything is published."""
+    with mock.patch.object(memory, "pull", side_effect=Stop):
+        PeerGather(x, order, memory).wait_all()
+
+
+def failed_capture(me: Rank) -> Iterator[str]:
+    """A capture fails between acquire and publish; the eager call after it waits for its peer."""
+    memory, n = me.memory(), 4000
+    yield from check_gather(me, memory, "before", 0, n)
+    dist.barrier(me.group)
+    if me.rank == 1:
+        delay(memory._stream)  # copies late what rank 0 published
+    slow = gather(memory, me.tokens(1, n))
+    if me.rank == 0:
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                stopped_gather(me.tokens(2, n), order_of(n), memory)
+        except Exception as error:
+            print(f"the capture failed as planned: {type(error).__name__}: {error}")
+        else:
+            yield "the capture did not fail"
+    after = gather(memory, me.tokens(3, n))
+    yield from differs("in flight during the capture", slow, expected(me, 1, n))
+    yield from differs("after the capture", after, expected(me, 3, n))
+    yield from check_replay(me, captured(me, memory, n), 4)
+
+
+def exception(me: Rank) -> Iterator[str]:
+    """All ranks raise with copies in flight, or before they publish: nothing is harmed."""
+    memory, n = me.memory(), 4000
+    yield from check_gather(me, memory, "before", 0, n)
+    delay(memory._stream)
+    one = PeerGather(me.tokens(1, n), order_of(n), memory)
+    one.start(0)
+    address = one.tokens.data_ptr()
+    del one
+    taken = [torch.full((P * n, H), 7.0, device=me.device) for _ in range(3)]
+    if address in [x.data_ptr() for x in taken]:
+        yield "memory of copies in flight was given away"
+    for x in taken:
+        yield from differs("a new owner's memory", x, torch.full_like(x, 7.0))
+    yield from check_gather(me, memory, "after copies were left behind", 2, n)
+    for _ in range(2):
+        try:
+            stopped_gather(me.tokens(3, n), order_of(n), memory)
+        except Stop:
+            pass
+        yield from check_gather(me, memory, "after none was published", 4, n)
+    yield from check_replay(me, captured(me, memory, n), 5)
+
+
+def remade(me: Rank) -> Iterator[str]:
+    """A group is destroyed and made anew under its name: its memory goes, the new one's works."""
+    with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
+        for turn in range(3):
+            both = transport.memories_of(me.group, me.device)
+            if both is None:
+                yield "no memories"
+                return
+            n = 50_000 if turn == 0 else 64
+            yield from check_gather(me, both.hidden, f"group {turn}", turn, n)
+            held = transport.shared_bytes()
+            del both
+            if not 0 < held < (64 << 20) or (turn and held > (8 << 20)):
+                yield f"{held} bytes held with group {turn}"
+            dist.barrier(me.group)
+            dist.destroy_process_group()
+            if transport.shared_bytes():
+                yield f"{transport.shared_bytes()} bytes held for a group that is no more"
+            me.join(f"{sys.argv[3]}-{turn}")
+
+
+def hang_in_replay(me: Rank) -> Iterator[str]:
+    """Rank 1 does not replay a graph, of which no host code knows: rank 0 ends by itself."""
+    memory = me.memory()
+    one = captured(me, memory, 64)
+    yield from check_replay(me, one, 1)
+    if me.rank == 1:
+        time.sleep(3 * SHORT_S)
+        os._exit(0)
+    one[0].replay()
+    torch.cuda.synchronize()
+    yield "waited, and went on"
+
+
+def whole(me: Rank) -> Iterator[str]:
+    """linear_cross_entropy in several ways, loss and gradients against fp64."""
+    from tests import parallel_checks
+
+    ranks = parallel_checks.Ranks(me.group, me.device)
+    with mock.patch.object(transport, "_all_reach_all", lambda *_: True):
+        yield from parallel_checks.gradients_against_fp64(ranks)
+        if not transport.shared_bytes():
+            yield "no memory was shared"
+
+
+CASES = {
+    case.__name__: case
+    for case in (graph, failed_capture, exception, remade, hang_in_replay, whole)
+}
+ABORTS = ("hang_in_replay",)  # rank 0 ends by SIGABRT, and says
+IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
+
+
+def main(name: str, rank: str, store: str) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    me = Rank(int(rank), SHORT_S if name in ABORTS else LIMIT_S, device)
+    me.join(store)
+    found = []
+    try:
+        found += list(CASES[name](me))
+        torch.cuda.synchronize()
+    except BaseException:
+        found.append(traceback.format_exc().rstrip())
+    for line in found:
+        print("found: " + line, flush=True)
+    if not found:
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(bool(found))  # whatever the GPU still waits for
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

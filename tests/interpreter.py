@@ -40,7 +40,6 @@ def make_fast(patch: pytest.MonkeyPatch) -> None:
     patch_language_for_good(patch)
     remember_types(patch)
     remember_broadcasts(patch)
-    unwrap_tiles_at_once(patch)
     check_no_overflow(patch)
 
 
@@ -130,16 +129,6 @@ def remember_broadcasts(patch: pytest.MonkeyPatch) -> None:
         return tl.tensor(interpreter.TensorHandle(data, type.scalar), type)
 
     patch.setattr(semantic, "broadcast_impl_value", broadcast_known)
-
-
-def unwrap_tiles_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Nearly everything that the interpreter tries to unwrap is a tile."""
-    unwrap = tl.core._unwrap_if_constexpr
-
-    def unwrap_others(x: Any) -> Any:
-        return x if type(x) is tl.tensor else unwrap(x)
-
-    patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_others)
 
 
 def check_no_overflow(patch: pytest.MonkeyPatch) -> None:

@@ -90,19 +90,12 @@ def statistics(
     def rank(tp_group: dist.ProcessGroup) -> Statistics:
         start, end = ranges[tp_group.rank()]
         assert inputs.bias is not None
-        out = linear_cross_entropy_with_metrics(
-            inputs.hidden,
-            inputs.weight[start:end].clone().requires_grad_(gradients),
-            inputs.labels,
-            bias=inputs.bias[start:end].clone(),
-            token_weight=inputs.token_weight,
-            temperature=inputs.temperature,
-            vocab_size=V_all,
-            vocab_range=(start, end),
-            tp_group=tp_group if P > 1 else None,
-            impl="triton",
-            **{"reduction": "none", "tp_invariant": True, **options},
-        )
+        weight = inputs.weight[start:end].clone().requires_grad_(gradients)
+        share = replace(inputs, weight=weight, bias=inputs.bias[start:end].clone())
+        group = tp_group if P > 1 else None
+        how = {"reduction": "none", "tp_invariant": True, "impl": "triton", **options}
+        rows: dict[str, Any] = {"vocab_size": V_all, "vocab_range": (start, end)}
+        out = linear_cross_entropy_with_metrics(**vars(share), **rows, tp_group=group, **how)
         return Statistics(*(x.detach() for x in out[:4]))
 
     first, *others = run_ranks(rank, P)

@@ -18,11 +18,7 @@ EXTRAS = dict.fromkeys(TEST, "test") | {
     module: extra for extra in ("train", "bench") for module in MODULES[extra]
 }
 """The extra that brings a module."""
-OF_USERS = {
-    "transformers": "transformers-5",
-    "peft": "transformers-5",
-    "accelerate": "transformers-5",
-}
+OF_USERS = dict.fromkeys(("transformers", "peft", "accelerate"), "transformers-5")
 """The environment of tests/versions.py that has a module."""
 _MISSING = re.compile(
     r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import) '(\w+)", re.MULTILINE

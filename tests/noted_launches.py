@@ -4,6 +4,7 @@ Run by test_kernel.py, in a process in which triton compiles.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,16 +30,12 @@ class Launcher:
         noted.append((self.name, *args[:5], *args[9:]))
 
 
-class Utils:
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return None, hash(binary), 0, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-
 class NotingGpu(AbsentGpu):
-    launcher_cls, utils = Launcher, Utils()
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        load_binary=lambda name, binary, shared, device: (None, hash(binary), 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+    )
 
 
 def add(x, y_ptr, out_ptr, T, n, scale, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):

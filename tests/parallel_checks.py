@@ -6,20 +6,29 @@ meaning on a CPU over gloo, too.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from flce_dist import check_ranks, filtered
+from flce_dist import api, check_ranks, filtered
+from flce_dist.launch.verify import cases
+from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
+from flce_dist.testing import relative_rms
 from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
     against_fp64,
+    differing,
     each_way,
     misses_of_share,
     other_work,
@@ -28,19 +37,16 @@ from tests.parallel_ranks import (
     same_bits,
     ways,
 )
+from tests.problems import plan_sizes
 
 
 def problems(device: torch.device) -> dict[str, Problem]:
     """Even, uneven and padded vocabularies; each reduction; few options and many."""
-    V_all = problem(device).V_all
-    T = problem(device).T
+    V_all, T = problem(device).V_all, problem(device).T
     many = {
-        "reduction": "none",
-        "label_smoothing": 0.1,
-        "z_loss_weight": 1e-3,
-        "logit_scale": 0.7,
+        "reduction": "none", "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7,
         "token_weight": torch.linspace(0, 2, T, device=device),
-    }
+    }  # fmt: skip
     capped = {"reduction": "sum", "softcap": 15.0}
     return {
         "even, mean": problem(device),
@@ -57,6 +63,22 @@ def problems(device: torch.device) -> dict[str, Problem]:
 def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
     """Every problem in every way."""
     return against_fp64(ranks, problems(ranks.device), lambda one: ways(one, ranks.P))
+
+
+def of_verify(ranks: Ranks) -> Iterator[str]:
+    """What ``launch.verify`` has besides: filtered gradients, scores, counted tokens."""
+    P, device = ranks.P, ranks.device
+    for variant in (*cases.filtered_variants(), *cases.score_variants(), *cases.variants()):
+        if not (variant.filtered or variant.over or variant.counted):
+            continue
+        shape = cases.filtered_shape(P) if variant.filtered else cases.Shape(33, 123, 507)
+        data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)
+        for case in cases.cases(variant, ("recompute", "cached"), P, None):
+            truth = make_truth(data, variant, case.metric_gradients, case.filter_eps, P)
+            with plan_sizes(split_from=1 << 30):  # its definition has the callers' order of tokens
+                found = run_case(case, data, truth, ranks.group, None)
+            missed = (f"{name}: {check}" for name, check in found.items() if not check.met)
+            yield from said(f"{variant.title}, {case.name}", missed)
 
 
 def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
@@ -144,3 +166,73 @@ def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
         raised = complaint(share.loss, dist.new_group(), one)
     if f"rank {odd} got others" not in raised:
         yield f"first call with other labels: {raised!r}"
+
+
+# --- several calls in flight, checkpointing, compiling
+
+
+def several_heads(ranks: Ranks) -> Iterator[str]:
+    """All heads in flight before the first backward, which may be that of any: the same bits."""
+    heads = [problem(ranks.device, seed=seed) for seed in range(3)]
+    for way, options in each_way(ranks, heads[0]):
+        sp = options["sequence_parallel"]
+        plain = [rank_step(ranks.group, one, **options) for one in heads]
+        for order in ((0, 1, 2), (2, 1, 0)):
+            shares = [share_of(ranks.group, one, sequence_parallel=sp) for one in heads]
+            leaves = [share.leaves() for share in shares]
+            losses = [
+                share.loss(ranks.group, one, **options)
+                for share, one in zip(shares, heads, strict=True)
+            ]
+            for i in order:
+                gradients = torch.autograd.grad(losses[i], leaves[i], heads[i].upstream)
+                mine = Outcome(losses[i].detach(), *gradients)
+                yield from differing(f"{way}, head {i} of {order}", mine, plain[i])
+
+
+def layered(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op within a layer, which is called by ``run(layer, hidden, weight, bias)``."""
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor, **options: Any):
+        def layer(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return api.linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+
+        return run(layer, hidden, weight, bias)
+
+    return call
+
+
+def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
+    """The same bits, with forward run once more in backward."""
+    one = problem(ranks.device)
+    for way, options in each_way(ranks, one):
+        plain = rank_step(ranks.group, one, **options)
+        for use_reentrant in (False, True):
+            how: Options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+            call = layered(partial(checkpoint, **how))
+            mine = rank_step(ranks.group, one, call=call, **options)
+            if use_reentrant and options["schedule"] == "in_forward":
+                # Its first forward makes no gradients, and sums tokens in another order.
+                error = relative_rms(mine.loss, plain.loss)
+                if not error <= 1e-6:
+                    yield f"{way}: loss: error {error:.3g} exceeds 1e-06"
+                mine = mine._replace(loss=plain.loss)
+            yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
+
+
+def compiled(layer: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    torch._dynamo.reset()
+    # The same graphs as inductor makes, in a tenth of the time.
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+
+
+def under_compile(ranks: Ranks) -> Iterator[str]:
+    """One graph without breaks, and the same bits."""
+    one = problem(ranks.device)
+    for schedule in ("recompute", "cached", "in_forward"):
+        for sp in (False, True):
+            options: Options = {"schedule": schedule, "sequence_parallel": sp}
+            plain = rank_step(ranks.group, one, **options)
+            mine = rank_step(ranks.group, one, call=layered(compiled), **options)
+            yield from differing(f"{schedule}, sequence_parallel={sp}", mine, plain)
+    torch._dynamo.reset()

@@ -32,10 +32,6 @@ class Outcome(NamedTuple):
         return Outcome(self.loss, self.dhidden[tokens], self.dweight[rows], self.dbias[rows])
 
 
-Truth = tuple[Outcome, Outcome]
-"""Outcomes on whole inputs, in fp64 and of eager PyTorch in the dtype under test."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """Whole inputs of a loss, drawn on the CPU. ``rows`` of the weight beyond V_all are padding.
@@ -93,7 +89,8 @@ class Problem:
         return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
 
     @cached_property
-    def truth(self) -> Truth:
+    def truth(self) -> tuple[Outcome, Outcome]:
+        """In fp64, and of eager PyTorch in the dtype under test."""
         return self.textbook(torch.float64), self.textbook(self.dtype)
 
 
@@ -181,17 +178,10 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
 
 
 def misses(
-    outcome: Outcome,
-    problem: Problem,
-    tokens: Any = slice(None),
-    rows: slice = slice(None),
-    truth: Truth | None = None,
+    outcome: Outcome, problem: Problem, tokens: Any = slice(None), rows: slice = slice(None)
 ) -> list[str]:
-    """Return the results of these tokens and rows whose error against fp64 exceeds their budget.
-
-    ``truth`` is the problem's own by default.
-    """
-    oracle, eager = (whole.part(tokens, rows) for whole in truth or problem.truth)
+    """Return the results of these tokens and rows whose error against fp64 exceeds their budget."""
+    oracle, eager = (whole.part(tokens, rows) for whole in problem.truth)
     found = []
     error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
     if not error <= 1e-5:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.op.plan import Plan, plan
 from flce_dist.parallel.vocab import vocab_range
-from tests.parallel_problem import GRADIENTS, Outcome, Problem, Truth, misses, rank_step
+from tests.parallel_problem import GRADIENTS, Outcome, Problem, misses, rank_step
 
 Options = dict[str, Any]
 
@@ -97,16 +97,12 @@ def said(where: str, messages: Iterable[str]) -> Iterator[str]:
 
 
 def misses_of_share(
-    mine: Outcome,
-    one: Problem,
-    group: dist.ProcessGroup,
-    sequence_parallel: bool,
-    truth: Truth | None = None,
+    mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> list[str]:
     """``misses`` of what this rank of ``group`` holds."""
     rank, P = group.rank(), group.size()
     tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
-    return misses(mine, one, tokens, slice(*vocab_range(one.n_rows, rank, P)), truth)
+    return misses(mine, one, tokens, slice(*vocab_range(one.n_rows, rank, P)))
 
 
 def differing(where: str, one: Outcome, other: Outcome) -> Iterator[str]:

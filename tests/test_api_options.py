@@ -22,7 +22,7 @@ from tests.problems import (
     poisoned_memory,
 )
 
-T, V, PADDING = 70, 270, 23  # windows of 64 or 128 columns, chunks of 64 tokens
+T, V, H, PADDING = 70, 270, 40, 23  # windows of 64 or 128 columns, chunks of 64 tokens
 REDUCTIONS = ("none", "sum", "mean")
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,6 +52,7 @@ SCHEDULES: dict[str, tuple[str, int | None]] = {  # and columns that the budget 
     "auto, small": ("auto", 130),
     "in_forward": ("in_forward", None),
     "in_forward, chunks": ("in_forward", 1),
+    "in_forward, lent": ("in_forward", 200),  # memory of dweight, but not in fp16
 }
 
 UPSTREAM: dict[str, tuple[str, ...]] = {  # results that a gradient reaches
@@ -67,7 +68,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {  # results that a gradient reaches
 
 @pytest.fixture(autouse=True)
 def small_windows_and_chunks() -> Iterator[None]:
-    with plan_sizes(tile=64, min_window=64, max_window=128):
+    with plan_sizes(tile=64, min_window=64, max_window=128, most_recomputed=0.4, first_lent=64):
         yield
 
 
@@ -118,13 +119,16 @@ def check_case(
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_the_budgets_make_the_plans_they_are_meant_to(itemsize: int) -> None:
     def planned(name: str) -> Any:
-        return plan(T=T, V=V, itemsize=itemsize, **schedule_of(name, itemsize))
+        rows = H * itemsize, H * max(4, itemsize)
+        sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "dweight_row_bytes": rows}
+        return plan(**sizes, **schedule_of(name, itemsize))
 
     assert planned("recompute").cached_v == 0
     assert planned("cached").cached_v == V
     assert (planned("partly cached").cached_v, planned("partly cached").window_v) == (64, 64)
     assert (planned("auto, small").cached_v, planned("auto, small").window_v) == (64, 64)
     assert planned("in_forward, chunks").chunks() == [(0, 64), (64, 70)]
+    assert planned("in_forward, lent").lending and not planned("in_forward").lending
 
 
 @pytest.mark.parametrize(
@@ -135,13 +139,13 @@ def test_the_budgets_make_the_plans_they_are_meant_to(itemsize: int) -> None:
 def test_eager(
     options: str, schedule: str, reduction: str, upstream: str, dtype: torch.dtype
 ) -> None:
-    check_case(options, schedule, reduction, upstream, dtype, H=40, impl="eager")
+    check_case(options, schedule, reduction, upstream, dtype, H, impl="eager")
 
 
 @pytest.mark.parametrize(
     ("options", "schedule", "reduction", "upstream", "dtype", "H"),
     cases(
-        ["recompute", "cached", "partly cached", "in_forward", "in_forward, chunks"],
+        [name for name in SCHEDULES if not name.startswith("auto")],
         ["loss alone", "loss", "everything"],
         DTYPES,
         [37, 64],  # by pointers and by descriptors

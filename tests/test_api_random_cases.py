@@ -18,6 +18,7 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import joined_by_name, small_pieces
 from tests.problems import (
+    DTYPES,
     IGNORE,
     METRICS,
     Inputs,
@@ -76,8 +77,8 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
         if reduction != "none":
             schedules.append("in_forward")
     schedule = draw(st.sampled_from(schedules))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    least = 1 if dtype == torch.float32 else 8  # few terms may cancel, their rounding errors not
+    dtype = draw(st.sampled_from([*DTYPES, torch.float64][: 4 if max_P > 1 else 3]))
+    least = 1 if dtype.itemsize > 2 else 8  # few terms may cancel, their rounding errors not
     layouts = st.sampled_from(["plain", "columns", "transposed", "every second"])
     return Drawn(
         P=P,
@@ -171,21 +172,20 @@ def rank_step(
     )
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
-        labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64)
-        return linear_cross_entropy_with_metrics(
-            laid_out(hidden, drawn.layouts[0]),
-            laid_out(weight, drawn.layouts[1]),
-            labels.t().contiguous().t(),
-            vocab_range=rows,
-            tp_group=group,
-            sequence_parallel=drawn.sequence_parallel,
-            reduce_in_fp32=True,  # where shares cancel their rounding errors do not
-            impl=impl,
-            **dict(drawn.how),
-            **keywords,
-        )
+        hidden, weight = map(laid_out, (hidden, weight), drawn.layouts)
+        labels = labels.to(torch.int32 if drawn.int32_labels else torch.int64).t().contiguous().t()
+        return linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
 
-    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **options_of(drawn))
+    how = {
+        "vocab_range": rows,
+        "tp_group": group,
+        "sequence_parallel": drawn.sequence_parallel,
+        "reduce_in_fp32": True,  # where shares cancel their rounding errors do not
+        "impl": impl,
+        **dict(drawn.how),
+        **options_of(drawn),
+    }
+    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **how)
     return {name: x.cpu() for name, x in found.items()}
 
 

@@ -1,14 +1,26 @@
-"""The op within autograd: frozen operands, second passes, changes in place, refusals."""
+"""The op within autograd: frozen operands, second passes, changes in place, autocast, activation
+checkpointing, another current device, refusals.
+"""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.kernels import eager, gpu
+from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
 from tests.problems import (
     METRICS,
@@ -17,14 +29,16 @@ from tests.problems import (
     Upstream,
     both,
     device_of,
-    each_dtype,
     each_schedule,
+    everywhere,
     make_inputs,
     metric_upstream,
     poisoned_memory,
+    run,
     run_op,
     small,
 )
+from tests.test_gpu_oracle import our_call
 
 each_way = pytest.mark.parametrize(
     "way",
@@ -69,12 +83,9 @@ def test_frozen_operands(impl, way):
 
 
 def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-    leaves = [
-        x.detach().clone().requires_grad_()
-        for x in (inputs.hidden, inputs.weight, inputs.bias)
-        if x is not None
-    ]
-    hidden, weight, bias = leaves
+    assert inputs.bias is not None
+    operands = inputs.hidden, inputs.weight, inputs.bias
+    leaves = hidden, weight, bias = [x.detach().clone().requires_grad_() for x in operands]
     return linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **kwargs), leaves
 
 
@@ -93,32 +104,6 @@ def test_a_second_backward_is_equal_to_the_first(impl, way, dtype):
         torch.autograd.grad(out.entropy.sum(), leaves, retain_graph=True)
     second = torch.autograd.grad(out.loss, leaves)
     assert all(map(torch.equal, first, second))
-
-
-@both
-@pytest.mark.parametrize("factor", [1.0, -0.75])
-@each_dtype
-@poisoned_memory()
-def test_a_retained_graph_of_in_forward_keeps_what_it_saved(impl, dtype, factor):
-    """Only the last backward may return the saved gradients themselves."""
-    inputs, upstream = small(impl).to(dtype), Upstream(factor)
-    expected = run_op(inputs, upstream, impl=impl, schedule="in_forward")
-    loss, leaves = graph(inputs, impl=impl, schedule="in_forward")
-
-    def backward(**kwargs: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, leaves, torch.full_like(loss, factor), **kwargs)
-
-    first = backward(retain_graph=True)
-    kept = [x.clone() for x in first]
-    second = backward(retain_graph=True)
-    last = backward()
-    for results in (kept, first, second, last):
-        for name, result in zip(("dhidden", "dweight", "dbias"), results, strict=True):
-            assert torch.equal(result.cpu(), expected[name]), name
-    memory = {x.data_ptr() for results in (first, second, last) for x in results}
-    assert len(memory) == 3 * len(leaves), "two passes share a result"
-    with pytest.raises(RuntimeError, match="second time"):
-        backward()
 
 
 @each_schedule
@@ -149,6 +134,116 @@ def test_metrics_may_be_changed_in_place(schedule):
         out.lse.zero_()
         out.logprob.zero_()
     assert torch.equal(torch.autograd.grad(out.loss, hidden)[0], expected)
+
+
+# --- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@everywhere
+@each_schedule
+def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtype):
+    """The bits of explicit casts, for hidden of any dtype, and if backward is within autocast."""
+    inputs = small(impl)
+    options = {"impl": impl, "schedule": schedule, "label_smoothing": 0.1}
+    by_hand = run_op(inputs.to(dtype), Upstream(), **options)
+    for given in (inputs, replace(inputs, hidden=inputs.hidden.to(dtype))):
+        with torch.autocast(inputs.hidden.device.type, dtype):
+            loss, leaves = graph(given, **options)
+            inside = torch.autograd.grad(loss, leaves, retain_graph=True)
+        outside = torch.autograd.grad(loss, leaves)
+        assert loss.dtype == torch.float32
+        assert torch.equal(loss.detach().cpu(), by_hand["loss"])
+        for name, leaf, *gradients in zip(
+            ("dhidden", "dweight", "dbias"), leaves, inside, outside, strict=True
+        ):
+            expected = by_hand[name].to(leaf.dtype)
+            for gradient in gradients:
+                assert gradient.dtype == leaf.dtype and torch.equal(gradient.cpu(), expected), name
+
+
+def test_autocast_leaves_fp64_alone():
+    inputs = small("eager").to(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels)
+        assert F.linear(inputs.hidden, inputs.weight).dtype == torch.float64
+    assert loss.dtype == torch.float64
+
+
+# --- checkpointing and evaluation
+
+
+@pytest.mark.parametrize(
+    "options, alone, not_reentrant, reentrant",
+    [
+        ({"schedule": "recompute"}, 4, 5, 5),
+        ({"schedule": "cached"}, 3, 4, 4),
+        ({"schedule": "in_forward"}, 3, 6, 4),
+        ({"schedule": "auto", "max_logits_bytes": 12 * 9000 * 4}, 3, 6, 4),
+    ],
+)
+def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, reentrant):
+    """The first pass of a checkpoint runs with gradients, so in_forward computes them in vain."""
+    T, V, H = 12, 12288, 4  # auto is in_forward here
+    hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (T, V))
+    labels = torch.randint(V, (T,))
+
+    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, impl="eager", **options)
+
+    def product(acc: Any, a: list[int], b: list[int], **_: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    for use_reentrant, expected in ((None, alone), (False, not_reentrant), (True, reentrant)):
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product})
+        with counter:
+            if use_reentrant is None:
+                loss = layer(hidden, weight)
+            else:
+                loss = checkpoint(layer, hidden, weight, use_reentrant=use_reentrant)
+            loss.backward()
+        assert counter.get_total_flops() == expected * 2 * T * V * H, use_reentrant
+
+
+# --- the current device, on which Triton launches; test_gpu_execution.py needs two GPUs
+
+
+@each_schedule
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_kernel_runs_on_the_device_of_its_tensors(mutate, monkeypatch, compiled, schedule):
+    current: list[torch.device] = []  # in nested contexts
+    launches: dict[str, set[bool]] = {}
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        current.append(x.device)
+        yield
+        current.pop()
+
+    def launch(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        launches.setdefault(name, set()).add(torch.device("cpu") in current)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in (name for name in vars(gpu) if not name.startswith("_")):
+        mutate(eager, name, partial(launch, name))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)  # True: by the operators
+    run(our_call, small("eager"), Upstream(), schedule=schedule)
+    assert {"linear_stats", "token_loss", "row_gradient"} <= set(launches)
+    assert {name for name, of_tensors in launches.items() if of_tensors != {True}} == set()
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends, device):
+    """The seed of the module, for a weight on cuda:1."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:1")
+    group: Any = object()
+    assert collectives.message_device(x, group) == torch.device(device)
+    assert collectives.message_device(x, None) == torch.device("cpu")
 
 
 # --- refusals
@@ -186,8 +281,15 @@ def test_transforms_are_refused_by_name(name):
         TRANSFORMS[name](loss, inputs.weight)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("in_forward", "use schedule='recompute'"),
+        (filtered.schedule(0.1), r"filtered\.schedule has gradients of the loss only"),
+    ],
+)
 @pytest.mark.parametrize("name", METRICS)
-def test_gradients_of_metrics_are_refused_under_in_forward(name):
+def test_gradients_of_metrics_are_refused(name, schedule, message):
     inputs, upstream = small("eager"), Upstream(1.0, metric_upstream(37, name))
-    with pytest.raises(NotImplementedError, match="use schedule='recompute'"):
-        run_op(inputs, upstream, impl="eager", schedule="in_forward")
+    with pytest.raises(NotImplementedError, match=message):
+        run_op(inputs, upstream, impl="eager", schedule=schedule)

@@ -19,7 +19,7 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.report import FIELDS
 from flce_dist.launch.yaml_config import ConfigError
-from tests.bench_run import EAGER, GRID, peer, records, run
+from tests.bench_run import EAGER, arguments, peer, records, run
 from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
@@ -152,9 +152,7 @@ def test_two_ranks_end_to_end(tmp_path):
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"
         "  - {impl: gathered_weight, sequence_parallel: true}\n"
     )
-    (tmp_path / "grid.yaml").write_text(GRID + runs)
-    paths = ["--config", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out" / "found.v1")]
-    command = torchrun("-m", "flce_dist.launch.bench", *paths, "--trace")
+    command = torchrun("-m", "flce_dist.launch.bench", *arguments(tmp_path, runs), "--trace")
     with started(command, tmp_path, forks=True) as running:
         statuses, (output,) = running.finish()
     assert statuses == [0], output

@@ -5,29 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench import peers
 from flce_dist.launch.bench.problem import load_head, make_truth
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import relative_rms
-from tests.bench_run import records, run
+from tests.bench_run import SETTINGS, records, run
 from tests.filtered_formula import filtered_gradients, zipf_inputs
 from tests.on_ranks import on_ranks
 
 T, V, H, EPS = 256, 2048, 16, 2.0**-10
-GRID = """
-check: gradients
-device: cpu
-warmup: 1
-rounds: 2
-sample_ms: 0.1
-settle_ms: 0.0
-widen: 2
-runs:
-"""
+GRID = f"{SETTINGS}widen: 2\nruns:\n"
 RUNS = """
   - {impl: eager, schedule: cached, sequence_parallel: true}
   - {impl: eager, filter_eps: 0.0009765625, sequence_parallel: true}

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("tyro")
-
 from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.launch.bench import measure, problem
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("tyro")
 pytest.importorskip("megatron.core")
 
 from flce_dist.launch.bench import megatron_peer

@@ -9,19 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
-from flce_dist.launch.bench.profiles import (
-    Activity,
-    Profile,
-    describe,
-    profile_of,
-    take_profile,
-)
+from flce_dist.launch.bench.profiles import Activity, Profile, describe, profile_of, take_profile
 from tests import bench_run
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -33,8 +28,6 @@ KINDS = {
     NCCL: "communication", BETWEEN: "communication", PRODUCT: "products", OURS: "products",
     "fill": "other", OWN_PART: "other", "Memset (Device)": "other",
 }  # fmt: skip
-GPU = DeviceType.CUDA
-
 RECOMPUTE = "  - {impl: eager, schedule: recompute}\n"
 
 
@@ -147,28 +140,23 @@ def test_on_a_gpu_the_first_call_does_not_count(monkeypatch):
     # Aside, so that the profile tells whether streams are known.
     found = [replace(x, stream=int(x.name == OWN_PART)) for x in found]
 
-    def event(x: Activity, annotation: bool = False, device: DeviceType = GPU) -> Any:
+    def event(x: Activity, annotation: bool = False, device: DeviceType = DeviceType.CUDA) -> Any:
         return SimpleNamespace(
-            name=x.name,
-            is_user_annotation=annotation,
-            device_type=device,
-            time_range=Interval(x.start_us, x.end_us),
-            device_resource_id=x.stream,
-        )
+            name=x.name, is_user_annotation=annotation, device_type=device,
+            time_range=Interval(x.start_us, x.end_us), device_resource_id=x.stream,
+        )  # fmt: skip
 
     def events() -> list[Any]:
         whole = Activity("ProfilerStep", 0.0, 9000.0)
         others = [event(whole, annotation=True), event(whole, device=DeviceType.CPU)]
         return [*others, event(replace(whole, name="nccl:x")), *map(event, found)]
 
-    def profiler(activities: object) -> Any:
-        return contextlib.nullcontext(SimpleNamespace(events=events))
-
-    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    recorded = contextlib.nullcontext(SimpleNamespace(events=events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: recorded)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    calls: list[None] = []
-    profile = take_profile(lambda: calls.append(None), 2, torch.device("cuda"))
-    assert len(calls) == 3
+    call = mock.Mock()
+    profile = take_profile(call, 2, torch.device("cuda"))
+    assert call.call_count == 3
     assert profile == profile_of(found[7:], 2)
     assert profile.comm_us == 47 and profile.step_us == 99
     found.pop()

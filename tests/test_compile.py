@@ -29,13 +29,8 @@ TILES = (
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "aot_compile.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "tests.aot_compile"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
 

@@ -18,7 +18,7 @@ from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_
 from flce_dist.op.dtensor import local_part
 from flce_dist.options import LossOptions
 from flce_dist.testing import relative_rms
-from tests.parallel_autograd_checks import layered
+from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step
 from tests.problems import DTYPES, SCHEDULES, device_of, pairwise
 from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands

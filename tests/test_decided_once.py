@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
 from flce_dist.op import checks, prepare
-from flce_dist.testing import run_ranks
 
 T, H, V = 12, 16, 70
 IMPLS = "eager", "triton"
@@ -104,8 +102,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [(name, impl) for name in CHANGES for impl in IMPLS if impl == "eager" or "=" not in name],
+)
 def test_changed_argument(name: str, impl: str) -> None:
     changed = arguments(**{"impl": impl, **CHANGES[name]})
     if name == "ignore_index=3":
@@ -120,24 +120,3 @@ def test_changed_argument(name: str, impl: str) -> None:
 )
 def test_changed_context(context: Any) -> None:
     check_decides_anew(arguments(), context)
-
-
-def test_changed_group() -> None:
-    """Four ranks hold quarters of a vocabulary, then pairs of them hold halves of another."""
-    whole = arguments(bias=None, token_weight=None, labels=torch.arange(T) % 5)
-    whole["weight"] = whole["weight"].detach()
-
-    def program(tp_group: dist.ProcessGroup) -> list[list[Any]]:
-        first = 5 * tp_group.rank()
-        part = {**whole, "weight": whole["weight"][first : first + 5]}
-        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        groups = (tp_group, pairs[tp_group.rank() // 2], None, tp_group)
-        return [outcome({**part, "tp_group": group}) for group in groups]
-
-    logits = whole["hidden"] @ whole["weight"].T
-    for rank, got in enumerate(run_ranks(program, 4)):
-        for (loss, _), size in zip(got, (4, 2, 1, 4), strict=True):
-            first = 5 * (rank // size * size)
-            columns = logits[:, first : first + 5 * size]
-            expected = torch.nn.functional.cross_entropy(columns, whole["labels"])
-            torch.testing.assert_close(loss, expected.detach())

@@ -22,13 +22,8 @@ P = 3
 def share(pipe: Connection, rank: int, store: Path, fault: str, where: str) -> None:
     """One rank's forward and backward; the last rank is struck by ``fault`` before ``where``."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=P,
-        store=dist.FileStore(str(store), P),
-        timeout=timedelta(seconds=LAST_RESORT_S),
-    )
+    of_all, timeout = dist.FileStore(str(store), P), timedelta(seconds=LAST_RESORT_S)
+    dist.init_process_group("gloo", store=of_all, rank=rank, world_size=P, timeout=timeout)
     hidden, weight = torch.zeros(8, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
 
     def strike(name: str) -> None:

@@ -3,6 +3,7 @@
 T tokens, V vocabulary rows, H hidden size.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +22,14 @@ from tests.filtered_formula import (
     zipf_inputs,
 )
 from tests.problems import (
-    METRICS,
     Upstream,
     assert_same,
     device_of,
     each_dtype,
+    everywhere,
     inputs,
     make_inputs,
-    metric_upstream,
+    on_a_gpu,
     per_token_upstream,
     poisoned_memory,
     run_op,
@@ -36,9 +37,6 @@ from tests.problems import (
     with_logits,
 )
 
-ON_GPU = pytest.param("triton", marks=pytest.mark.gpu, id="triton on a GPU")
-each_impl = pytest.mark.parametrize("impl", ["eager", ON_GPU])
-also_interpreted = pytest.mark.parametrize("impl", ["eager", "triton", ON_GPU])
 EPS = 2.0**-9
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@each_impl
+@pytest.mark.parametrize("impl", ["eager", on_a_gpu])
 @each_dtype
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> None:
@@ -87,8 +85,7 @@ KERNELS: dict[str, tuple[tuple[int, int, int], torch.dtype, float, dict[str, Any
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "bias"), zip(KERNELS, itertools.cycle([False, True])))
 def test_triton_computes_what_is_defined(
     monkeypatch: pytest.MonkeyPatch, name: str, bias: bool
 ) -> None:
@@ -119,18 +116,14 @@ def test_without_counted_tokens() -> None:
     assert actual["loss"] == 0 and not actual["dweight"].any() and not actual["dhidden"].any()
 
 
-@each_dtype
-def test_rank_one_is_far_closer_than_dropping(dtype: torch.dtype) -> None:
+def test_rank_one_is_far_closer_than_dropping() -> None:
     problem = zipf_inputs(512, 8000, 64)
     wanted = run_reference(problem.to(torch.float64), Upstream())
-    problem = problem.to(dtype)
     assert 0.15 < definition(problem, EPS).kept.double().mean() < 0.25
     actual = run_op(problem, Upstream(), impl="eager", schedule=filtered.schedule(EPS))
     dropped = filtered_gradients(problem, EPS, drops=True)
     for name, budget, least in (("dhidden", 0.003, 0.1), ("dweight", 0.003, 0.002)):
-        # Inputs are rounded too: against the gradients of fp32 inputs.
-        rounding = 4 * torch.finfo(dtype).eps
-        assert relative_rms(actual[name], wanted[name]) <= budget + rounding
+        assert relative_rms(actual[name], wanted[name]) <= budget
         assert relative_rms(dropped[name], wanted[name]) >= least
 
 
@@ -146,9 +139,9 @@ def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -
     assert_same(plain, run_op(problem, Upstream(), schedule=filtered.schedule(0.0), **options))
 
 
-@also_interpreted
+@everywhere
 def test_metrics_say_what_is_approximated(impl: Any) -> None:
-    problem = zipf_inputs(200, 1300, 16).to(device_of(impl))
+    problem = zipf_inputs(140, 700, 16).to(device_of(impl))
     operands = (problem.hidden, problem.weight, problem.labels)
     truth = definition(problem.to(torch.device("cpu")), EPS)
 
@@ -169,17 +162,7 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
     assert every.kept_share == 1 and every.rank_one_mass == 0
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_gradients_of_metrics_are_refused(metric: str) -> None:
-    upstream = Upstream(metrics=metric_upstream(40, metric))
-    how: Any = {"impl": "eager", "schedule": filtered.schedule(EPS)}
-    with pytest.raises(
-        NotImplementedError, match=r"filtered\.schedule has gradients of the loss only"
-    ):
-        run_op(zipf_inputs(40, 300, 8), upstream, **how)
-
-
-@also_interpreted
+@everywhere
 def test_rescued_tokens(impl: str) -> None:
     """Sums relative to a label that lies 50 nats or more below overflow, or are 0 times inf."""
     z = 0.1 * torch.randn(6, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -201,7 +184,7 @@ def test_rescued_tokens(impl: str) -> None:
         assert abs(actual["dbias"][3] + 1) <= 1e-6, "a banned column has one only at its label"
 
 
-@also_interpreted
+@everywhere
 def test_a_banned_column_gets_no_gradient_where_no_sampled_token_says_how(impl: str) -> None:
     """Rows of tile 1 are impossible after the sampled tokens alone."""
     problem = make_inputs(300, 512, 8, spread=0.1, bias=True, ignored=0.0)

@@ -17,14 +17,7 @@ from flce_dist import (
     linear_cross_entropy_with_metrics,
 )
 from tests.problems import IGNORE, Inputs
-from tests.test_gpu_oracle import (
-    EVERY_SCHEDULE,
-    SMALL,
-    each_device,
-    inputs_on,
-    on_cuda,
-    options_of,
-)
+from tests.test_gpu_oracle import EVERY_SCHEDULE, SMALL, each_device, inputs_on, on_cuda, options_of
 
 WARM_UP = 3  # as many as PyTorch's documentation has
 
@@ -74,9 +67,8 @@ def batch(seed: int, device: str) -> Inputs:
 
 def step_on(inputs: Inputs, **options: Any) -> list[Tensor]:
     """Loss and gradients, and the metrics if these are asked for by ``metrics=True``."""
-    leaves = [
-        x.requires_grad_() for x in (inputs.hidden, inputs.weight, inputs.bias) if x is not None
-    ]
+    given = inputs.hidden, inputs.weight, inputs.bias
+    leaves = [x.requires_grad_() for x in given if x is not None]
     hidden, weight, bias = leaves
     of_tokens = {"token_weight": inputs.token_weight, "temperature": inputs.temperature}
     kwargs = {"bias": bias, **of_tokens, **options}

@@ -46,7 +46,6 @@ def on_gpus(count: int) -> list[pytest.MarkDecorator]:
 
 
 def run_over_nccl(world_size: int, logs: Path, *program: str) -> tuple[int, str]:
-    """Run a program on GPUs; return torchrun's exit status and all that was printed."""
     # NCCL's threads read the agent's store until the end; that of rank 0 would be gone.
     command = ["env", "-u", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", sys.executable]
     command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -56,7 +55,6 @@ def run_over_nccl(world_size: int, logs: Path, *program: str) -> tuple[int, str]
 
 
 def run_over_gloo(logs: Path, *program: str) -> tuple[int, str]:
-    """Run a program on two ranks, which are forks."""
     # What torch.compile imports: by this process, once for all ranks.
     importlib.import_module("torch._inductor.lowering")
     command = torchrun("-m", *program, "--device", "cpu")
@@ -119,7 +117,6 @@ MISTAKES: list[tuple[str, Plant, str]] = [
 
 
 def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> list[str]:
-    """What ``check`` finds here with a planted mistake."""
     ranks = Ranks(group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if plant is not None:

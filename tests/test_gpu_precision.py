@@ -1,4 +1,4 @@
-"""How far results are from fp64: at a realistic shape, beside 16-bit logits.
+"""How far results are from fp64: at a realistic shape, beside 16-bit logits, of 2**31 and more.
 
 Each check has a small CPU form, which proves the check; the sizes that matter need a GPU.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.testing import relative_rms
-from tests.problems import Inputs, Outcome, Upstream, each_dtype, run
+from tests.problems import SCHEDULES, Inputs, Outcome, Upstream, each_dtype, run
 from tests.test_gpu_oracle import (
     CUDA,
     aim,
@@ -30,12 +30,8 @@ from tests.test_gpu_oracle import (
 SIZES = {"cpu": (40, 36_000, 32), "cuda": (1024, 40_000, 1024)}  # T, V, H
 
 
-# --- a realistic shape
-
-
 @functools.lru_cache(maxsize=1)
 def ordinary(device: str, dtype: torch.dtype) -> tuple[Inputs, Outcome, Outcome]:
-    """Inputs, their truth and what eager PyTorch makes of them, for the sum of losses."""
     inputs = inputs_on(device, *SIZES[device], dtype)
     return inputs, textbook_in_chunks(inputs, torch.float64), textbook_in_chunks(inputs, dtype)
 
@@ -125,3 +121,47 @@ def test_of_eight_tokens_ours_rounds_no_more_than_eager(schedule, impl, device):
     for name in ("dhidden", "dweight"):
         ours, expected = (relative_rms(x[name], truth[name]) for x in (actual, eager))
         assert ours <= 1.25 * expected, f"{name}: {ours:.3g}, eager {expected:.3g}"
+
+
+# --- logits whose count passes 2**31: offsets into what is cached no longer fit into 32 bits
+
+# T = 40,000 tokens by V = 131,072 columns in bf16 are 10.5 GB; H = 256 keeps their products cheap.
+# An offset that wraps spoils the last tokens and columns only, and may vanish in the error of all:
+# so these are held against fp64 on their own.
+LARGE = {"cpu": (400, 512, 16), "cuda": (40_000, 131_072, 256)}  # T, V, H
+LAST = {"cpu": 64, "cuda": 512}  # the last tokens have the last columns as labels, one each
+NEEDED_BYTES = 20 << 30
+
+
+@functools.lru_cache(maxsize=1)
+def large(device: str) -> tuple[Inputs, Outcome, Outcome]:
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
+        pytest.skip("needs 20 GiB of free GPU memory for 5.2e9 logits in bf16 and their fp64 truth")
+    (T, V, H), last = LARGE[device], LAST[device]
+    inputs = inputs_on(device, T, V, H, torch.bfloat16, spread=3.0)
+    labels = inputs.labels.where(inputs.labels < V - last, 0)
+    labels[-last:] = torch.arange(V - last, V, device=labels.device)
+    inputs = replace(inputs, labels=labels)
+    chunk = {} if device == "cuda" else {"chunk_elements": 16 * V}
+    truth = textbook_in_chunks(inputs, torch.float64, **chunk)
+    return inputs, truth, textbook_in_chunks(inputs, torch.bfloat16, **chunk)
+
+
+def first_beyond(device: str) -> int:
+    """The first token whose logits all lie beyond 2**31 elements (a third of all on a CPU)."""
+    T, V, _ = LARGE[device]
+    return (1 << 31) // V + 1 if device == "cuda" else T // 3
+
+
+@each_device
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
+def test_more_than_two_to_the_31_logits(schedule, device):
+    inputs, truth, eager = large(device)
+    total = schedule == "in_forward"
+    how = {"schedule": schedule, "reduction": "sum" if total else "none"}
+    actual = run(our_call, inputs, Upstream(), **how)
+    of_tokens = ("dhidden",) if total else ("dhidden", "loss")
+    beyond, last = slice(first_beyond(device), None), slice(-LAST[device], None)
+    assert_close(actual, truth, eager, torch.bfloat16)
+    assert_close(actual, truth, eager, torch.bfloat16, of_tokens, beyond)
+    assert_close(actual, truth, eager, torch.bfloat16, (*of_tokens, "dweight"), last)

@@ -73,7 +73,6 @@ print(torch.as_tensor(Longer(), device="cuda").sum().item())
 
 @on_cuda
 def test_the_sanitizer_finds_a_read_beyond_a_tensor(device):
-    """Else that it found nothing would mean nothing."""
     done = sanitize("memcheck", ["-c", OUT_OF_BOUNDS])
     assert done.returncode != 0
     assert "Invalid __global__ read" in done.stdout, (done.stdout + done.stderr)[-2000:]

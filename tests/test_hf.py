@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from flce_dist.hf import plug_in, restore, use_linear_cross_entropy
-from flce_dist.hf.lazy_logits import DeferredLogits, LazyLogits
+from flce_dist.hf.lazy_logits import LazyLogits
 from tests.contract.compare import compare
 from tests.hf_models import KINDS, VOCAB, B, S, batch, ours, step, theirs
 
@@ -30,7 +30,7 @@ def test_a_step_equals_the_models_own(kind):
     for given in settings:
         compare(step(plugged, **given), step(model, **given), BUDGET)
     logits = plugged(**batch()).logits
-    assert isinstance(logits, DeferredLogits) and logits.shape == (B, S, VOCAB)
+    assert isinstance(logits, LazyLogits) and logits.shape == (B, S, VOCAB)
     assert torch.equal(logits, model(**batch()).logits)
 
 
@@ -51,7 +51,7 @@ def test_positional_labels_and_tuples(kind):
     names = list(inspect.signature(model.forward).parameters)
     values = [batch().get(name) for name in names[: names.index("labels") + 1]]
     loss, logits, *_ = plugged(*values, return_dict=False)
-    assert isinstance(logits, DeferredLogits)
+    assert isinstance(logits, LazyLogits)
     torch.testing.assert_close(loss, model(**batch()).loss)
 
 
@@ -253,5 +253,6 @@ def test_compile(kind):
         BUDGET,
     )
     logits = compiled(**batch()).logits
+    assert isinstance(logits, LazyLogits)
     assert torch.equal(logits.argmax(-1), model(**batch()).logits.argmax(-1))
     torch.testing.assert_close(compiled(**batch()).loss, expected["loss"])

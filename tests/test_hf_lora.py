@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 import peft
 
 from flce_dist.hf import use_linear_cross_entropy
-from flce_dist.hf.lazy_logits import DeferredLogits
+from flce_dist.hf.lazy_logits import LazyLogits
 from tests.contract.compare import compare
 from tests.hf_models import batch, ours, step, theirs
 from tests.test_hf import BUDGET
@@ -42,7 +42,7 @@ def with_lora(kind: str = "llama", adapters: int = 1, **config: Any) -> Any:
 def test_a_step_equals_the_models_own(kind, config):
     model = with_lora(kind, **config)
     plugged = ours(model)
-    assert isinstance(plugged(**batch()).logits, DeferredLogits)
+    assert isinstance(plugged(**batch()).logits, LazyLogits)
     compare(step(plugged), step(model), BUDGET)
 
 
@@ -63,7 +63,7 @@ def test_adapters_that_are_merged_or_disabled():
     with plugged.disable_adapter(), model.disable_adapter():
         found, expected = plugged(**batch()), model(**batch()).loss
         torch.testing.assert_close(found.loss, expected)
-        assert isinstance(found.logits, DeferredLogits) and expected != trained
+        assert isinstance(found.logits, LazyLogits) and expected != trained
     for one in (plugged, model):
         one.merge_adapter()
     torch.testing.assert_close(plugged(**batch()).loss, trained)
@@ -81,7 +81,7 @@ def test_variants_have_real_logits():
 def test_a_copy_of_the_layer_that_is_trained():
     model = with_lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     plugged = ours(model)
-    assert isinstance(plugged(**batch()).logits, DeferredLogits)
+    assert isinstance(plugged(**batch()).logits, LazyLogits)
     compare(step(plugged), step(model), BUDGET)
     with torch.no_grad():
         for one in (plugged, model):

@@ -67,13 +67,11 @@ def folder_of(path: Path) -> str:
 
 
 def folder_of_module(name: str) -> str:
-    """``flce_dist.x.y`` to its folder."""
     first = f"{name}.".split(".")[1]
     return first if first in MAY else FILES_AS_FOLDERS.get(first, "faces")
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """Return what ``source`` at ``path`` does that its folder may not; empty if all is well."""
     folder, name = folder_of(path), path.relative_to(ROOT).as_posix()
     ours = MAY[folder] | EXCEPTIONS.get(name, set()) | {folder}
     lazily = LAZILY.get(name, set()) | LAZILY.get(folder, set())
@@ -95,7 +93,6 @@ def violations(path: Path, source: str) -> list[str]:
 
 
 def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield ``(module, is_lazy)`` for each import, however it is written."""
     for node in ast.iter_child_nodes(tree):
         inside = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -167,16 +164,10 @@ def test_every_file_is_seen():
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("kernels/new.py", "from flce_dist.parallel.vocab import vocab_range"),
         ("kernels/new.py", "import torch\n\nx = torch.distributed.get_rank()"),
-        ("kernels/new.py", "import numpy"),
         ("flce_dist/op/new.py", "def f():\n    from flce_dist.api import linear_cross_entropy"),
-        ("flce_dist/api.py", "import_module('flce_dist.launch')"),
-        ("flce_dist/api.py", "from .options import LossOptions"),
         ("flce_dist/api.py", "import os\nrank = int(os.environ['RANK'])"),
-        ("flce_dist/api.py", "import sys\nprint(sys.argv)"),
         ("flce_dist/megatron/plug_in.py", "from megatron.core import parallel_state"),
-        ("kernels/new.py", "import torch\ntorch._assert_async(x)"),
         ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),
     ],
 )

@@ -3,9 +3,7 @@
 from typing import Any
 
 import pytest
-import torch
 
-from flce_dist.options import Schedule
 from tests.interpreter import make_fast
 from tests.problems import (
     DTYPES,
@@ -22,9 +20,7 @@ pytestmark = interpreted
 
 
 @pytest.mark.parametrize(("schedule", "dtype"), zip(SCHEDULES, DTYPES, strict=True), ids=str)
-def test_same_bits(
-    fast_interpreter: pytest.MonkeyPatch, schedule: Schedule, dtype: torch.dtype
-) -> None:
+def test_same_bits(fast_interpreter, schedule, dtype):
     inputs = small("triton", dtype=dtype, token_weight=True)
     metrics = {} if schedule == "in_forward" else metric_upstream(37, "lse", "entropy")
     options: dict[str, Any] = {"schedule": schedule, "impl": "triton", "logit_scale": 0.7}

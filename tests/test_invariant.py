@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy
+from flce_dist import linear_cross_entropy_with_metrics as with_metrics
 from flce_dist.kernels import launching
 from flce_dist.testing import run_ranks
 from tests.invariant_problem import (
-    ROWS,
     V_ALL,
     Statistics,
     T,
@@ -31,11 +32,6 @@ pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
 RANKS = (1, 2, 4, 8)
 ALL = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7}
-OPTIONS: list[dict[str, Any]] = [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}, ALL]
-each_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "smooth", "all"])
-
-
-# --- the same bits
 
 
 def check_cuts(
@@ -48,7 +44,6 @@ def check_cuts(
     fewer: tuple[int, ...],
     merged_sums: Sequence[Tensor] = (),
 ) -> None:
-    """Compare ranks, schedules, budgets, chunks, fewer tokens and segments with one whole pass."""
     one = statistics(inputs, schedule="recompute", **options)
     assert all(x.isfinite().all() for x in one)
     for P in RANKS[1:]:
@@ -83,17 +78,10 @@ def check_cuts(
 @interpreted
 @pytest.mark.parametrize(
     ("dtype", "options", "ranks"),
-    [
-        (torch.float32, {}, 1),
-        (torch.float32, {"softcap": 30.0}, 2),
-        (torch.bfloat16, {"label_smoothing": 0.1}, 2),
-        (torch.float16, ALL, 1),
-    ],
+    [(torch.float32, {}, 1), (torch.bfloat16, {"softcap": 30.0}, 2), (torch.float16, ALL, 1)],
 )
 @plan_sizes(tile=32, min_window=32)
-def test_any_cut(
-    merged_sums: list[Tensor], dtype: torch.dtype, options: dict[str, Any], ranks: int
-) -> None:
+def test_any_cut(merged_sums, dtype, options, ranks):
     """Windows of 32 and 64 columns, chunks of 32 and 8 tokens, segments of 1 and 3 tiles."""
     budgets, tile = (4 * T * 64, 4 * T * 288), 4 * (1 + 2 * 3) * T
     check_cuts(
@@ -104,7 +92,7 @@ def test_any_cut(
 
 @pytest.mark.gpu
 @each_dtype
-@each_option
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"label_smoothing": 0.1}, ALL], ids=str)
 def test_any_cut_on_a_gpu(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The compiler sees other kernels where columns are cached, and other tiles for few tokens."""
     T, V_all, rows = 1000, 32060, 32064
@@ -125,15 +113,11 @@ def test_bits_rest_on_no_blas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 def test_the_problem_has_what_could_go_wrong() -> None:
-    """The problem has rescued rows and bins that rise between ranks; results are right."""
     inputs = problem()
     assert inputs.bias is not None
     counted = inputs.labels != -100
     of_counted = Inputs(
-        inputs.hidden[counted],
-        inputs.weight[:V_ALL],
-        inputs.labels[counted],
-        inputs.bias[:V_ALL],
+        inputs.hidden[counted], inputs.weight[:V_ALL], inputs.labels[counted], inputs.bias[:V_ALL]
     )
     labels = of_counted.labels[:, None]
     z = of_counted.hidden.double() @ of_counted.weight.double().T + inputs.bias[:V_ALL]
@@ -149,7 +133,6 @@ def test_the_problem_has_what_could_go_wrong() -> None:
 
 @interpreted
 def test_ranks_without_rows() -> None:
-    """Eight ranks share three groups."""
     inputs = problem(V_all=90, rows=96)
     one = statistics(inputs, V_all=90)
     assert len([r for r in shards(8, 96) if r[0] == r[1]]) == 5
@@ -157,30 +140,19 @@ def test_ranks_without_rows() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("call", "smoothing", "rows"),
-    [
-        (linear_cross_entropy, 0.0, 2),
-        (linear_cross_entropy, 0.1, 3),
-        (linear_cross_entropy_with_metrics, 0.0, 5),
-        (linear_cross_entropy_with_metrics, 0.1, 6),
-    ],
-)
-def test_what_ranks_send(call: Any, smoothing: float, rows: int) -> None:
-    inputs = problem()
+@pytest.mark.parametrize("call, rows", [(linear_cross_entropy, 3), (with_metrics, 6)])
+def test_what_ranks_send(call, rows):
+    hidden, weight = problem().hidden, problem().weight
 
     def rank(tp_group: Any) -> list[str]:
-        start, end = shards(2, ROWS)[tp_group.rank()]
-        call(
-            inputs.hidden, inputs.weight[start:end], inputs.labels, vocab_size=V_ALL,
-            vocab_range=(start, end), tp_group=tp_group, impl="triton", tp_invariant=True,
-            label_smoothing=smoothing,
-        )  # fmt: skip
+        mine = weight[:128].chunk(2)[tp_group.rank()]
+        options = {"label_smoothing": 0.1, "impl": "triton", "tp_invariant": True}
+        call(hidden[:9], mine, torch.arange(9), tp_group=tp_group, **options)
         return tp_group.calls
 
-    statistics = [f"allreduce SUM float32[{T}]", f"allreduce MAX float32[{T}]"]
+    statistics = ["allreduce SUM float32[9]", "allreduce MAX float32[9]"]
     for calls in run_ranks(rank, 2):
-        assert calls == [*statistics, f"allreduce SUM float64[{rows * T}]"]
+        assert calls == [*statistics, f"allreduce SUM float64[{rows * 9}]"]
 
 
 @interpreted
@@ -197,29 +169,20 @@ def test_nan_of_a_weight_reaches_every_loss(monkeypatch: pytest.MonkeyPatch, at:
 
 
 @interpreted
-@pytest.mark.parametrize("nats", [5.0, 10.0, 15.0])
-@pytest.mark.parametrize("above", [-30.0, 0.01, 20.0, 26.4, 49.0, 60.0])
+@pytest.mark.parametrize("nats", [5.0, 15.0])
+@pytest.mark.parametrize("above", [-30.0, 0.01, 26.4, 60.0])
 def test_many_small_terms_beside_a_large_one_count(above: float, nats: float) -> None:
     """0.01 and 26.4 nats lie just above the edge of a bin, where its unit is largest."""
     check_small_terms(above, nats)
-
-
-# --- what is refused
 
 
 @interpreted
 def test_what_it_asks_for_is_checked() -> None:
     with pytest.raises(ValueError, match=r"must begin at a multiple of 32 .* got \d+: pad"):
         statistics(problem(), 4, step=1)
-    hidden, weight, labels = torch.randn(3, 4), torch.randn(5, 4), torch.arange(3)
-
-    options: dict[str, Any] = {"impl": "triton", "tp_invariant": True}
-    first, second = run_ranks(
-        lambda group: complaint(
-            linear_cross_entropy, hidden, weight, labels, tp_group=group, **options
-        ),
-        2,
-    )
-    assert first == second and "got 5: pad the weight" in first  # rank 0's own rows begin at 0
+    given = torch.randn(3, 4), torch.randn(5, 4), torch.arange(3)
+    invariant = partial(linear_cross_entropy, *given, tp_invariant=True)
+    (said,) = set(run_ranks(lambda g: complaint(invariant, impl="triton", tp_group=g), 2))
+    assert "got 5: pad the weight" in said  # rank 0's own rows begin at 0
     with pytest.raises(NotImplementedError, match="tp_invariant=True needs impl='triton'"):
-        linear_cross_entropy(hidden, weight, labels, impl="eager", tp_invariant=True)
+        invariant(impl="eager")

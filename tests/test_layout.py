@@ -17,7 +17,6 @@ LINKED = ("kernels", "launch")
 
 
 def modules_of() -> list[str]:
-    """Return the name of every module, as the tree has them."""
     found = []
     for folder, _, names in os.walk(ROOT / "flce_dist", followlinks=True):
         parts = Path(folder).relative_to(ROOT).parts
@@ -26,15 +25,11 @@ def modules_of() -> list[str]:
     return found
 
 
-def test_nothing_shadows_another_package():
+def test_nothing_shadows_another_package_and_pytest_finds_ours(pytestconfig):
+    assert pytestconfig.getini("pythonpath") == [ROOT]
     for path in (path for name in LINKED for path in (ROOT / name).rglob("*.py")):
         assert path.stem != "__init__", f"{path} makes its folder shadow other packages"
         assert path.stem not in sys.stdlib_module_names, f"{path} is named after one of Python's"
-
-
-def test_pytest_finds_the_packages_with_nothing_installed(pytestconfig):
-    assert pytestconfig.getini("testpaths") == ["tests"]
-    assert pytestconfig.getini("pythonpath") == [ROOT]
 
 
 def test_constraints_pin_each_requirement_exactly():
@@ -100,7 +95,6 @@ os._exit(0)  # what the libraries do at the end takes as long as all this
 
 
 def make_install(kind: str, folder: Path) -> Path:
-    """Return the folder that a kind of install puts on Python's path."""
     tree = folder / "tree"  # a copy of what a build reads: the checkout gets no build products
     for name in ("flce_dist", *LINKED):
         ignore = shutil.ignore_patterns("__pycache__")

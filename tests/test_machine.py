@@ -41,7 +41,6 @@ def test_workers_begin_with_different_gpus(visible, monkeypatch):
 
 
 def test_parts_run_side_by_side(tmp_path, capsys):
-    """Each waits until the other has opened its end of a pipe."""
     os.mkfifo(tmp_path / "pipe")
     ended = program.run_side_by_side({
         "CPU": ["sh", "-c", f"echo one > {tmp_path}/pipe; echo 3 passed"],
@@ -73,22 +72,14 @@ from tests import machine
 machine.EXTRAS["{PACKAGE}"] = "bench"
 """,
     "test_needs_it.py": f"import {PACKAGE}",
-    "test_skips_itself.py": f"""
-import pytest
-pytest.importorskip("{PACKAGE}")
-""",
     "test_others.py": f"""
 import os, pytest, torch
 
 def test_imports_it():
-    try:
-        raise KeyError
-    except KeyError:
-        import {PACKAGE}
+    pytest.importorskip("{PACKAGE}")
 
 def test_sees_no_gpu():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["TRITON_INTERPRET"] == "1"
-    assert not torch.cuda.is_available()
 
 def test_imports_what_no_extra_has():
     import another_module
@@ -112,7 +103,7 @@ def test_what_is_missing_is_one_line(tmp_path):
     )  # fmt: skip
     *summary, counts = done.stdout.partition("short test summary info")[2].splitlines()[1:]
     package, gpu, failed = summary
-    assert package.startswith("SKIPPED [3] pyproject.toml: needs no_such_module, which pip insta")
+    assert package.startswith("SKIPPED [2] pyproject.toml: needs no_such_module, which pip insta")
     assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")
     assert failed.startswith("FAILED ") and "::test_imports_what_no_extra_has" in failed
-    assert "1 failed, 1 passed, 4 skipped" in counts
+    assert "1 failed, 1 passed, 3 skipped" in counts

@@ -32,7 +32,7 @@ from tests.problems import (
     run_reference,
 )
 from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import each_device, inputs_on, on_cuda
+from tests.test_gpu_oracle import each_device, inputs_on
 
 PADDING = 7
 REAL = V - PADDING
@@ -80,14 +80,12 @@ def parameter(
 
 
 def loss_of(inputs: Inputs, weight: Any, hidden: Tensor | None = None, **options: Any) -> Tensor:
-    """The loss with fusion, of these hidden states or those of ``inputs``."""
     keywords = {"vocab_size": REAL, "bias": inputs.bias, "accumulate_dweight": True, **options}
     hidden = inputs.hidden if hidden is None else hidden
     return linear_cross_entropy(hidden, weight, inputs.labels, **keywords)
 
 
 def step(inputs: Inputs, weight: Any, **options: Any) -> Tensor:
-    """Forward and backward with fusion; returns dhidden."""
     hidden = inputs.hidden.clone().requires_grad_()
     loss_of(inputs, weight, hidden, **options).backward()
     assert hidden.grad is not None
@@ -161,7 +159,6 @@ def test_filtered_gradients_are_added_to_rows_that_are_apart():
 
 @each_schedule
 def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
-    """dweight is not rounded to fp16 before it is added."""
     hidden = torch.rand(64, 8, generator=torch.Generator().manual_seed(0)).half()
     weight: Any = nn.Parameter(torch.zeros(5, 8, dtype=torch.float16))
     weight.main_grad = torch.zeros(5, 8)
@@ -175,41 +172,23 @@ def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
     assert relative_rms(weight.main_grad, dweight) < 2e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_does_not_grow_with_the_weight(dtype, monkeypatch):
-    """Without fusion it does, by dweight."""
-    monkeypatch.setattr(gemm, "_UPCAST_BYTES", 1 << 18)
-
-    def peak(rows: int, fused: bool) -> int:
-        inputs = make_inputs(64, rows, 128, dtype)
-        weight = parameter(inputs, dtype, flag=False)
-        hidden = inputs.hidden.requires_grad_()
-        loss = linear_cross_entropy(
-            hidden, weight, inputs.labels, accumulate_dweight=fused,
-            schedule="recompute", max_logits_bytes=1 << 18,
-        )  # fmt: skip
-        with peak_memory("cpu") as backward:
-            loss.backward()
-        return backward.bytes
-
-    narrow, wide = 8192, 24576
-    dweight = (wide - narrow) * 128 * dtype.itemsize
-    assert peak(wide, fused=False) - peak(narrow, fused=False) > dweight // 2
-    assert peak(wide, fused=True) - peak(narrow, fused=True) < 1 << 14
+SIZES = {"cpu": (64, 24_576, 128), "cuda": (1024, 131_072, 2048)}  # T, V, H
 
 
-@on_cuda
+@each_device
 @pytest.mark.parametrize("schedule", ["recompute", "cached"])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_backward_on_a_gpu_allocates_nothing_of_the_weights_size(main_dtype, schedule, device):
-    """[131072, 2048] in bf16: 512 MiB, which the run without fusion shows."""
-    inputs = inputs_on(device, 1024, 131_072, 2048, torch.bfloat16)
+def test_backward_allocates_nothing_of_the_weights_size(main_dtype, schedule, device, monkeypatch):
+    inputs, options = inputs_on(device, *SIZES[device], torch.bfloat16), {"schedule": schedule}
+    if device == "cpu":
+        monkeypatch.setattr(gemm, "_UPCAST_BYTES", 1 << 18)
+        options["max_logits_bytes"] = 1 << 18
     weight = parameter(inputs, main_dtype, flag=False)
 
     def peak(fused: bool) -> int:
         hidden = inputs.hidden.clone().requires_grad_()
-        options = {"vocab_size": None, "schedule": schedule, "accumulate_dweight": fused}
-        loss = loss_of(inputs, weight, hidden, **options)
+        given = {"vocab_size": None, "accumulate_dweight": fused, **options}
+        loss = loss_of(inputs, weight, hidden, **given)
         with peak_memory(inputs.hidden.device) as measured:
             loss.backward()
         weight.grad = None
@@ -234,9 +213,6 @@ def test_a_replayed_graph_adds_again(schedule, device):
     expected = weight.before + 3 * unfused(inputs, schedule=schedule).float()
     assert relative_rms(weight.main_grad, expected) < 2 * torch.finfo(torch.bfloat16).eps
     assert_rest_untouched(weight)
-
-
-# --- refusals
 
 
 def test_a_wrong_main_grad_is_refused():

@@ -6,20 +6,8 @@ import pytest
 import torch
 
 from flce_dist.testing import relative_rms
-from tests.problems import H, V, each_schedule
+from tests.problems import each_schedule
 from tests.test_main_grad import assert_added, loss_of, parameter, problem, step, unfused
-
-
-@each_schedule
-def test_several_uses_in_one_backward_and_a_retained_graph(schedule):
-    inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
-    one, two = (loss_of(inputs, weight, schedule=schedule) for _ in range(2))
-    total = one + 2 * two
-    total.backward(retain_graph=True)
-    assert_added(weight, dweight, times=3)
-    total.backward()
-    assert_added(weight, dweight, times=6)
 
 
 @each_schedule
@@ -60,31 +48,6 @@ def test_only_a_backward_that_asks_for_weight_adds(schedule):
     assert_added(weight, dweight, times=2)
 
 
-def test_the_gradient_in_its_place():
-    inputs = problem(torch.bfloat16)
-    weight = parameter(inputs)
-    step(inputs, weight)
-    assert weight.grad_added_to_main_grad is True
-    assert weight.grad.dtype == torch.bfloat16 and weight.grad.shape == weight.main_grad.shape
-    assert weight.grad.is_contiguous() and not weight.grad.any()
-    bare = parameter(inputs, flag=False)
-    step(inputs, bare)
-    assert bare.grad is None and not hasattr(bare, "grad_added_to_main_grad")
-    assert torch.equal(bare.main_grad, weight.main_grad)
-
-
-@each_schedule
-def test_the_buffer_of_forward_is_the_one(schedule):
-    inputs = problem()
-    weight, other = parameter(inputs), torch.zeros(V, H)
-    captured = weight.main_grad
-    loss = loss_of(inputs, weight, schedule=schedule)
-    weight.main_grad = other
-    loss.backward()
-    assert weight.main_grad is captured and not other.any()
-    assert_added(weight, unfused(inputs))
-
-
 @each_schedule
 @pytest.mark.parametrize("overwrite", [None, True, False])
 def test_a_buffer_that_is_made_in_backward(schedule, overwrite):
@@ -112,10 +75,7 @@ def test_frozen_and_detached_weights_leave_main_grad_alone():
     inputs = problem()
     weight = parameter(inputs)
     step(inputs, weight.detach())
-    weight.requires_grad_(False)
-    step(inputs, weight)
-    with torch.no_grad():
-        loss_of(inputs, weight)
+    step(inputs, weight.requires_grad_(False))
     assert torch.equal(weight.main_grad, weight.before)
     assert weight.grad is None and weight.grad_added_to_main_grad is False
 

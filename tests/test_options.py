@@ -124,9 +124,8 @@ def test_signatures_are_the_fields(name: str) -> None:
         hint: Any = FIELDS[option].type
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         assert parameter.default == FIELDS[option].default
-        assert parameter.annotation == (
-            get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        )
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        assert parameter.annotation == plain
 
 
 @pytest.mark.parametrize(("taker", "name"), ACCEPTED)

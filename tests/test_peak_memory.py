@@ -3,7 +3,7 @@
 On small problems, with temporaries and slices as small by comparison as those of large ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,7 +49,6 @@ def operands(
 
 
 def saved_by(loss: Any) -> dict[int, int]:
-    """Addresses and bytes of the memory of its saved tensors."""
     memory = (x.untyped_storage() for x in loss.grad_fn.saved_tensors if x is not None)
     return {x.data_ptr(): x.nbytes() for x in memory}
 
@@ -97,12 +96,10 @@ def test_of_the_size_of_hidden_are_dhidden_and_its_accumulator(schedule: Any) ->
 
 
 def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: Any) -> int:
-    """Peak of a backward under sequence parallelism, on one rank of V rows."""
     hidden, weight, _ = operands(T=T // group.size(), V=V, H=H)
     labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
-    loss = linear_cross_entropy(
-        hidden, weight, labels, tp_group=group, sequence_parallel=True, **options
-    )
+    options = {"tp_group": group, "sequence_parallel": True, **options}
+    loss = linear_cross_entropy(hidden, weight, labels, **options)
     with peak_memory("cpu") as peak:
         loss.backward()
     return peak.bytes
@@ -115,9 +112,7 @@ def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: 
         ({"schedule": "cached"}, 0, 7, 2),
     ],
 )
-def test_gathered_hidden_is_not_copied(
-    pools: Any, options: dict[str, Any], window: int, halves: int, slices: int
-) -> None:
+def test_gathered_hidden_is_not_copied(pools, options, window, halves, slices):
     """Of [T, H]: hidden, dhidden, gloo's own copy, half of it in the end, and the accumulator."""
     T, V, H = 4096, 600, 512
     limit = halves * T * H * 4 // 2 + T * window * 4 + V * H * 4 + slices * SLICE + MIB
@@ -181,9 +176,8 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
 ) -> None:
     """Otherwise the saved gradients are returned and become ``.grad`` without a copy."""
     hidden, weight, labels = operands(dtype, T=300, V=4096, H=256)
-    loss = linear_cross_entropy(
-        hidden, weight, labels, schedule="in_forward", max_logits_bytes=budget
-    )
+    how: Any = {"schedule": "in_forward", "max_logits_bytes": budget}
+    loss = linear_cross_entropy(hidden, weight, labels, **how)
     saved = saved_by(loss)
     upstream = torch.tensor(0.3)
     with peak_memory("cpu") as peak:
@@ -199,7 +193,6 @@ def test_backward_of_in_forward_needs_a_second_dweight_only_if_the_graph_is_kept
 @pytest.mark.parametrize("schedule", ["recompute", "cached", "auto", "in_forward"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["no_grad", "frozen operands"])
 def test_without_gradients_nothing_is_kept(frozen: bool, schedule: Any, dtype: Any) -> None:
-    """No cache and no gradient buffers, under any schedule."""
     hidden, weight, labels = operands(dtype)
     hidden.requires_grad_(not frozen)
     weight.requires_grad_(not frozen)
@@ -221,3 +214,52 @@ def test_a_frozen_weight_costs_no_gradient(schedule: Any, dtype: torch.dtype) ->
     if schedule == "in_forward":
         assert saved - frozen_saved >= V * H * dtype.itemsize
         assert peak - frozen_peak >= V * H * dtype.itemsize
+
+
+# --- flce_dist.memory, on programs whose peak is known
+
+
+def mib(n: int) -> torch.Tensor:
+    return torch.empty(n * MIB, dtype=torch.uint8)
+
+
+def freed_in_between() -> None:
+    a, b = mib(3), mib(2)
+    del a, b
+    mib(4)
+
+
+def kept_with_a_view() -> Any:
+    kept = mib(2)
+    return kept, kept.view(torch.int32)[1:]
+
+
+BEFORE = torch.randn(512, 512, requires_grad=True)  # 1 MiB
+LOSS = BEFORE.exp().sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "expected_mib"),
+    [
+        (freed_in_between, 5),
+        (kept_with_a_view, 2),
+        (lambda: BEFORE.exp().sum(), 1),  # saves exp(x)
+        (lambda: LOSS.backward(retain_graph=True), 1),  # dx
+        (lambda: torch.logsumexp(BEFORE.detach(), dim=1), 1),  # exponentiates a copy of x
+    ],
+)
+def test_the_peak_of_a_program(program: Callable[[], Any], expected_mib: int) -> None:
+    BEFORE.grad = None
+    with peak_memory("cpu") as peak:
+        kept = program()
+    del kept
+    assert abs(peak.bytes - expected_mib * MIB) < 0.1 * MIB
+
+
+def test_overlapping_blocks_are_refused_and_leave_it_usable() -> None:
+    with pytest.raises(RuntimeError, match="must not overlap"), peak_memory("cpu"):
+        with peak_memory("cpu"):
+            pass
+    with peak_memory("cpu") as peak:
+        mib(1)
+    assert peak.bytes >= MIB

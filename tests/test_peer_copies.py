@@ -5,13 +5,12 @@ destination holds NaN. tests/test_peer_memory.py has the real PeerMemory: orders
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.parallel import transport
@@ -32,12 +31,9 @@ from tests.processes import LAST_RESORT_S
 
 
 class Meeting:
-    """What the ranks of a group share."""
-
     def __init__(self, P: int) -> None:
         self.barrier = threading.Barrier(P, timeout=LAST_RESORT_S)
         self.blocks: dict[int, Tensor] = {}
-        self.memories: list[SimulatedMemory] = []
         self.copies = 0
 
 
@@ -47,7 +43,6 @@ class SimulatedMemory:
     def __init__(self, meeting: Meeting, rank: int, P: int) -> None:
         self.rank, self.P, self.nbytes, self.is_open = rank, P, 0, False
         self._meeting, self._writable = meeting, False
-        meeting.memories.append(self)
 
     def open(self, nbytes: int) -> None:
         """The block of a use holds NaN at first."""
@@ -89,35 +84,19 @@ class Arrival:
             out.copy_(theirs)
 
 
-@contextmanager
-def simulated_peers() -> Iterator[dict[str, Meeting]]:
-    """Let the ranks of every threaded group copy from each other; yields the meetings by name."""
-    meetings: dict[str, Meeting] = {}
-    memories: dict[tuple[str, int], PeerMemories] = {}
-    one = threading.Lock()
-
-    def of_group(group: dist.ProcessGroup, device: torch.device) -> PeerMemories:
-        P, rank, name = group.size(), group.rank(), group.group_name
-        with one:
-            both = [meetings.setdefault(f"{name}/{i}", Meeting(P)) for i in range(2)]
-            if (name, rank) not in memories:
-                made: list[Any] = [SimulatedMemory(meeting, rank, P) for meeting in both]
-                memories[name, rank] = PeerMemories(*made)
-        return memories[name, rank]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "memories_of", of_group)
-        yield meetings
-
-
 def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
     """Return the joined outcome of all ranks; check that only copies moved hidden and dhidden."""
-    with small_pieces(), simulated_peers() as meetings:
+    meetings = [Meeting(P), Meeting(P)]
+    made: list[list[Any]] = [[SimulatedMemory(x, rank, P) for x in meetings] for rank in range(P)]
+    memories = [PeerMemories(*both) for both in made]
+    with (
+        small_pieces(),
+        mock.patch.object(transport, "memories_of", lambda g, _: memories[g.rank()]),
+    ):
         ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
     outcome = joined(ranks, sequence_parallel=True)
-    for meeting in meetings.values():
-        assert not any(memory.is_open for memory in meeting.memories)
-    assert sum(meeting.copies for meeting in meetings.values()) >= 2
+    assert not any(memory.is_open for both in made for memory in both)
+    assert sum(meeting.copies for meeting in meetings) >= 2
     assert not any(call.startswith(("allgather", "reduce_scatter")) for call in outcome.calls)
     return outcome
 

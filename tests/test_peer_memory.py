@@ -3,7 +3,10 @@
 import functools
 import itertools
 import queue
+import signal
+import sys
 import threading
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from flce_dist.parallel import peer_memory, peer_watch, transport
 from flce_dist.parallel.peer_memory import PeerMemory
 from tests import fake_ranks
 from tests.fake_ranks import Hung, Rank
+from tests.gpu_peers import ABORTS, CASES, IN_VAIN, P
 from tests.peer_programs import (
     SCENARIOS,
     Use,
@@ -25,7 +29,7 @@ from tests.peer_programs import (
     memory_of,
     scatter,
 )
-from tests.processes import LAST_RESORT_S
+from tests.processes import LAST_RESORT_S, started
 
 
 @pytest.fixture(autouse=True)
@@ -181,12 +185,8 @@ def test_a_thread_watches_and_ends_the_process(monkeypatch, capsys):
     assert capsys.readouterr().err == "flce_dist: rank 0 has waited for ever; this process ends\n"
 
 
-# --- groups
-
-
 def test_memories_go_with_their_group(monkeypatch):
     alive: set[Any] = set()
-    size = mock.Mock(return_value=2)
 
     def ranks_of(group: Any) -> list[int]:
         return [0, 1] if group in alive else {}[group]
@@ -200,7 +200,7 @@ def test_memories_go_with_their_group(monkeypatch):
     monkeypatch.setattr(transport, "_all_reach_all", lambda *_: True)
     monkeypatch.setattr(transport, "PeerDriver", lambda *_: None)
     monkeypatch.setattr(transport, "PeerMemory", lambda *_: mock.Mock(nbytes=1))
-    monkeypatch.setattr("torch.distributed.get_world_size", size)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", ranks_of)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 0)
@@ -216,3 +216,26 @@ def test_memories_go_with_their_group(monkeypatch):
     alive.clear()
     transport.release_shared_memory()
     assert not made.hidden.release.called and not transport._memories
+
+
+# --- over CUDA itself, by two processes on one GPU: gpu_peers.py
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_on_one_gpu(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    command = [sys.executable, "-m", "tests.gpu_peers", name]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started([*command, str(rank), str(tmp_path / "store")], tmp_path / str(rank))
+            )
+            for rank in range(P)
+        ]
+        ended = [rank.finish() for rank in ranks]
+    statuses, outputs = [one[0][0] for one in ended], [one[1][0] for one in ended]
+    printed = "\n".join(outputs)
+    assert statuses == [-signal.SIGABRT if name in ABORTS else 0, 0], printed
+    assert "found: " not in printed and (name not in ABORTS or IN_VAIN in outputs[0]), printed

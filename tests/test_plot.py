@@ -50,8 +50,6 @@ def test_memory_names_what_is_wrong_or_failed():
     labels = [label.get_text() for label in first.get_yticklabels()]
     assert labels == ["triton cached", "canonical", "cce", "cce_exact"]
     assert second.get_xlabel().endswith("\nnot installed: liger")
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["T=8, H=16, V=64, bf16", "T=16, H=16, V=64, bf16"]
     assert first.get_xlim() == second.get_xlim()
     assert_readable(figure)
 
@@ -72,8 +70,6 @@ def test_the_dial_shows_auto_between_recompute_and_cached():
     }
     assert_readable(figure)
     assert dial(GRADIENTS) is None
-    both: Any = dial([*DIAL, *(replace(r, T=16) for r in DIAL)])
-    assert len(both.axes) == 2
 
 
 def test_time_over_the_share_of_tokens_that_count():
@@ -98,9 +94,8 @@ def test_what_is_no_result_file_is_named(tmp_path):
 
 
 def test_the_caption_says_what_the_numbers_hold_for():
-    assert caption(ABOUT, 8.0) == "Some GPU\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
-    assert caption({**ABOUT, "ranks": 4}, 8.0).startswith("Some GPU, 4 ranks\n")
-    assert max(len(line) for line in caption(ABOUT, 2.0).splitlines()) <= 32
+    expected = "Some GPU, 4 ranks\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
+    assert caption({**ABOUT, "ranks": 4}, 8.0) == expected
 
 
 # --- over the number of ranks
@@ -128,16 +123,9 @@ def test_scaling_shows_time_and_memory_against_ranks():
     assert found["4 ranks"] == [1.0, 1.25, 1.25, 2.0]
     assert texts(figure) == ["100%, 100%", "80%, 80%", "80%, 80%", "91%, 75%"]
     of_memory = [line for line in memory_axes.lines if line.get_marker() != "None"]
-    assert [np.asarray(line.get_xdata()).tolist() for line in of_memory] == [
-        [200.0, 200.0, 900.0]
-    ] * 3
+    found_mib = [np.asarray(line.get_xdata()).tolist() for line in of_memory]
+    assert found_mib == [[200.0, 200.0, 900.0]] * 3
     assert_readable(figure)
-    for axes in figure.axes:
-        markers = [line for line in axes.lines if line.get_marker() != "None"]
-        places = np.concatenate([axes.transData.transform(line.get_xydata()) for line in markers])
-        gaps = np.linalg.norm(places[:, None] - places, axis=-1) + 1e9 * np.eye(len(places))
-        largest = 2**0.5 * markers[0].get_markersize() * figure.dpi / 72  # a diamond
-        assert gaps.min() > largest, "one covers another"
 
 
 def test_scaling_needs_several_numbers_of_ranks_that_succeeded():
@@ -197,11 +185,6 @@ def test_the_timeline_has_communication_in_a_row_of_its_own():
     assert rows == pytest.approx([0.2, -0.2, 0.2, -0.2])
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["triton cached SP"], "a floor is its products"
-    assert patches[2].get_edgecolor() == patches[2].get_facecolor(), "seen where it is short"
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "matrix products", "other kernels", "communication",
-    ]  # fmt: skip
     assert timeline(PROFILED[3:]) is None and timeline([]) is None
 
 
@@ -213,9 +196,8 @@ def test_a_profile_gives_its_pictures(tmp_path):
     assert plot.main([str(tmp_path / "tp.profile.json"), "--out", str(figures)]) == 0
     assert {path.name for path in figures.iterdir()} == {"tp-timeline.png"}
     _, read = plot.read_profiles(tmp_path / "tp.profile.json")
-    assert [(shape, run) for shape, run, _ in read] == [
-        ("T=8, H=4, V=16, bf16", run) for run in profiles
-    ]
+    assert [run for _, run, _ in read] == list(profiles)
+    assert {shape for shape, *_ in read} == {"T=8, H=4, V=16, bf16"}
     assert [profile for *_, profile in read] == list(profiles.values())
     write_results(tmp_path / "other.profile", ABOUT, [])
     with pytest.raises(ConfigError, match="must be a profile of the benchmark"):

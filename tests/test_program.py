@@ -59,13 +59,12 @@ def test_an_error_that_explains_itself_is_one_line(rank, tmp_path, monkeypatch, 
     assert waits == ([program.WAIT_S] if rank else [])
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), ModuleNotFoundError("x", name="of_no_extra")])
-def test_a_bug_shows_its_traceback(error, tmp_path, monkeypatch, capsys):
-    kind = type(error).__name__
+def test_a_bug_shows_its_traceback(tmp_path, monkeypatch, capsys):
+    error = ModuleNotFoundError("x", name="of_no_extra")
     found = ended(raising(error), 1, tmp_path / "error.json", monkeypatch)
-    assert found == (1, f"rank 1: {kind}: {error}")
+    assert found == (1, "rank 1: ModuleNotFoundError: x")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Traceback") and lines[-1] == f"{kind}: {error}"
+    assert lines[0].startswith("Traceback") and lines[-1] == "ModuleNotFoundError: x"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,6 @@ for kind in ("much", "little", "help", "bug"):
 
 
 def test_a_reader_that_is_gone_ends_a_program_without_a_word(tmp_path):
-    """As before ``| head``; another pipe that is broken is a bug."""
     with started([sys.executable, "-c", UNREAD], tmp_path, forks=True) as run:
         statuses, (output,) = run.finish()
     lines = output.splitlines()

@@ -11,9 +11,10 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from flce_dist import filtered, linear_cross_entropy, replay
+from flce_dist import filtered, replay
 from flce_dist.memory import peak_memory
 from flce_dist.testing import run_ranks
+from tests.parallel_problem import Problem, rank_step
 from tests.problems import (
     Outcome,
     Upstream,
@@ -45,7 +46,6 @@ CASES: dict[str, tuple[Upstream, dict[str, Any]]] = {
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Programs that were run, in the order of their calls."""
     run: list[Any] = []
     record = replay.Recorder.program
 
@@ -64,11 +64,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, torch.float32) for case in CASES]
-    + [(case, torch.float16) for case in ("cached", "in_forward", "filtered")],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("impl", ["triton", on_a_gpu])
 def test_one_rank(programs: list[Any], impl: str, case: str, dtype: torch.dtype) -> None:
     upstream, options = CASES[case]
@@ -107,32 +104,21 @@ def test_a_profiler_of_triton_sees_every_launch(programs: list[Any]) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("case", ["recompute", "cached", "chunks", "filtered", "counted"])
 def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
-    P = 2
+    def rank(group: dist.ProcessGroup) -> list[Any]:
+        problems = [Problem(T=T, H=H, V_all=V, seed=seed) for seed in (0, 1)]
+        how = {"impl": "triton", "sequence_parallel": sequence_parallel, **CASES[case][1]}
+        return [rank_step(group, problem, **how)[:4] for problem in 2 * problems]
 
-    def rank(tp_group: dist.ProcessGroup) -> list[list[Tensor]]:
-        def outcome(seed: int) -> list[Tensor]:
-            whole, r = make_inputs(T, V, H, seed=seed), tp_group.rank()
-            hidden = whole.hidden.chunk(P)[r] if sequence_parallel else whole.hidden
-            hidden, weight = hidden.clone().requires_grad_(), whole.weight.chunk(P)[r].clone()
-            loss = linear_cross_entropy(
-                hidden, weight.requires_grad_(), whole.labels, tp_group=tp_group, impl="triton",
-                sequence_parallel=sequence_parallel, **CASES[case][1],
-            )  # fmt: skip
-            return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
-
-        return [outcome(seed) for seed in (0, 1, 0, 1)]
-
-    for first, recorded, *replays in run_ranks(rank, P):
+    for first, recorded, *replays in run_ranks(rank, 2):
         for one, other in zip((*first, *recorded), (*replays[0], *replays[1]), strict=True):
             assert torch.equal(one, other)
-    assert len(programs) == 4 * P
+    assert len(programs) == 8
 
 
 # --- any function
 
 
 def calls(issue: Callable[..., Any], *inputs: Tensor | None, facts: Any = None) -> list[Any]:
-    """What three calls return, and how many programs there are then."""
     programs: dict[Any, Any] = {}
     results = [replay.replayed(programs, facts, inputs, lambda: issue(*inputs)) for _ in range(3)]
     return [*results, sum(callable(program) for program in programs.values())]

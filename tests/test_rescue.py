@@ -57,13 +57,6 @@ def extreme_logits() -> dict[str, tuple[Tensor, Tensor]]:
         "label at -1e4": (noise.masked_fill(at_label, -1e4), labels),
         "label 12 above": (noise.masked_fill(at_label, 12.0), labels),
         "label 1000 above": (noise.masked_fill(at_label, 1000.0), labels),
-        "one token of each": (
-            torch.stack(
-                [noise[0], noise[1] - 120, *torch.diag_embed(torch.full((V,), 300.0))[:4],
-                 noise[6], noise[7].masked_fill(at_label[7], 12.0), torch.zeros(V)]
-            ),
-            labels,
-        ),
     }  # fmt: skip
 
 
@@ -100,7 +93,7 @@ TERMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "terms"),
     [*((name, "metrics") for name in EXTREME),
-     *product(("all below -88", "label 60 below", "one token of each"), ("z-loss", "smoothing"))],
+     *product(("all below -88", "label 60 below"), ("z-loss", "smoothing"))],
 )  # fmt: skip
 def test_other_terms_at_extreme_logits(name, terms, impl):
     z, labels = EXTREME[name]
@@ -126,35 +119,33 @@ def banned(T: int, dtype: torch.dtype, value: float = -torch.inf) -> Inputs:
 @each_dtype
 def test_columns_banned_by_a_bias_of_minus_infinity(impl, schedule, dtype):
     """Probability 0 and gradient 0; at a label the loss is inf and its gradients as ever."""
-    inputs = banned(37, dtype)
-    results = check(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
+    results = check(banned(37, dtype), impl=impl, schedule=schedule, with_metrics=True)
     assert results["loss"] == torch.inf
     assert all(results[name].isfinite().all() for name in ("dhidden", "dweight", "dbias"))
 
 
 @both
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
 @pytest.mark.parametrize("terms", [*TERMS, "softcap"])
-def test_other_terms_with_banned_labels(impl, terms):
+def test_other_terms_with_banned_labels(impl, terms, schedule):
     inputs = replace(banned(37, torch.float32), token_weight=torch.linspace(0.5, 2.0, 37))
     metrics = metric_upstream(37, *METRICS) if terms == "metrics" else {}
+    upstream = Upstream(per_token_upstream(37), metrics)
     options = {**TERMS.get(terms, {"softcap": 5.0}), "reduction": "none"}
-    for schedule in ("recompute", "cached"):
-        upstream = Upstream(per_token_upstream(37), metrics)
-        check(inputs, upstream, impl=impl, schedule=schedule, **options)
+    check(inputs, upstream, impl=impl, schedule=schedule, **options)
 
 
 @both
 @each_schedule
-@pytest.mark.parametrize("value", [-1e5, -1e9, -1e37])
+@pytest.mark.parametrize("value", [-1e5, -1e37])
 def test_labels_banned_by_a_bias_of_a_large_number(impl, schedule, value):
-    """As other projects mask: the other columns keep their accuracy."""
     inputs = banned(37, torch.float32, value)
     inputs = replace(inputs, hidden=30 * inputs.hidden)  # logits to 200: a reference must be near
     check(inputs, impl=impl, schedule=schedule, reduction="sum")
 
 
 @both
-@pytest.mark.parametrize("label", [-3e6, -5e6, -9e6])
+@pytest.mark.parametrize("label", [-3e6, -9e6])
 def test_all_logits_below_any_reference(impl, label):
     z = -5e6 + torch.arange(70.0).repeat(4, 1)
     labels = torch.arange(4)
@@ -165,7 +156,6 @@ def test_all_logits_below_any_reference(impl, label):
 
 @both
 def test_a_token_without_any_column_has_no_loss(impl):
-    """NaN, as PyTorch says."""
     inputs = make_inputs(8, 20, 16, bias=True, ignored=0.0)
     inputs.bias.fill_(-torch.inf)  # type: ignore[union-attr]
     results = run_op(inputs, Upstream(), impl=impl, with_metrics=True)
@@ -174,7 +164,7 @@ def test_a_token_without_any_column_has_no_loss(impl):
 
 # --- what it costs, and what its bits depend on
 
-MANY = 200  # tokens
+MANY = 100  # tokens
 TILE_T, TILE_V = 32, 64  # of the interpreter
 
 
@@ -192,7 +182,6 @@ def spread_out(rescued: list[int]) -> Inputs:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Blocks of listed tokens and tiles of columns that the rescue computes, in order."""
     seen: list[tuple[int, int]] = []
 
     def coordinates(tile: Any, num_t: Any, num_v: Any, GROUP_T: Any) -> Any:
@@ -207,7 +196,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @interpreted
 def test_tokens_of_many_blocks_share_tiles(tiles):
-    """Tokens of 7 blocks take one block's tiles, all tokens no more than all tiles."""
+    """Tokens of 4 blocks take one block's tiles, all tokens no more than all tiles."""
     for rescued in ([], list(range(3, MANY, TILE_T)), list(range(MANY))):
         tiles.clear()
         check(spread_out(rescued), impl="triton", schedule="cached", with_metrics=True)
@@ -218,7 +207,7 @@ def test_tokens_of_many_blocks_share_tiles(tiles):
 @pytest.mark.parametrize("impl", ["triton", on_a_gpu])
 def test_bits_do_not_depend_on_the_other_rescued_tokens(impl):
     """They move a token to another place in its tile, and its sums are added in another order."""
-    few = [40, 100, 190]
+    few = [20, 50, 95]
     one, *others = (
         check(spread_out(rescued), impl=impl, with_metrics=True, reduction="none")
         for rescued in (few, list(range(0, MANY, 5)), list(range(MANY)))

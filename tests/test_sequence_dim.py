@@ -49,9 +49,7 @@ def is_split(dhidden: Tensor) -> None:
     assert dhidden.shape[:2] == (B, S)
 
 
-def step_rank(
-    group: dist.ProcessGroup, problem: Problem, kind: str = "", **options: Any
-) -> Outcome:
+def step_rank(group: Any, problem: Problem, kind: str = "", **options: Any) -> Outcome:
     call: Any = linear_cross_entropy
     if kind == "compiled":
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -64,15 +62,7 @@ def whole(ranks: list[Outcome]) -> Outcome:
     return found._replace(dhidden=found.dhidden.view(len(ranks), B * S, -1).sum(0))
 
 
-@pytest.mark.parametrize(
-    ("P", "problem", "schedule"),
-    [
-        (2, MEAN, "in_forward"),
-        (2, NONE, "cached"),
-        (4, MEAN, "auto"),
-        (4, NONE, "recompute"),
-    ],
-)
+@pytest.mark.parametrize("P, problem, schedule", [(2, MEAN, "in_forward"), (4, NONE, "cached")])
 def test_loss_and_gradients_are_those_of_the_whole(P, problem, schedule):
     ranks = run_ranks(lambda group: step_rank(group, problem, schedule=schedule), P)
     assert misses(whole(ranks), problem) == []
@@ -123,12 +113,6 @@ def test_the_layer():
         assert relative_rms(mine.logits(part), whole.logits(HIDDEN)) < 1e-6
 
     run_ranks(rank, 2)
-
-
-def test_without_sequence_parallelism_nothing_is_split():
-    whole = HIDDEN, MEAN.tensors[1], LABELS
-    same = linear_cross_entropy(*whole, sequence_dim=1)
-    assert torch.equal(same, linear_cross_entropy(*whole))
 
 
 def test_ranks_that_split_other_dimensions_are_told():

@@ -33,16 +33,12 @@ def start(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]
     slurm |= {"SLURM_JOB_NODELIST": "n[1-3]", "NOTES": str(folder)}
     path = f"{commands}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(SCRIPT), *args],
-        env={"PATH": path, **slurm, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        ["bash", str(SCRIPT), *args], env={"PATH": path, **slurm, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def torchrun_options(folder: Path, *args: str, **environment: str) -> dict[str, str]:
-    """Return the values of torchrun's and the run's options that the script gives."""
     process = start(folder, *args, **environment)
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -82,7 +78,6 @@ def test_arguments_reach_the_run_and_a_requeued_job_meets_anew(tmp_path):
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize("warned", [True, False])
 def test_before_the_time_limit_it_requeues_and_waits(tmp_path, status, warned):
-    """The job ends as the run does, warned or not."""
     process = start(tmp_path, STATUS=str(status), REQUEUED="yes" if warned else "")
     while warned and not (tmp_path / "torchrun").exists():
         assert process.poll() is None

@@ -55,35 +55,15 @@ def process(group: dist.ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_come_back_by_rank(backend, world_size):
-    start = 10  # a closure is fine
-    results = run_ranks(lambda group: sums(group, start), world_size, backend=backend)
-    total = sum(start + r for r in range(world_size))
-    assert [(r, x.tolist()) for r, x in results] == [(r, [total] * 2) for r in range(world_size)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gather_scatter_subgroups_and_backward(backend):
+def test_subgroups_that_are_strided(backend):
     def rank(group):
-        r, P = group.rank(), group.size()
-        x = torch.tensor([float(r)])
-        gathered = torch.empty(P)
-        dist.all_gather_into_tensor(gathered, x)
-        scattered = torch.empty(1)
-        dist.reduce_scatter_tensor(scattered, gathered * (r + 1))
-        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]  # strided
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=groups[r % 2])
-        w = torch.ones(3, requires_grad=True)
-        (w * (r + 1)).sum().backward()
-        dist.all_reduce(w.grad)
-        return gathered, scattered, x, w.grad
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        x = torch.tensor([float(group.rank())], requires_grad=True)
+        (dx,) = torch.autograd.grad(x * x, x)
+        dist.all_reduce(dx, dist.ReduceOp.MAX, group=groups[group.rank() % 2])
+        return dx.item()
 
-    for r, (gathered, scattered, peak, grad) in enumerate(run_ranks(rank, 4, backend=backend)):
-        assert gathered.tolist() == [0, 1, 2, 3]
-        assert scattered.item() == r * 10
-        assert peak.item() == 2 + r % 2
-        assert grad.tolist() == [10, 10, 10]
+    assert run_ranks(rank, 4, backend=backend) == [4, 6, 4, 6]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -91,9 +71,9 @@ def test_a_raising_rank_is_named_and_its_exception_kept(backend):
     with pytest.raises(ValueError, match=r"weight must be \[V, H\]") as caught:
         run_ranks(fail_on_rank_1, 3, backend=backend)
     cause = caught.value.__cause__
-    assert isinstance(cause, RankFailed)
-    assert "rank 1 of 3" in str(cause)
+    assert isinstance(cause, RankFailed) and "rank 1 of 3" in str(cause)
     assert "fail_on_rank_1" in str(cause)  # the traceback
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -158,16 +138,6 @@ def test_threads_list_each_ranks_collectives():
     assert run_ranks(rank, 2) == [["allreduce MAX float32[4]", "allgather bfloat16[2]"]] * 2
 
 
-def test_threads_leave_torch_as_it_was():
-    run_ranks(sums, 2)
-    with pytest.raises(ValueError):
-        run_ranks(fail_on_rank_1, 2)
-    assert not dist.is_initialized()
-    x = torch.ones(1, requires_grad=True)
-    (x * 2).backward()
-    assert x.grad == 2
-
-
 def test_a_pool_keeps_its_workers_until_one_fails():
     with RankPool(2) as pool:
         pids = pool.run(process)
@@ -188,9 +158,8 @@ def test_a_pool_refuses_a_closure_and_says_what_takes_one():
 
 
 def test_ranks_work_beside_a_group_of_the_caller(tmp_path):
-    dist.init_process_group(
-        "gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1)
-    )
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         for backend in BACKENDS:
             assert [r for r, _ in run_ranks(sums, 2, backend=backend)] == [0, 1]
@@ -205,7 +174,6 @@ def collect(group: dist.ProcessGroup) -> int:
 
 
 def test_what_the_caller_has_left_to_collect_stays_with_it():
-    """A process group's end waits for its threads, which a fork does not have."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     gc.disable()
     try:
@@ -228,50 +196,28 @@ def test_wrong_arguments_are_named(kwargs, said):
         run_ranks(sums, **kwargs)
 
 
-class TestErrorBudget:
-    """The budget passes what rounds as eager does, and nothing that is wrong."""
+# --- the error budget passes what rounds as eager does, and nothing that is wrong
 
-    @pytest.fixture
-    def gradient(self):
-        torch.manual_seed(0)
-        hidden, dlogits = torch.randn(64, 32).bfloat16(), torch.randn(64, 128).bfloat16()
-        reference = dlogits.double().T @ hidden.double()
-        return reference, (dlogits.T @ hidden)
 
-    def test_eager_and_better_pass(self, gradient):
-        reference, eager = gradient
-        assert_within_budget(eager, reference, eager)
-        assert_within_budget(reference.float(), reference, eager)
-        assert error_budget(reference, reference, eager).error == 0
-
-    @pytest.mark.parametrize(
-        "spoil",
-        [
-            torch.zeros_like,
-            lambda x: x * 1.05,
-            lambda x: torch.cat([torch.zeros_like(x[:1]), x[1:]]),
-            lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.nan),
-            lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, torch.inf),
-        ],
-    )
-    def test_wrong_results_fail(self, gradient, spoil):
-        reference, eager = gradient
+def test_the_error_budget():
+    torch.manual_seed(0)
+    hidden, dlogits = torch.randn(64, 32).bfloat16(), torch.randn(64, 128).bfloat16()
+    reference, eager = dlogits.double().T @ hidden.double(), dlogits.T @ hidden
+    assert_within_budget(eager, reference, eager)
+    assert_within_budget(reference.float(), reference, eager)
+    assert error_budget(reference, reference, eager).error == 0
+    one_nan = eager.index_fill(0, torch.tensor([3]), torch.nan)
+    for wrong in (0 * eager, eager * 1.05, torch.cat([0 * eager[:1], eager[1:]]), one_nan):
         with pytest.raises(AssertionError, match=r"dweight: error .* exceeds budget"):
-            assert_within_budget(spoil(eager), reference, eager, name="dweight")
+            assert_within_budget(wrong, reference, eager, name="dweight")
+    with pytest.raises(AssertionError):  # a broken eager grants nothing
+        assert_within_budget(eager * 1.1, reference, eager * torch.nan)
 
-    def test_a_broken_eager_grants_nothing(self, gradient):
-        reference, eager = gradient
-        with pytest.raises(AssertionError):
-            assert_within_budget(eager * 1.1, reference, eager * torch.nan)
 
-    def test_zeros_are_met_by_zeros_only(self):
-        zeros, empty = torch.zeros(3), torch.empty(0, 4)
-        assert_within_budget(empty, empty.double(), empty)
-        assert_within_budget(zeros, zeros.double(), zeros)
-        assert relative_rms(torch.tensor([0.0, 1e-30, 0.0]), zeros) == float("inf")
-        with pytest.raises(AssertionError):
-            assert_within_budget(zeros + 1e-30, zeros.double(), zeros)
-
-    def test_shapes_must_be_equal(self):
-        with pytest.raises(ValueError, match=r"shape \(3,\), got \(1,\)"):
-            relative_rms(torch.ones(1), torch.ones(3))
+def test_zeros_are_met_by_zeros_only():
+    zeros, empty = torch.zeros(3), torch.empty(0, 4)
+    assert_within_budget(empty, empty.double(), empty)
+    assert_within_budget(zeros, zeros.double(), zeros)
+    assert relative_rms(torch.tensor([0.0, 1e-30, 0.0]), zeros) == float("inf")
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(1,\)"):
+        relative_rms(torch.ones(1), torch.ones(3))

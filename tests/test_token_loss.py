@@ -27,23 +27,6 @@ NAN, INF = float("nan"), float("inf")
 
 
 @both
-@pytest.mark.parametrize("schedule", ["recompute", "cached"])
-def test_a_token_without_upstream_gradient_has_none(impl, schedule):
-    inputs, g = small(impl), per_token_upstream(37)
-    results = check(inputs, Upstream(g), impl=impl, reduction="none", schedule=schedule)
-    assert (results["dhidden"][g == 0] == 0).all()
-    live = (g != 0) & (inputs.labels.cpu() != IGNORE)
-    assert (results["dhidden"][live] != 0).any(1).all()
-
-
-@both
-@each_schedule
-@pytest.mark.parametrize("g", [0.0, -3.0, 1e-12, 1e6])
-def test_a_scalar_upstream_gradient_other_than_1(impl, schedule, g):
-    check(small(impl), Upstream(g), impl=impl, schedule=schedule)
-
-
-@both
 @each_schedule
 def test_a_loss_scale_keeps_small_fp16_gradients(impl, schedule):
     """Without the scale they would fall below fp16's 6e-8: it must arrive before the rounding."""
@@ -92,9 +75,6 @@ def test_confident_tokens_keep_relative_accuracy(impl, schedule, dtype):
         eps = eps if schedule == "recompute" else torch.finfo(torch.bfloat16).eps
     error = (results["dweight"].T - expected).abs() / expected.abs()
     assert error[expected != 0].max() <= 2 * eps + 1e-5
-
-
-# --- sums and means of weighted losses
 
 
 @both

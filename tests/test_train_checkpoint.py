@@ -36,7 +36,6 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(saved: Path, tmp_path: Path) -> Path:
-    """A fresh copy of two checkpoints, of steps 10 and 15."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
 
 
@@ -45,7 +44,6 @@ def names(directory: Path) -> list[str]:
 
 
 def newest(directory: Path) -> tuple[int | None, list[str]]:
-    """Step of the newest whole checkpoint, and what was said."""
     messages: list[str] = []
     found = newest_whole(directory, messages.append)
     return None if found is None else found.step, messages
@@ -53,22 +51,20 @@ def newest(directory: Path) -> tuple[int | None, list[str]]:
 
 def test_the_newest_are_kept_and_load_what_was_saved(directory):
     assert names(directory) == ["step-00000010", "step-00000015"]
-    assert newest(directory) == (15, [])
+    assert newest(directory) == (15, []) and newest(directory / "nowhere") == (None, [])
     found = newest_whole(directory, print)
     assert found == Checkpoint(directory, 15, 30, CONFIG)
     for rank in range(2):
         state = found.load(rank)
-        assert (state["weight"] == 15 + rank).all() and state["weight"].shape == (300, 4)
-        assert state["step"] == 15
-    assert newest(directory / "nowhere") == (None, [])
+        assert torch.equal(state["weight"], torch.full((300, 4), 15 + rank)) and state["step"] == 15
 
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def write(text: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(text)
+def write_list(path: Path) -> None:
+    path.write_text("[]")
 
 
 def be_a_folder(path: Path) -> None:
@@ -77,7 +73,6 @@ def be_a_folder(path: Path) -> None:
 
 
 def list_one_rank(manifest: Path) -> None:
-    """With a digest that fits."""
     values = json.loads(manifest.read_bytes())
     del values["sha256"], values["files"]["rank-00001.pt"]
     manifest.write_bytes(checkpoint._render(values))
@@ -91,10 +86,8 @@ def be_of_step_10(manifest: Path) -> None:
     "file, damage, reason",
     [
         ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
-        ("rank-00001.pt", Path.unlink, "rank-00001.pt cannot be read: No such file"),
         (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
-        (MANIFEST, write("[]"), "manifest.json must hold a JSON object, got []"),
-        (MANIFEST, write("{}"), "manifest.json has other contents than its own digest says"),
+        (MANIFEST, write_list, "manifest.json must hold a JSON object, got []"),
         (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
         (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
     ],
@@ -124,13 +117,8 @@ def test_no_flipped_bit_goes_unseen(directory):
     assert newest(directory) == (15, [])
 
 
-class Malice:
-    def __reduce__(self) -> Any:
-        return (exec, ("raise AssertionError('code was run')",))
-
-
 def test_loading_runs_no_code(directory):
-    torch.save({"weight": Malice()}, directory / "step-00000015" / "rank-00000.pt")
+    torch.save({"weight": shutil.copytree}, directory / "step-00000015" / "rank-00000.pt")
     with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
         Checkpoint(directory, 15, 30, CONFIG).load(0)
 
@@ -199,7 +187,6 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /d
 @pytest.mark.parametrize(
     "fault, expected",
     [
-        pytest.param("rank-00001.pt", f"cannot write {FULL}", marks=needs_full),
         pytest.param(MANIFEST, f"cannot write {FULL}", marks=needs_full),
         ("no folder", "cannot write .*/step-00000020.tmp: {}/.*/manifest.json is not a directory"),
         ("apart", "checkpoints must lie where all ranks see them, .* find rank-00001.pt of .*"),

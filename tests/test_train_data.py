@@ -66,7 +66,6 @@ def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path):
 
 
 def rank_main(group: Any, text: Path, *options: str) -> str:
-    """The program on one rank, in the group that there is."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     options = (*options, "--parallel.tensor", "1", "--device", "cpu", "--data.text", str(text))
     with pytest.MonkeyPatch.context() as patch:

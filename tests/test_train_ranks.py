@@ -17,6 +17,7 @@ from flce_dist.launch.train import __main__ as train
 from flce_dist.launch.train.ranks import RANK, end_with_torchrun, is_orphan
 
 TRAIN = "flce_dist.launch.train"
+KILLED = "error: rank 1 was killed by SIGKILL\n"
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
@@ -43,17 +44,11 @@ def test_what_is_wrong_is_said_before_ranks_start(arguments, message, monkeypatc
     [
         (None, 0, ""),
         (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, 2, "")}), 2, ""),  # a rank has said why
-        (
-            ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}),
-            137,
-            "error: rank 1 was killed by SIGKILL\n",
-        ),
+        (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}), 137, KILLED),
         (SignalException("to the agent", signal.SIGTERM), 143, ""),
     ],
 )
-def test_ranks_started_here_end_as_the_first_one_that_failed(
-    ended, status, said, monkeypatch, capsys
-):
+def test_ranks_started_here_end_as_the_first_that_failed(ended, status, said, monkeypatch, capsys):
     def torchrun(arguments: list[str]) -> None:
         assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
         assert arguments[-4:] == [str(os.getpid()), TRAIN, *overrides]
@@ -93,7 +88,6 @@ def test_a_rank_ends_with_its_launcher_before_it_imports_anything(tmp_path):
 
 @on_linux
 def test_what_another_launcher_starts_may_outlive_it(monkeypatch):
-    """For torchrun's ranks see test_train.py."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     before, after = ctypes.c_int(-1), ctypes.c_int(-1)
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))

@@ -12,6 +12,10 @@ import torch
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
+import json
+
+import pytest
+
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.checkpoint import newest_whole
 from flce_dist.launch.train.compare import head_peak_mib
@@ -22,16 +26,22 @@ from flce_dist.testing import RankPool, relative_rms
 from tests.on_ranks import on_ranks
 from tests.tiny_training import CONFIG, corpus, forget_earlier_runs, records
 
+pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
+pytest.importorskip("tyro")
+
+from flce_dist.launch.train.data import Corpus
+from tests.tiny_training import VOCAB
+
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def trainer_of(config: RunConfig, text: str = "one") -> Trainer:
     forget_earlier_runs()
-    return Trainer(config, replace(corpus(), sources={TEXT_SHA256: text}), torch.device("cpu"))
+    texts = replace(corpus(), sources={TEXT_SHA256: text}, prompt_tokens=config.data.prompt_tokens)
+    return Trainer(config, texts, torch.device("cpu"))
 
 
 def steps_of(trainer: Trainer, steps: int) -> list[float]:
-    """Losses and gradient norms."""
     return [number for _ in range(steps) for number in trainer.train_step().values()]
 
 
@@ -80,14 +90,7 @@ def test_every_layout_trains_alike(pools, tied):
     (alone,) = pools[1].run(rank_train, layout(1, 1, False, tie_embeddings=tied))
     loss, *_, validation = alone[0]
     assert min(alone[0]) > 0 and validation == pytest.approx(loss, rel=0.5)  # both of a token
-    for tensor, data, sp, microbatches in [
-        (2, 1, False, 1),
-        (2, 1, True, 1),
-        (1, 2, False, 1),
-        (1, 1, False, 4),
-        (1, 2, False, 2),
-        (2, 2, True, 2),
-    ]:
+    for tensor, data, sp, microbatches in [(2, 1, False, 1), (1, 2, False, 2), (2, 2, True, 2)]:
         config = layout(tensor, data, sp, microbatches, tie_embeddings=tied)
         for trained in pools[tensor * data].run(rank_train, config):
             assert_alike(trained, alone)
@@ -113,6 +116,18 @@ def test_every_head_trains_alike(ranks, exact, head, numbers, weights):
     other = replace(layout(2, 1, True, microbatches=2), head=HeadConfig(**head))
     for trained, expected in zip(ranks.run(rank_train, other), exact, strict=True):
         assert_alike(trained, expected, numbers=numbers, weights=weights)
+
+
+def test_prompts_are_ignored_by_every_head(ranks, exact):
+    config = layout(2, 1, True, microbatches=2)
+    config = replace(config, data=replace(config.data, prompt_tokens=5))
+    skipping, theirs = (
+        ranks.run(rank_train, replace(config, head=HeadConfig(**head)))
+        for head in ({"skip_ignored": True}, {"kind": "megatron_unfused"})
+    )
+    for trained, expected, of_all in zip(skipping, theirs, exact, strict=True):
+        assert_alike(trained, expected, numbers=2e-4, weights=1e-4)
+        assert abs(trained[0][0] - of_all[0][0]) > 1e-3
 
 
 def test_bfloat16_trains_close_to_float32(ranks, exact):
@@ -158,7 +173,7 @@ RUN = replace(CONFIG, steps=6, validate_every=2, checkpoint_every=2, compare=Fal
 def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     """How the loop ends, and the screen then; ``event`` happens to one rank at one step."""
     forget_earlier_runs()
-    validation, losses_of = RunLog.validation, Trainer._token_losses
+    validation, losses_of = RunLog.validation, Trainer._mean_loss
 
     def full_disk(log: RunLog, *record: Any) -> None:
         validation(log, *record)
@@ -176,7 +191,7 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(screen):
         patch.setattr(RunLog, "validation", full_disk)
-        patch.setattr(Trainer, "_token_losses", losses)
+        patch.setattr(Trainer, "_mean_loss", losses)
         try:
             run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
         except RunError as error:  # here the log still exists, as where the error is printed
@@ -203,9 +218,7 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pa
         ("validation loss", 4, "validation loss is inf"),
     ],
 )
-def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
-    ranks, tmp_path, event, step, said
-):
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, event, step, said):
     (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
     assert first == second and first.startswith(f"step {step}: {said}, so the run stops")
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
@@ -213,3 +226,68 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_they_save(
 
     last = records(tmp_path)[-1]
     assert last["step"] == step and (last["loss"] is None) == (event.endswith("loss"))
+
+
+# --- runs with ``head.filter_eps`` and ``head.vocab_order``
+
+SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
+TILES = VOCAB * SPREAD // 256
+FILTERED = replace(
+    CONFIG,
+    steps=6,
+    validate_every=2,
+    checkpoint_every=2,
+    model=replace(CONFIG.model, init_std=0.02),
+    head=HeadConfig(filter_eps=2.0**-9, vocab_order=True),
+)
+
+
+def spread_corpus(shift: int = 0) -> Corpus:
+    few = corpus()
+    return replace(
+        few,
+        train=few.train * SPREAD + shift,
+        validation=few.validation * SPREAD + shift,
+        vocab_size=VOCAB * SPREAD,
+    )
+
+
+def rank_of_run(group: Any, config: RunConfig, shift: int = 0) -> int | str:
+    forget_earlier_runs()
+    try:
+        return run(config, spread_corpus(shift), torch.device("cpu"))
+    except RunError as error:
+        return str(error)
+
+
+def trained_run(ranks: RankPool, out_dir: Path, **changes: Any) -> list[dict[str, Any]]:
+    config = replace(FILTERED, out_dir=out_dir, **changes)
+    assert ranks.run(rank_of_run, config) == [0, 0]
+    return records(out_dir)
+
+
+def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path):
+    whole = trained_run(ranks, tmp_path / "whole", compare=False)
+    losses = [entry for entry in whole if entry["kind"] == "train"]
+    assert losses[-1]["loss"] < losses[0]["loss"]
+    # All tokens that occur are in one tile, which their labels keep.
+    assert losses[0]["kept_share"] == pytest.approx(1 / TILES)
+    assert losses[0]["rank_one_mass"] == pytest.approx(1 - 1 / TILES, abs=0.05)
+    assert losses[-1]["rank_one_mass"] < losses[0]["rank_one_mass"]
+    assert all("kept_share" not in entry for entry in whole if entry["kind"] == "validation")
+
+    trained_run(ranks, tmp_path / "resumed", steps=4, compare=False)
+    assert trained_run(ranks, tmp_path / "resumed") == whole
+    # The differences of the filtered head are its approximation; exact gradients have none.
+    heads = json.loads((tmp_path / "resumed" / "compare.json").read_text())["heads"]
+    filtered, exact, _ = heads
+    assert filtered == "ours: filtered:0.001953125" and exact.startswith("ours: recompute, ")
+    for head in heads.values():
+        assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
+        assert head["peak_mib"] > 0
+    assert heads[exact]["dweight_relative_rms"] < 1e-5
+    assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1
+    (message, _) = ranks.run(
+        rank_of_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1
+    )
+    assert message.startswith("cannot continue ") and "head.vocab_order is '" in message

@@ -3,7 +3,7 @@
 Makes an environment for each under .venv-versions/ (5 to 7 GB, kept for the next time) and runs
 ``FILES`` there, one process after the other. It ends with the rows of the table in docs/testing.md
 (also in .venv-versions/results.json) and 1 if a test failed. With arguments (2.9) only these
-releases of torch run, or those of ``USERS`` (transformers-5; ``users`` for all of them), whose
+releases of torch run, or those of ``USERS`` (rl, transformers-5; ``users`` for all of them), whose
 tests need packages of their own. What follows ``--`` goes to pytest, which then runs in one
 process.
 """
@@ -11,6 +11,7 @@ process.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -28,12 +29,15 @@ PAIRS = {
 }
 OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboard tqdm rich pyyaml"
 FILES = (
-    "interpreter", "merge_stats", "collectives", "main_grad", "main_grad_autograd", "dtensor",
-    "fsdp", "testing", "autograd", "autograd_contexts", "backward", "peer_copies", "peer_memory",
-    "module", "module_state_dict", "filtered", "rescue", "compiled", "torch_private",
+    "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
+    "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
+    "rescue", "compiled", "torch_private",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
+# verl asks for an older transformers than TRL; what is tested of it imports these alone.
+RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
 USERS = {
+    "rl": ("2.13", (*RL.split(), "hydra-core"), ("compat_trl", "compat_verl")),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
     "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan",)),
@@ -48,8 +52,12 @@ def python_of(release: str) -> Path:
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         torch, more, _ = USERS.get(release, (release, (), ()))
-        packages = [*PAIRS[torch], *more, *OTHERS.split()]
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*install, *PAIRS[torch], *more, *OTHERS.split()], check=True)
+        if release == "rl":
+            subprocess.run([*install, "--no-deps", "verl==0.9.1"], check=True)
+            for stray in folder.glob("lib/python*/site-packages/tests"):
+                shutil.rmtree(stray)  # verl's own tests, which would hide ours
         ready.touch()
     return python
 

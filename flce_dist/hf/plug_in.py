@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.hf.lazy_logits import LazyLogits, deferred, real, warn
+from flce_dist.hf.lazy_logits import LazyLogits, lazy_logits, real, warn
 from flce_dist.op import checks
 from flce_dist.options import LossOptions, keywords_of
 
@@ -42,7 +42,7 @@ class FusedHead:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_lazy and len(args) == 1 and not kwargs:
-            return LazyLogits(self, args[0])
+            return lazy_logits(self, args[0])
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def why_not_lazy(self: Any) -> str:
@@ -79,34 +79,29 @@ class FusedHead:
 class FusedModel:
     """What replaced models share, beside the model's own class among their bases."""
 
-    unfused: Any  # that class
+    def loss_function(
+        self, logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
+        ignore_index: int = -100, shift_labels: Any = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """``ForCausalLMLoss``, which ignores other keywords; that of real logits is theirs."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
 
-    @property
-    def loss_function(self) -> Any:
-        return functools.partial(_loss_function, _head_of(self))
-
-    def fused_forward(self: Any, has_labels: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, with a lazy output layer if there are labels."""
         head = _head_of(self)
-        if not isinstance(head, FusedHead):
-            raise RuntimeError(
-                "the output layer must be the one that use_linear_cross_entropy has replaced, got "
-                f"another {type(head).__name__}; call it again, after get_peft_model"
-            )
-        if has_labels and not getattr(self, "_is_replica", False):  # of DataParallel
-            why = head.why_not_lazy()
-            head.is_lazy = not why
-            if why:
-                warn(why)
-        try:
-            outputs = self.unfused.forward(self, *args, **kwargs)
-        finally:
-            head.is_lazy = False
-        if isinstance(outputs, tuple):
-            return tuple([deferred(x, self.training) for x in outputs])
-        if isinstance(outputs.get("logits"), LazyLogits):
-            outputs["logits"] = deferred(outputs["logits"], self.training)
-        return outputs
+        if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != head.out_features:
+            for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
+                if head.loss_keywords[name]:
+                    given = f"{name}={head.loss_keywords[name]}"
+                    raise NotImplementedError(f"the loss of real logits does not apply {given}")
+            rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
+            return ForCausalLMLoss(real(logits, "the loss of its logits"), *rest, **kwargs)
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        labels = shift_labels.to(logits.hidden.device).reshape(logits.hidden.shape[:-1])
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = head.loss(logits, labels, reduction=reduction, ignore_index=ignore_index)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
@@ -138,7 +133,7 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     base, found = _base_of(restore(model)), ""
     if not isinstance(base, PreTrainedModel):
         found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
-    elif not _is_linear(head := _head_of(base)):
+    elif (head := _head_of(base)) is None or not _is_linear(head):
         found = f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
     elif "labels" not in _names(base.forward).split() or "forward" in vars(base):
         found = f"forward must be that of the class and take labels, got {base.forward}"
@@ -168,14 +163,33 @@ def _subclass(mixin: Any, base: Any) -> Any:
     names = ("__module__", "__qualname__", "__doc__")
     members = {"unfused": base, **{name: getattr(base, name) for name in names}}
     if mixin is FusedModel:
-        at = _names(base.forward).split().index("labels") - 1
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            labels = args[at] if len(args) > at else kwargs.get("labels")
-            return self.fused_forward(labels is not None, *args, **kwargs)
-
-        members["forward"] = functools.wraps(base.forward)(forward)
+        members["forward"] = _forward_of(base)
     return type(base.__name__, (mixin, base), members)
+
+
+def _forward_of(base: Any) -> Any:
+    """Return the model's forward, with a lazy output layer if there are labels."""
+    at = _names(base.forward).split().index("labels") - 1
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head, labels = _head_of(self), args[at] if len(args) > at else kwargs.get("labels")
+        if not isinstance(head, FusedHead):
+            raise RuntimeError(
+                "the output layer must be the one that use_linear_cross_entropy has replaced, got "
+                f"another {type(head).__name__}; call it again, after get_peft_model"
+            )
+        if labels is not None and not getattr(self, "_is_replica", False):  # of DataParallel
+            why = head.why_not_lazy()
+            head.is_lazy = not why
+            if why:
+                warn(why)
+        try:
+            return base.forward(self, *args, **kwargs)
+        finally:
+            head.is_lazy = False
+
+    return forward
 
 
 def _names(function: Any) -> str:
@@ -198,12 +212,9 @@ def _linear_of(head: Any) -> Any:
 
 
 def _is_linear(head: Any) -> bool:
-    if head is None:
-        return False
-    method, layer = type(head).forward, _linear_of(head)
-    names = ("peft.tuners.lora.layer", "Linear.forward")
-    is_lora = layer is not head and (method.__module__, method.__qualname__) == names
-    is_whole = type(layer.weight) in (nn.Parameter, DTensor)
+    layer, lora = _linear_of(head), type(head).forward
+    is_lora = (lora.__module__, lora.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")
+    is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
     return type(layer).forward is nn.Linear.forward and is_whole and (is_lora or layer is head)
 
 
@@ -212,30 +223,6 @@ def _adapters_of(head: Any) -> list[str]:
     if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]
-
-
-def _loss_function(
-    head: Any, logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
-    ignore_index: int = -100, shift_labels: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """``ForCausalLMLoss``, which ignores other keywords; that of real logits is theirs."""
-    if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != logits.shape[-1]:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
-            if head.loss_keywords[name]:
-                given = f"{name}={head.loss_keywords[name]}"
-                raise NotImplementedError(f"the loss of real logits does not apply {given}")
-        rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
-        return ForCausalLMLoss(real(logits, "the loss"), *rest, **kwargs)
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    labels = shift_labels.to(logits.device).reshape(logits.shape[:-1])
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = head.loss(logits, labels, reduction=reduction, ignore_index=ignore_index)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def _loss_of(head: Any, logits: LazyLogits, labels: Tensor, options: Any, hidden: Tensor) -> Tensor:

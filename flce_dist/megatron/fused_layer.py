@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.api import (
-    LossWithMetrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.megatron.vocab_rows import by_token, place_of_token
 from flce_dist.op.call import extra_schedule

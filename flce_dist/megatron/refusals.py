@@ -7,7 +7,7 @@ from torch import nn
 from flce_dist.op import checks
 from flce_dist.options import LossOptions
 
-_LOSS = "compute_language_model_loss"
+_LOSS, _FUSED = "compute_language_model_loss", "megatron.core.transformer.linear_cross_entropy"
 
 
 def check_wrapping(model: Any) -> None:
@@ -32,12 +32,10 @@ def checked_class(model: Any, layer: Any) -> type:
         )
     if isinstance(layer, FusedLayer):
         raise ValueError("model must not have its output layer replaced twice")
-    name = type(layer).__name__
+    name, module = type(layer).__name__, type(layer).__module__
     if type(layer) is ColumnParallelLinear:
         replacement: type = column_parallel.ColumnParallelLinear
-    elif f"{type(layer).__module__}.{name}" == (
-        "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule"
-    ):
+    elif (module, name) == (_FUSED, "LinearCrossEntropyModule"):
         from flce_dist.megatron import linear_cross_entropy_module
 
         replacement = linear_cross_entropy_module.LinearCrossEntropyModule
@@ -47,8 +45,7 @@ def checked_class(model: Any, layer: Any) -> type:
             "model.output_layer must be a ColumnParallelLinear or LinearCrossEntropyModule of "
             f"megatron-core, got {name}{hint}"
         )
-    _check_loss(model)
-    _check_sharding(model, layer)
+    _check_model(model, layer)
     return replacement
 
 
@@ -75,18 +72,14 @@ def checked_options(options: LossOptions, layer: Any) -> LossOptions:
     return options
 
 
-def _check_loss(model: Any) -> None:
-    """Refuse a loss that the model defines itself and that would be dropped."""
+def _check_model(model: Any, layer: Any) -> None:
+    """Refuse a loss that the model defines itself, which would be dropped, and sharded weights."""
     method = getattr(type(model), _LOSS, None)
-    own = _LOSS in vars(model)
-    if method is None or own or not method.__module__.startswith("megatron.core."):
+    if method is None or _LOSS in vars(model) or not method.__module__.startswith("megatron.core."):
         raise NotImplementedError(
             f"{type(model).__name__} must have megatron-core's {_LOSS}, got another, which "
             "use_linear_cross_entropy would drop"
         )
-
-
-def _check_sharding(model: Any, layer: Any) -> None:
     if getattr(model.config, "defer_embedding_wgrad_compute", False):
         raise NotImplementedError(
             "config.defer_embedding_wgrad_compute=True is not supported; set it to False"

@@ -6,8 +6,9 @@ looked up, in the loop over the shared dimension. There the next entry of a list
 before it is needed and carried through the loop: an entry that is loaded where it is used costs the
 pipeline of the operands' loads half of its stages.
 
-No element is written by two programs. Kernels of a round without tiles return at once. Kernels
-are not specialised on the number of the round, which would compile them again.
+Blocks of rows, of columns and of the shared dimension are as large as those of the logits. No
+element is written by two programs. Kernels of a round without tiles return at once. They are not
+specialised on the number of the round, which would compile them again.
 """
 
 import triton.language as tl
@@ -16,9 +17,8 @@ from torch import Tensor
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
-from flce_dist.kernels.filtered.tuning import GEMMS
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import fits_descriptor, matrix
+from flce_dist.kernels.launching import has_tma, matrix
 from flce_dist.kernels.primitives import add_tile, dot, load_tile, parts_of, store_tile
 
 TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
@@ -159,22 +159,33 @@ def _add_kept_dbias_kernel(
         tl.store(out_ptr + offs_v, total, mask=offs_v < V)
 
 
+def _order(arch: str, itemsize: int) -> tuple[int, int]:
+    """Return how many blocks of H come for all columns before the next, and the most programs.
+
+    Both are of dweight, the programs per multiprocessor; measured on an H200 alone.
+    """
+    if arch == tuning.INTERPRETED:
+        return 2, 4
+    return (16, 16) if itemsize == 4 else (4, 4) if arch == "sm_90" else (8, 16)
+
+
 def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
     """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H] fp32; weight is [V, H]."""
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
-    config = GEMMS[arch, d.element_size()]
-    tma = _has_tma(arch, d, weight)
-    programs = -(-H // config.BLOCK_COL) * (tiles.TILE_T // config.BLOCK_ROW) * lists.blocks
+    config = tuning.TILES[arch, d.element_size()]
+    rows, columns, shared = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
+    tma = has_tma(arch, d, weight)
+    programs = -(-H // columns) * (tiles.TILE_T // rows) * lists.blocks
     _add_kept_dhidden_kernel[(programs,)](
-        matrix(d, (config.BLOCK_ROW, config.BLOCK_K), tma),
-        matrix(weight, (config.BLOCK_K, config.BLOCK_COL), tma),
+        matrix(d, (rows, shared), tma),
+        matrix(weight, (shared, columns), tma),
         lists.parts,
         acc,
         T, len(weight), H, len(d), round,
         *weight.stride(), acc.stride(0),
         TMA=tma,
-        BLOCK_T=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_V=config.BLOCK_K,
+        BLOCK_T=rows, BLOCK_H=columns, BLOCK_V=shared,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -198,22 +209,22 @@ def kept_dweight(
     """
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
-    config = GEMMS[arch, d.element_size()]
-    tma = _has_tma(arch, d, hidden)
+    config, (group, waves) = tuning.TILES[arch, d.element_size()], _order(arch, d.element_size())
+    rows, columns, shared = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
+    tma = has_tma(arch, d, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.
-    tma_out = _has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
-    items = -(-H // config.BLOCK_COL) * (tiles.TILE_V // config.BLOCK_ROW) * len(hbar)
-    _kept_dweight_kernel[(min(programs * config.PROGRAMS, items),)](
-        matrix(d, (config.BLOCK_K, config.BLOCK_ROW), tma),
-        matrix(hidden, (config.BLOCK_K, config.BLOCK_COL), tma),
+    tma_out = has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
+    items = -(-H // columns) * (tiles.TILE_V // rows) * len(hbar)
+    _kept_dweight_kernel[(min(programs * waves, items),)](
+        matrix(d, (shared, rows), tma),
+        matrix(hidden, (shared, columns), tma),
         lists.parts,
         q, hbar, row,
-        matrix(out, (config.BLOCK_ROW, config.BLOCK_COL), tma_out),
+        matrix(out, (rows, columns), tma_out),
         len(hidden), V, H, len(d), round,
         (*hidden.stride(), out.stride(0)),
         ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
-        BLOCK_V=config.BLOCK_ROW, BLOCK_H=config.BLOCK_COL, BLOCK_T=config.BLOCK_K,
-        GROUP_H=config.GROUP,
+        BLOCK_V=rows, BLOCK_H=columns, BLOCK_T=shared, GROUP_H=group,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -231,7 +242,3 @@ def add_kept_dbias(
         T, len(out), round,
         BLOCK_V=BLOCK_V,
     )  # fmt: skip
-
-
-def _has_tma(arch: str, *matrices: Tensor) -> bool:
-    return tuning.has_tma(arch) and all(fits_descriptor(x) for x in matrices)

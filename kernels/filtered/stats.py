@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import fits_descriptor, matrix
+from flce_dist.kernels.launching import has_tma, matrix
 from flce_dist.kernels.primitives import (
     cast,
     dot,
@@ -208,7 +208,7 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     arch, _ = tuning.device_arch(logits.hidden.device)
     itemsize = logits.hidden.element_size()
     config = tuning.tile_config(arch, itemsize, tiles.SAMPLE, stores=False)
-    tma = tuning.has_tma(arch) and fits_descriptor(logits.weight)
+    tma = has_tma(arch, logits.weight)
     total = lse.new_empty(logits.V)
     _profile_kernel[(-(-logits.V // config.BLOCK_V),)](
         logits.hidden,

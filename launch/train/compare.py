@@ -19,6 +19,7 @@ from flce_dist import check_ranks
 from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.launch.about import about, caption
 from flce_dist.launch.process_group import reduced
+from flce_dist.launch.train.data import IGNORED
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.write import write_figure, write_json
 from flce_dist.memory import peak_memory, release_shared_memory
@@ -89,7 +90,7 @@ class HeadAlone:
             logits, _ = self.layer.row_logits(self.hidden, self.weight, None)
             labels = rows_of(labels, rows)
         loss: Tensor = type(self.model).compute_language_model_loss(self.model, labels, logits)
-        return loss
+        return loss.where(self.labels != IGNORED, 0.0)
 
     def run(self, head: Head) -> HeadResult:
         """Run forward and backward once, in memory that no other head has left."""
@@ -147,6 +148,7 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
     ``*_relative_rms`` is the norm of the difference from Megatron's gradient over the norm of that.
     """
     tokens, (rows, hidden_size) = alone.labels.numel(), alone.weight.shape
+    counted = int((alone.labels != IGNORED).sum())
     logits_bytes = tokens * rows * alone.weight.element_size()
     plain = partial(alone.ours, label_smoothing=0.0, z_loss_weight=0.0)
     small: dict[str, Any] = {"schedule": "recompute", "max_logits_bytes": logits_bytes // 16 or 1}
@@ -170,7 +172,7 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
     def numbers(name: str, mine: HeadResult) -> dict[str, float | None]:
         is_sum = mine.loss.dim() == 0
         return {
-            "loss": mine.loss.sum().item() / tokens,
+            "loss": mine.loss.sum().item() / counted,
             "time_ms": statistics.median(times_ms[name]),
             "peak_mib": mine.peak_bytes / MIB,
             "loss_difference": None if is_sum else (mine.loss - theirs.loss).abs().max().item(),

@@ -50,6 +50,8 @@ class DataConfig:
     """Sequences of one microbatch."""
     microbatches: Annotated[int, SIZE] = 1
     """Microbatches of a step on each data-parallel replica, whose gradients are accumulated."""
+    prompt_tokens: Annotated[int, SIZE_OR_0] = 0
+    """Tokens at the start of each sequence whose labels are ignored, as a prompt's are."""
     validation_fraction: Annotated[float, BETWEEN_0_AND_1] = 0.05
     """Share of the text, at its end, that is never trained on."""
     validation_batches: Annotated[int, SIZE] = 4
@@ -75,6 +77,8 @@ class HeadConfig:
     filter_eps: Annotated[float | None, BELOW_1] = None
     """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
     recorded. Saves time only with vocab_order."""
+    skip_ignored: bool = False
+    """Leave out the tokens that data.prompt_tokens ignores."""
     vocab_order: bool = False
     """Order the vocabulary by how often tokens occur in the training text."""
 
@@ -183,7 +187,9 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         head_size % 2 == 0,
         f"model.hidden_size / model.num_heads must be even for rotary embeddings, got {head_size}",
     )
-    text = config.data.text
+    text, prompt = config.data.text, config.data.prompt_tokens
+    below = f"data.prompt_tokens must be below model.seq_length = {model.seq_length}, got {prompt}"
+    require(prompt < model.seq_length, below)
     require(text is None or os.path.isfile(text), f"data.text must be a file, got {text}")
     require(
         rate.lr * rate.weight_decay < 1,

@@ -26,6 +26,8 @@ from flce_dist.launch.yaml_config import read_utf8, require
 PART = 1 << 20
 """Characters that one thread encodes, up to the end of a line."""
 
+IGNORED = -100  # what the loss ignores, and no token
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -36,6 +38,7 @@ class Corpus:
     vocab_size: int  # entries of the vocabulary, used or not
     seed: int
     sources: dict[str, str] = field(default_factory=dict)  # digests, for checkpoints to hold
+    prompt_tokens: int = 0  # of each sequence, whose labels are IGNORED
 
     def train_batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, [batch_size, seq_length] int64, of samples from the start.
@@ -45,12 +48,18 @@ class Corpus:
         samples = range(first_sample, first_sample + batch_size)
         places = [divmod(sample, len(self.train)) for sample in samples]
         rows = [_order(self.seed, epoch, len(self.train))[place] for epoch, place in places]
-        return _split(self.train[rows])
+        return self._split(self.train[rows])
 
     def validation_batch(self, index: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of the ``index``-th validation batch, going round at the end."""
         rows = torch.arange(index * batch_size, (index + 1) * batch_size) % len(self.validation)
-        return _split(self.validation[rows])
+        return self._split(self.validation[rows])
+
+    def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        ids = sequences.long()
+        labels = ids[:, 1:].contiguous()
+        labels[:, : self.prompt_tokens] = IGNORED
+        return ids[:, :-1].contiguous(), labels
 
     def token_counts(self) -> Tensor:
         """Return how often each token occurs in the training sequences, [vocab_size] int64."""
@@ -95,7 +104,9 @@ def tokenise(config: RunConfig) -> Tokens:
 def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
     """Return sequences that stay in the file until a batch needs them."""
     sequences = cut(np.load(tokens.path, mmap_mode="c"), config)
-    return Corpus(*sequences, tokens.vocab_size, config.seed, tokens.sources)
+    return Corpus(
+        *sequences, tokens.vocab_size, config.seed, tokens.sources, config.data.prompt_tokens
+    )
 
 
 def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:
@@ -130,11 +141,6 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
         ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
     whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
     return whole.astype(np.int32)
-
-
-def _split(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    ids = sequences.long()
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 @functools.lru_cache(maxsize=2)

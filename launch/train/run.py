@@ -14,7 +14,7 @@ from flce_dist.launch.program import RunError
 from flce_dist.launch.train import compare, model
 from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.data import Corpus
+from flce_dist.launch.train.data import IGNORED, Corpus
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from flce_dist.launch.train.optimizer import Optimizer
 from flce_dist.launch.train.ranks import on_rank_0, said, say, together
@@ -64,7 +64,7 @@ class Trainer:
         for i in range(data.microbatches):
             first = self.samples + (i * group.size() + group.rank()) * data.batch_size
             tokens, labels = self.corpus.train_batch(first, data.batch_size)
-            loss = self._token_losses(tokens, labels).sum() / labels.numel()
+            loss = self._mean_loss(tokens, labels)
             (loss / data.microbatches).backward()
             shares = model.filter_shares(self.model)
             numbers.append(torch.stack([loss.detach(), *shares.values()]))
@@ -85,7 +85,7 @@ class Trainer:
             for i in range(data.validation_batches):
                 batch = i * group.size() + group.rank()
                 tokens, labels = self.corpus.validation_batch(batch, data.batch_size)
-                total += self._token_losses(tokens, labels).double().sum() / labels.numel()
+                total += self._mean_loss(tokens, labels)
         dist.all_reduce(total)
         return total.item() / (data.validation_batches * dist.get_world_size())
 
@@ -144,11 +144,13 @@ class Trainer:
             state |= {name: x for name, x in first.items() if name.startswith("model.")}
         return state
 
-    def _token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of sequences [b, s], by token or summed."""
-        return model.token_losses(
-            self.distributed, self._to_device(tokens), self._to_device(labels)
-        )
+    def _mean_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of the tokens of sequences [b, s] that are not ignored."""
+        counted, batch = labels != IGNORED, map(self._to_device, (tokens, labels))
+        losses = model.token_losses(self.distributed, *batch)
+        if losses.dim():  # Megatron's heads have a loss where labels are ignored
+            losses = losses.where(self._to_device(counted), 0.0)
+        return losses.sum() / int(counted.sum())
 
     def _to_device(self, x: Tensor) -> Tensor:
         """Copy to the device, without waiting for it."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.contract.compare import BUDGET, compare, compared, line, need
 from tests.contract.gradients import gradients_of, loss_and_gradients
-from tests.contract.models import H, S, Setting, batch, gpt, in_ddp, uneven
-from tests.contract.other_models import hybrid, t5
+from tests.contract.models import H, S, Setting, batch, gpt, hybrid, in_ddp, t5, uneven
 
 
 def of_no_labels(model: Any) -> dict[str, Any]:
