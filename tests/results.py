@@ -69,7 +69,7 @@ def table(name: str) -> str:
             where = {**USUAL, "file": of.get("file"), **of.get("where", {}), **column, **row}
             text = where.pop("cell", of.get("cell"))
             cells.append(cell(text, record(where)))
-        rows.append([label, *cells])
+        rows.append([str(label), *cells])
     lines = [re.sub(" +", " ", f"| {' | '.join(row)} |") for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "".join(f"{line}\n" for line in lines)

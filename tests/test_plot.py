@@ -73,11 +73,12 @@ def test_the_dial_shows_auto_between_recompute_and_cached():
 
 
 def test_time_over_the_share_of_tokens_that_count():
-    found = [replace(DIAL[1], counted=1.0), replace(DIAL[1], counted=0.25, p50_ms=4.0)]
-    figure: Any = shares([DIAL[0], *found, replace(found[0], skip_ignored=True)])
+    auto = record("triton", 14.0, schedule="auto")
+    found = [auto, replace(auto, counted=0.25, p50_ms=4.0), replace(auto, skip_ignored=True)]
+    figure: Any = shares([*DIAL[:2], *found])
     assert lines_of(figure.axes[0]) == {
-        "triton recompute": [[0.25, 1.0], [4.0, 14.0]],
-        "triton recompute skip_ignored": [[1.0], [14.0]],
+        "triton auto": [[0.25, 1.0], [4.0, 14.0]],
+        "triton auto skip_ignored": [[1.0], [14.0]],
     }
     assert_readable(figure)
     assert shares(DIAL) is None

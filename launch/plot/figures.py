@@ -141,7 +141,7 @@ def shares(records: list[Record]) -> Figure | None:
     for shape, found in with_gradients(records).items():
         lines: Lines = {}
         for r in found:
-            if r.op != "floor" and r.p50_ms is not None:
+            if r.op != "floor" and r.p50_ms is not None and r.schedule in (None, "auto"):
                 lines.setdefault(r.run.name, {})[r.counted] = r.p50_ms
         if any(len(line) > 1 for line in lines.values()):
             drawn[shape] = lines
@@ -160,8 +160,8 @@ def _against(drawn: dict[str, Lines], title: str, scale: str) -> Figure | None:
         return None
     figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
     for axes, lines in zip(stacked, drawn.values(), strict=True):
-        for name, points in lines.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=name)
+        for (name, points), marker in zip(lines.items(), "osD^v<>*" * len(lines), strict=False):
+            axes.plot(*zip(*sorted(points.items()), strict=True), marker=marker, label=name)
         places = sorted({x for points in lines.values() for x in points})
         axes.set_xscale(scale)
         axes.set_xticks(places, [f"{x:g}" for x in places])
