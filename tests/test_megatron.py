@@ -233,16 +233,19 @@ def test_the_layer_of_the_development_branch(group):
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, True)])
 @on_ranks("tp")
 def test_ignored_labels_that_are_not_computed(group, tp, sp):
+    plugged(tp, sp)  # a batch is that of a rank of its groups
     tokens, labels = batch()
     labels = labels.masked_fill(torch.arange(labels.numel()).view_as(labels) % 3 != 0, -100)
     found = []
-    for most in (None, int((labels >= 0).sum())):
-        model = plugged(tp, sp, max_counted=most)
+    most = int((labels >= 0).sum())
+    for options in ({}, {"max_counted": most}, {"skip_ignored": True, "impl": "triton"}):
+        model = plugged(tp, sp, **options)
         loss = token_losses(model, tokens, labels)
         loss.sum().backward()
         found.append([loss, *(x.grad for x in model.parameters())])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for of_all, bounded, skipping in zip(*found, strict=True):
+        torch.testing.assert_close(bounded, of_all)
+        torch.testing.assert_close(skipping, of_all)
 
 
 # --- filtered gradients: blocks of tokens are of one sequence each
