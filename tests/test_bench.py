@@ -6,6 +6,8 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -171,6 +173,17 @@ def test_two_ranks_end_to_end(tmp_path):
 
 
 # --- files: two forms, whole or not at all, and how a benchmark goes on
+
+
+def test_a_benchmark_goes_on_with_a_shape_of_which_other_tokens_count(tmp_path, monkeypatch):
+    other = ("--shapes.1.T", "24", "--shapes.1.counted", "0.5")
+    measure = bench._bench_shape
+    found: Any = iter([measure, mock.Mock(side_effect=KeyboardInterrupt), measure])
+    monkeypatch.setattr(bench, "_bench_shape", lambda *args: next(found)(*args))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, EAGER, *other)
+    assert run(tmp_path, EAGER, *other) == 0
+    assert [record.counted for record in records(tmp_path, "eager")] == [1.0, 0.5]
 
 
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):

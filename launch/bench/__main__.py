@@ -86,10 +86,10 @@ def _bench(
         "config": as_json(config),
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
-    done = {record.shape for record in records}
+    done = {(*record.shape, record.flagged, record.counted) for record in records}
     shapes = all_shapes(config) if head is None else [head.shape]
     for number, shape in enumerate(shapes, start=1):
-        if tuple(shape.size.values()) in done:
+        if (*shape.size.values(), shape.flagged, shape.counted) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
