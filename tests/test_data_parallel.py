@@ -224,6 +224,9 @@ def test_main_grad_gets_the_mean(schedule):
     assert max(run_ranks(rank, 2)) < 1e-6
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Dynamo of this torch takes no hooks of tensors in a graph"
+)
 @on_ranks(2)
 def test_compiled(group):
     call = torch.compile(data_parallel_linear_cross_entropy, backend="aot_eager", fullgraph=True)
