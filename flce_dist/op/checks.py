@@ -253,12 +253,11 @@ def check_labels(
         return
     ignore_index, most = options.ignore_index, options.max_counted
     counted = counts(labels, token_weight if options.partitions else None, ignore_index)
-    n = int(counted.sum())
-    if most is not None and n > most:
+    if most is not None and (n := int(counted.sum())) > most:
         raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")
-    bad = ((labels < 0) | (labels >= vocab_size)) & counted
+    bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)
     if bad.any():
-        where = int(bad.to(torch.uint8).argmax())
+        where = int(bad.argmax())
         raise ValueError(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
             f"got {int(labels[where])} at token {where}"
