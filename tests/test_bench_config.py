@@ -7,10 +7,8 @@ import pytest
 
 from flce_dist.launch.bench.config import (
     BenchConfig,
-    Cross,
     RunSpec,
     ShapeSpec,
-    all_shapes,
     as_json,
     check_config,
     floor_of,
@@ -33,7 +31,7 @@ def test_grids_are_valid(path, world_size):
     """That for several ranks on any number, with whole hidden states in floors alone."""
     config = load_config(["--config", str(path)], world_size=world_size)
     assert config.out.name == path.stem
-    for shape in all_shapes(config):
+    for shape in config.shapes:
         runs = runs_of(config, shape)
         assert {floor_of(run) for run in runs} <= {run.name for run in runs} | {"gemm1", "gemm3"}
         if path.stem == OVER_RANKS:
@@ -50,7 +48,6 @@ def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path):
     shapes:
       - {T: 8, H: 4, V: 16, dtype: fp32}
       - {T: 9, H: 4, V: 16, runs: [{impl: eager, mode: forward}]}
-    cross: {T: [1, 2], H: [4], V: [32, 64]}
     runs:
       - {impl: eager, schedule: cached, max_logits_bytes: 4096}
     """
@@ -63,9 +60,7 @@ def test_yaml_lists_become_shapes_and_runs_and_flags_override_them(tmp_path):
     assert config.shapes[0] == ShapeSpec(5, 4, 16, "fp32")
     assert config.shapes[1].runs == (RunSpec("eager", mode="forward"),)
     assert config.runs == (RunSpec("eager", "auto", 4096),)
-    crossed = [(shape.T, shape.V) for shape in all_shapes(config)[2:]]
-    assert crossed == [(1, 32), (1, 64), (2, 32), (2, 64)]
-    assert all(shape.dtype == "bf16" for shape in all_shapes(config)[1:])
+    assert config.shapes[1].dtype == "bf16"
 
 
 def test_the_floors_that_ratios_need_are_added_and_come_first():
@@ -95,7 +90,6 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
     [
         (BenchConfig(), 1, "must name at least one shape, got none"),
         (BenchConfig(shapes=SHAPE), 1, "runs must name at least one run for T=6 .*, got none"),
-        (BenchConfig(cross=Cross(T=(1,)), runs=RUN), 1, "cross must name sizes of T, H and V"),
         (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
         (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
         (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
@@ -112,7 +106,7 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
         (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
         (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
-        (BenchConfig(cross=Cross((1, -2), (1,), (2,)), runs=RUN), 1, r"cross\.T\[1\] must be .*-2"),
+        (BenchConfig(shapes=(ShapeSpec(T=-2),), runs=RUN), 1, r"shapes\[0\]\.T must be .*-2"),
         (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
         (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
         (BenchConfig(cuda_graph=True, device="cpu"), 1, "cuda_graph needs a GPU, got device=cpu"),

@@ -29,7 +29,6 @@ from flce_dist.launch.bench import files, megatron_peer
 from flce_dist.launch.bench.config import (
     BenchConfig,
     ShapeSpec,
-    all_shapes,
     as_json,
     check_shape,
     load_config,
@@ -87,7 +86,7 @@ def _bench(
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
     done = {(*record.shape, record.flagged, record.counted) for record in records}
-    shapes = all_shapes(config) if head is None else [head.shape]
+    shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):
         if (*shape.size.values(), shape.flagged, shape.counted) in done:
             console.print(f"{shape.name}: measured before")

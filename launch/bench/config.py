@@ -5,8 +5,7 @@ T = tokens, H = hidden size, V = whole vocabulary, P = ranks; each rank holds V 
 """
 
 import dataclasses
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,16 +110,6 @@ class ShapeSpec:
 
 
 @dataclass(frozen=True)
-class Cross:
-    """Every T with every H and V."""
-
-    T: tuple[Annotated[int, SIZE], ...] = ()
-    H: tuple[Annotated[int, SIZE], ...] = ()
-    V: tuple[Annotated[int, SIZE], ...] = ()
-    dtype: Dtype = "bf16"
-
-
-@dataclass(frozen=True)
 class BenchConfig:
     out: Path = Path("runs/bench/result")
     """Stem of the result files: out.json and out.csv."""
@@ -147,8 +136,6 @@ class BenchConfig:
     trace: bool = False
     """Profile, and also write a trace of each run to look at: out.<shape>.<run>.trace.json.gz."""
     shapes: tuple[ShapeSpec, ...] = ()
-    cross: Cross = field(default_factory=Cross)
-    """Shapes behind those of ``shapes``."""
     runs: tuple[RunSpec, ...] = ()
     head: Path | None = None
     """Measure on this head of a trained model, a file of torch.save, in place of random data."""
@@ -172,25 +159,15 @@ def check_config(config: BenchConfig, *, world_size: int) -> None:
     check_ranges(config)
     on_cpu = config.device == "cpu"
     require(not (config.cuda_graph and on_cpu), "cuda_graph needs a GPU, got device=cpu")
-    given = {bool(sizes) for sizes in (config.cross.T, config.cross.H, config.cross.V)}
-    require(len(given) == 1, "cross must name sizes of T, H and V, or none of them")
-    shapes = all_shapes(config)
     if config.head is not None:
-        require(not shapes, "head has a shape of its own; shapes and cross must name none")
+        require(not config.shapes, "head has a shape of its own; shapes must name none")
         return
-    require(bool(shapes), "shapes and cross must name at least one shape, got none")
-    names = [shape.name for shape in shapes]
+    require(bool(config.shapes), "shapes must name at least one shape, got none")
+    names = [shape.name for shape in config.shapes]
     twice = sorted({name for name in names if names.count(name) > 1})
-    require(not twice, f"shapes and cross must name each shape once, got twice: {twice}")
-    for shape in shapes:
+    require(not twice, f"shapes must name each shape once, got twice: {twice}")
+    for shape in config.shapes:
         check_shape(shape, runs_of(config, shape), world_size)
-
-
-def all_shapes(config: BenchConfig) -> list[ShapeSpec]:
-    """Return the shapes in the order in which they run."""
-    cross = config.cross
-    crossed = itertools.product(cross.T, cross.H, cross.V)
-    return [*config.shapes, *(ShapeSpec(T, H, V, cross.dtype) for T, H, V in crossed)]
 
 
 def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
