@@ -49,7 +49,8 @@ class LazyLogits(Tensor):
             is_second = name == "tanh" and any(step.__name__ == name for step, *_ in x.steps)
             if not is_second and all(type(n) in (int, float) and n > 0 for n in numbers):
                 steps = (*x.steps, (func, *numbers))
-                return _lazy(super().__torch_function__(func, types, args), x.head, x.hidden, steps)
+                dtype = torch.float32 if name == "float" else x.dtype
+                return _lazy(x.shape, dtype, x.head, x.hidden, steps)
         why = f"{name} of its logits"
         return func(*real(args, why), **{key: real(y, why) for key, y in (kwargs or {}).items()})
 
@@ -58,11 +59,13 @@ def lazy_logits(head: Any, hidden: Tensor) -> LazyLogits:
     """Return what ``head`` makes of ``hidden`` [..., H], in the dtype that it has there."""
     kind, shape = hidden.device.type, (*hidden.shape[:-1], head.out_features)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _lazy(torch.empty(shape, dtype=dtype, device="meta"), head, hidden, ())
+    return _lazy(shape, dtype, head, hidden, ())
 
 
-def _lazy(like: Tensor, head: Any, hidden: Tensor, steps: tuple[Any, ...]) -> LazyLogits:
-    logits = like.as_subclass(LazyLogits)
+def _lazy(
+    shape: tuple[int, ...], dtype: torch.dtype, head: Any, hidden: Tensor, steps: tuple[Any, ...]
+) -> LazyLogits:
+    logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(LazyLogits)
     logits.head, logits.hidden, logits.steps, logits.computed = head, hidden, steps, {}
     return logits
 
