@@ -46,6 +46,8 @@ CHECKS: dict[str, Check] = {
 }
 # On a CPU test_compiled.py and test_verify.py have two of them.
 GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
+# What one hardware queue for all streams could reorder or let hang: copies beside other work.
+BESIDE_OTHER_WORK = ("bits", "streams", "graphs", "subgroups", "heads")
 MOST_LINES = 12  # of one rank's findings that are printed
 
 

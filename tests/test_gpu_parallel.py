@@ -68,14 +68,17 @@ def all_passed(names: list[str], world_size: int) -> str:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=on_gpus(n)) for n in (2, 4)])
-@pytest.mark.parametrize("one_connection", [False, True])
-def test_every_check_passes_over_nccl(one_connection, world_size, monkeypatch, tmp_path):
+@pytest.mark.parametrize("connections", [None, 1])
+def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
+    """Every one, and over one connection those of copies beside other work."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    if one_connection:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    status, printed = run_over_nccl(world_size, tmp_path, *PROGRAM, *PATIENCE)
+    names = list(gpu_parallel.CHECKS)
+    if connections:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
+        names = list(gpu_parallel.BESIDE_OTHER_WORK)
+    status, printed = run_over_nccl(world_size, tmp_path, *PROGRAM, *PATIENCE, "--checks", *names)
     print(printed)
-    assert status == 0 and all_passed(list(gpu_parallel.CHECKS), world_size) in printed, printed
+    assert status == 0 and all_passed(names, world_size) in printed, printed
 
 
 def test_every_check_passes_over_gloo(tmp_path):
