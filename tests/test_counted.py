@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flce_dist import check_ranks, filtered, linear_cross_entropy
-from flce_dist.kernels import counted_tokens, eager, eager_rows
-from flce_dist.parallel import counted
+from flce_dist.kernels import counted_tokens, eager_rows
 from flce_dist.testing import RankPool, run_ranks
 from tests.parallel_problem import Problem, complaint, joined, misses, on_threads, rank_step
 from tests.problems import (
@@ -25,7 +24,6 @@ from tests.problems import (
     IGNORE,
     SCHEDULES,
     Inputs,
-    Patch,
     Upstream,
     assert_same,
     both,
@@ -141,36 +139,6 @@ def test_bits_are_those_of_the_tokens_that_count_alone(impl, name):
         check_bits(impl=impl, **EVERY[name])
         if name in ("recompute", "cached"):
             check_bits("half", "metrics", impl=impl, **EVERY[name])
-
-
-def shifted(original: Any, *args: Any, **kwargs: Any) -> Any:
-    places, *others = original(*args, **kwargs)
-    return (places + 1) % T, *others
-
-
-def moved(original: Any, *args: Any) -> Any:
-    """Rows put back at the places of others."""
-    is_place = [isinstance(x, Tensor) and x.dtype == torch.int64 for x in args]
-    return original(*(x.roll(1) if y else x for x, y in zip(args, is_place, strict=True)))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "wrong"),
-    [
-        (eager, "counted_tokens", shifted),
-        (counted, "put_back", moved),
-        (counted.PutBackAndScattered, "__init__", moved),
-    ],
-)
-def test_a_wrong_place_shows(mutate: Patch, owner: Any, name: str, wrong: Any) -> None:
-    def check() -> None:
-        check_bits(impl="eager")
-        assert not misses(on_threads(2, LONG, max_counted=20, sequence_parallel=True), LONG)
-
-    check()
-    mutate(owner, name, wrong)
-    with pytest.raises(AssertionError):
-        check()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
