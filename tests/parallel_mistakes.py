@@ -59,15 +59,6 @@ def rank_1_raises(patch: pytest.MonkeyPatch) -> None:
     replace_op(patch, wrong)
 
 
-def host_waits(patch: pytest.MonkeyPatch) -> None:
-    def wrong(op: Any, *args: Any, **options: Any) -> Any:
-        loss = op(*args, **options)
-        loss.item()
-        return loss
-
-    replace_op(patch, wrong)
-
-
 if __name__ == "__main__":
     from tests import gpu_parallel
 

@@ -121,6 +121,12 @@ def host_must_not_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+def test_a_waiting_host_is_noticed():
+    with pytest.raises(RuntimeError, match="synchronizing"), host_must_not_wait():
+        torch.ones((), device="cuda").item()
+
+
 @each_device
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("chunk_elements", [1, 70 * 8, 1 << 20])
