@@ -31,11 +31,7 @@ def nothing() -> None:
 
 
 def gather(
-    rank: Rank,
-    memory: PeerMemory,
-    turn: Any,
-    wide: int = 1,
-    between: Callable[[], None] = nothing,
+    rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1, between: Callable[[], None] = nothing
 ) -> FakeTensor:
     """Gather tokens of ``wide`` elements; check each piece as it arrives, and call ``between``."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)

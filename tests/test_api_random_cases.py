@@ -104,10 +104,7 @@ def calls(draw: st.DrawFn, max_P: int = 8, sizes: int = 40) -> Drawn:
             ("z_loss_weight", draw(st.sampled_from([0.0, 1e-2]))),
             ("logit_scale", draw(st.sampled_from([1.0, 0.5, -1.3]))),
         ),
-        how=(
-            ("schedule", schedule),
-            ("max_logits_bytes", draw(st.sampled_from([None, 1, 4096]))),
-        ),
+        how=(("schedule", schedule), ("max_logits_bytes", draw(st.sampled_from([None, 1, 4096])))),
     )
 
 

@@ -6,8 +6,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -175,46 +173,37 @@ def test_two_ranks_end_to_end(tmp_path):
 # --- files: two forms, whole or not at all, and how a benchmark goes on
 
 
-def test_a_benchmark_goes_on_with_a_shape_of_which_other_tokens_count(tmp_path, monkeypatch):
-    other = ("--shapes.1.T", "24", "--shapes.1.counted", "0.5")
-    measure = bench._bench_shape
-    found: Any = iter([measure, mock.Mock(side_effect=KeyboardInterrupt), measure])
-    monkeypatch.setattr(bench, "_bench_shape", lambda *args: next(found)(*args))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, EAGER, *other)
-    assert run(tmp_path, EAGER, *other) == 0
-    assert [record.counted for record in records(tmp_path, "eager")] == [1.0, 0.5]
-
-
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
+    """The other shape differs from it in how many tokens count alone."""
     measure, measured = bench._bench_shape, []
+    shapes = ("--shapes.1.T", "24", "--shapes.1.counted", "0.5")
 
     def ends_at_the_second(config, shape, *args):
-        measured.append(shape.T)
+        measured.append(shape.counted)
         if len(measured) == 2:
             raise KeyboardInterrupt
         return measure(config, shape, *args)
 
     monkeypatch.setattr(bench, "_bench_shape", ends_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
+        run(tmp_path, EAGER, *shapes)
     first = records(tmp_path)
-    assert {record.T for record in first} == {24}
+    assert {record.counted for record in first} == {1.0}
 
-    assert run(tmp_path) == 0
-    assert measured == [24, 12, 12]
+    assert run(tmp_path, EAGER, *shapes) == 0
+    assert measured == [1.0, 0.5, 0.5]
     assert "T=24 H=16 V=64 fp32: measured before" in capsys.readouterr().out
     assert records(tmp_path)[: len(first)] == first
-    assert {record.T for record in records(tmp_path)} == {24, 12}
+    assert {record.counted for record in records(tmp_path)} == {1.0, 0.5}
 
     with pytest.raises(ConfigError, match=r"config\.rounds is 2 there and 3 here.*--fresh"):
-        run(tmp_path, EAGER, "--rounds", "3")
+        run(tmp_path, EAGER, *shapes, "--rounds", "3")
     about = bench.about
     monkeypatch.setattr(bench, "about", lambda device: {**about(device), "commit": "other"})
     with pytest.raises(ConfigError, match="commit is "):
-        run(tmp_path)
-    assert run(tmp_path, EAGER, "--rounds", "3", "--fresh") == 0
-    assert measured[3:] == [24, 12]
+        run(tmp_path, EAGER, *shapes)
+    assert run(tmp_path, EAGER, *shapes, "--rounds", "3", "--fresh") == 0
+    assert measured[3:] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])

@@ -93,11 +93,7 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
         (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
         (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
-        (
-            BenchConfig(shapes=SHAPE, runs=(TOLD,)),
-            1,
-            "max_counted is an option of triton and",
-        ),
+        (BenchConfig(shapes=SHAPE, runs=(TOLD,)), 1, "max_counted is an option of triton and"),
         (
             BenchConfig(shapes=SHAPE, runs=(SCORES,)),
             1,

@@ -1,7 +1,7 @@
 """The vocabulary split over data-parallel ranks: losses of own tokens, and FSDP2's gradients."""
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,21 +13,11 @@ from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import assert_within_budget, relative_rms, run_ranks
 from tests.on_ranks import on_ranks
-from tests.parallel_problem import complaint
+from tests.parallel_problem import Outcome, complaint
 from tests.problems import IGNORE, Inputs, Upstream, make_inputs, pairwise, run_reference
 
 P, T, H, V_ALL, ROWS = 3, 8, 16, 101, 104  # 35, 35, 34 rows, of which three are padding
 IGNORING = 1  # a rank whose tokens are all ignored
-
-
-class Outcome(NamedTuple):
-    """Of one rank, with its rows of the weight and of the bias, or of all rows."""
-
-    loss: Tensor
-    dhidden: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    calls: tuple[str, ...] = ()
 
 
 def whole(dtype: torch.dtype = torch.float32, tokens: int = P * T, spread: float = 2.0) -> Inputs:
@@ -159,14 +149,9 @@ def test_filtered_gradients():
     assert relative_rms(dweight, gradients("recompute")[1]) > 1e-2
 
 
-class Leaves(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-
-
 def small(
     group: dist.ProcessGroup | None, tokens: int = 4, **options: Any
-) -> tuple[Tensor, Leaves]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The loss of this rank's tokens, and hidden [tokens, H] and weight [5, H]."""
     g = torch.Generator().manual_seed(0 if group is None else group.rank())
     hidden, weight = (torch.randn(n, H, generator=g).requires_grad_() for n in (tokens, 5))
@@ -174,7 +159,7 @@ def small(
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     labels = torch.arange(tokens) % 5
     call = options.pop("call", data_parallel_linear_cross_entropy)
-    return call(hidden, weight, labels, data_group=group, **options), Leaves(hidden, weight)
+    return call(hidden, weight, labels, data_group=group, **options), (hidden, weight)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
@@ -190,8 +175,8 @@ def test_upstream_gradients_that_differ_make_nan(schedule):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_no_tokens(reduction):
     def rank(group: dist.ProcessGroup) -> bool:
-        loss, leaves = small(group, 0, reduction=reduction)
-        dweight = torch.autograd.grad(loss.sum(), leaves.weight, allow_unused=True)[0]
+        loss, (_, weight) = small(group, 0, reduction=reduction)
+        dweight = torch.autograd.grad(loss.sum(), weight, allow_unused=True)[0]
         return bool(loss.any()) or (dweight is not None and bool(dweight.any()))
 
     assert not any(run_ranks(rank, 2))
@@ -208,12 +193,11 @@ def test_one_process():
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
 def test_main_grad_gets_the_mean(schedule):
     def rank(group: dist.ProcessGroup) -> float:
-        loss, leaves = small(group, schedule=schedule)
-        loss.backward()
-        loss, others = small(group, schedule=schedule, accumulate_dweight=True)
-        loss.backward()
-        assert others.weight.grad is None and leaves.weight.grad is not None
-        return relative_rms(others.weight.main_grad, leaves.weight.grad)  # type: ignore[attr-defined]
+        loss, (_, plain) = small(group, schedule=schedule)
+        other, (_, weight) = small(group, schedule=schedule, accumulate_dweight=True)
+        (loss + other).backward()
+        assert weight.grad is None and plain.grad is not None
+        return relative_rms(weight.main_grad, plain.grad)  # type: ignore[attr-defined]
 
     assert max(run_ranks(rank, 2)) < 1e-6
 

@@ -135,16 +135,6 @@ def random_mask(blocks: int, J: int, density: float) -> Tensor:
     return torch.rand(blocks, J, generator=g) < density
 
 
-def round_count(blocks: int, columns: int, capacity: int) -> int:
-    """The rounds that suffice whichever tiles are kept, ``capacity`` tiles at a time.
-
-    A round holds whole columns of tiles, so it may be short of full by almost one column.
-    """
-    if capacity >= blocks * columns:
-        return 1
-    return -(-blocks * columns // (capacity - blocks))
-
-
 @each_device
 @pytest.mark.parametrize(
     ("kept", "capacity"),
@@ -166,8 +156,9 @@ def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
     kept = kept.to(device)
     blocks, J = kept.shape
     lists = tile_lists.tile_lists(kept, capacity)
-    assert lists[1:] == (blocks, J, round_count(blocks, J, capacity))
     N = blocks * J
+    # A round holds whole columns of tiles, so it may be short of full by almost one column.
+    assert lists[1:] == (blocks, J, 1 if capacity >= N else -(-N // (capacity - blocks)))
     of_tiles, of_rows, first_tile, column_order, of_rounds = lists.parts.split(
         [2 * N, 2 * N, J + 1, J, (lists.rounds + 1) * (2 + 2 * blocks)]
     )
