@@ -6,11 +6,20 @@ vocabulary rows here.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce_dist.kernels.shard_logits import part_of
+
+
+class Window(NamedTuple):
+    """Columns ``start <= v < end`` of a shard, and their cached D [T, end - start], if any."""
+
+    start: int
+    end: int
+    cached: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,18 +52,14 @@ class ColumnCache:
             return self
         return ColumnCache(tuple(window[start:end] for window in self.windows))
 
-    def split(self, V: int, step: int, cached_step: int) -> list[tuple[int, int, Tensor | None]]:
-        """Cut V columns into ranges; return ``(start, end, cached)`` for each.
-
-        Cached ranges come first and have at most ``cached_step`` columns: ``cached`` is their part
-        of the cache. The others have at most ``step`` columns, and None.
-        """
-        ranges: list[tuple[int, int, Tensor | None]] = []
+    def split(self, V: int, step: int, cached_step: int) -> list[Window]:
+        """Cut V columns: cached windows of at most ``cached_step``, then others of ``step``."""
+        ranges = []
         for first, window in self.with_starts():
             for start in range(0, window.shape[1], cached_step):
                 end = min(start + cached_step, window.shape[1])
-                ranges.append((first + start, first + end, part_of(window, start, end)))
-        return ranges + [(a, min(a + step, V), None) for a in range(self.width, V, step)]
+                ranges.append(Window(first + start, first + end, part_of(window, start, end)))
+        return ranges + [Window(a, min(a + step, V), None) for a in range(self.width, V, step)]
 
 
 def new_window(T: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -100,10 +100,5 @@ def dlogits(
         **launch.constexprs,
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.
-    write_label_value(
-        out,
-        logits.labels,
-        label_value,
-        vocab_start_index=logits.vocab_start_index,
-        ignore_index=logits.ignore_index,
-    )
+    first, ignore_index = logits.vocab_start_index, logits.ignore_index
+    write_label_value(out, logits.labels, label_value, first, ignore_index)

@@ -80,13 +80,8 @@ def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
 
 def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor) -> None:
     """Write ``value`` [T] to the labels' columns of ``out`` [T, W], columns from ``start`` on."""
-    write_label_value(
-        out,
-        logits.labels,
-        value,
-        vocab_start_index=logits.vocab_start_index + start,
-        ignore_index=logits.ignore_index,
-    )
+    first = logits.vocab_start_index + start
+    write_label_value(out, logits.labels, value, first, logits.ignore_index)
 
 
 def named_in(logits: ShardLogits, start: int, W: int) -> tuple[Tensor, Tensor, Tensor]:

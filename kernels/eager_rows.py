@@ -75,7 +75,7 @@ def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
 
 
 def write_label_value(
-    out: Tensor, labels: Tensor, value: Tensor, *, vocab_start_index: int, ignore_index: int
+    out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
 ) -> None:
     """Write ``out[t, labels[t] - vocab_start_index] = value[t]``; out is [T, V], value [T].
 

@@ -69,7 +69,7 @@ class Kernels(Protocol):
     ) -> None: ...  # fmt: skip
 
     def write_label_value(
-        self, out: Tensor, labels: Tensor, value: Tensor, *,
+        self, out: Tensor, labels: Tensor, value: Tensor,
         vocab_start_index: int, ignore_index: int,
     ) -> None: ...  # fmt: skip
 

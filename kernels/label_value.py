@@ -29,7 +29,7 @@ def _write_label_kernel(
 
 
 def write_label_value(
-    out: Tensor, labels: Tensor, value: Tensor, *, vocab_start_index: int, ignore_index: int
+    out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
 ) -> None:
     """Write ``out[t, labels[t] - vocab_start_index] = value[t]`` where that column exists.
 

@@ -21,6 +21,7 @@ The label's own column follows from the sum over the *other* columns: ``p_label 
 for a confident token, ``-others * exp(reference - lse)`` does not.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,14 +52,6 @@ class RowGradient(NamedTuple):
             label_value=self.scale * self.label_value,
             affine=tuple(self.scale * x for x in self.affine) or (self.scale,),
         )
-
-
-class MetricGradients(NamedTuple):
-    """Upstream gradients of the metrics, each [T] or None."""
-
-    lse: Tensor | None
-    logprob: Tensor | None
-    entropy: Tensor | None
 
 
 def label_value(
@@ -123,22 +116,21 @@ def row_gradient(
 def row_gradient_with_metrics(
     stats: TokenStats,
     dloss: Tensor,
-    metrics: MetricGradients,
+    dmetrics: Sequence[Tensor | None],
     entropy: Tensor | None,
     terms: LossTerms,
     inverse_temperature: Tensor | None,
 ) -> RowGradient:
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
-    ``dloss`` comes from ``token_dloss``. With ``x_v = z_v - reference``,
+    ``dloss`` comes from ``token_dloss``; ``dmetrics`` are the upstream gradients of lse, logprob
+    and entropy, [T] or None. With ``x_v = z_v - reference``,
     ``D_v = exp(x_v) * (a + b * x_v) + u`` contains the upstream gradients::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
     """
     zero = torch.zeros_like(dloss)
-    dlse = zero if metrics.lse is None else metrics.lse
-    dlogprob = zero if metrics.logprob is None else metrics.logprob
-    dentropy = zero if metrics.entropy is None else metrics.entropy
+    dlse, dlogprob, dentropy = (zero if g is None else g for g in dmetrics)
     log_total, lse = stats.log_total, stats.lse
     centre = zero if entropy is None else entropy - log_total
 

@@ -188,7 +188,7 @@ class Filtered:
         gather = transport.gather(operands.hidden, call.order, call.sequence_group, operands.places)
         gather.start_all()
         logits = shard_logits(call, operands, gather.tokens)
-        gradients = Gradients.new(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator)
         tokens, window_v = (0, call.T), self.recompute.window_v
         chunk = Chunk(tokens, logits.labels, stats, rows, ColumnCache(), gather, logits, window_v)
         if call.V:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.column_cache import ColumnCache, Window, new_window
 from flce_dist.kernels.shard_logits import ShardLogits, part_of, rows_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -35,22 +35,12 @@ class Chunk(NamedTuple):
         return call.rescales_cache or self.overwrite is not None
 
 
-class Window(NamedTuple):
-    """Columns ``start <= v < end`` of this shard, and their cached D, if any."""
-
-    start: int
-    end: int
-    cached: Tensor | None
-
-
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
     as_it_is = chunk.cache.dtype == call.dtype and chunk.overwrite is None
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
-    columns = chunk.cache.split(call.V, chunk.window_v, cached_step)
-    windows = [Window(*ends) for ends in columns]
-    return windows or [Window(0, 0, None)]
+    return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
 
 
 def dlogits(
@@ -62,31 +52,30 @@ def dlogits(
     columns wait for hidden.
     """
     buffer = None
-    for start, end, cached in windows:
+    for window in windows:
+        start, end, cached = window
         if cached is not None and not chunk.rescales(call):
             yield start, end, cached
             continue
         if buffer is None:
-            widest = max(window.end - window.start for window in windows)
+            widest = max(each.end - each.start for each in windows)
             buffer = new_window(len(chunk.labels), widest, call.dtype, chunk.labels.device)
         d = part_of(buffer, 0, end - start)
         if cached is not None:
-            _rescale(call, chunk, rows, cached, call.vocab_start_index + start, out=d)
+            _rescale(call, chunk, rows, window, out=d)
         elif start < end:
-            _recompute(call, chunk, rows, start, end, out=d)
+            _recompute(call, chunk, rows, window, out=d)
         if chunk.overwrite is not None:
             chunk.overwrite(d, start)
         yield start, end, d
 
 
-def _recompute(
-    call: Call, chunk: Chunk, rows: RowGradient, start: int, end: int, out: Tensor
-) -> None:
-    """Compute D of columns ``start <= v < end`` from the logits, token piece by token piece."""
+def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
+    """Compute D of a window's columns from the logits, token piece by token piece."""
     assert chunk.logits is not None and chunk.gather is not None
     for t in chunk.gather.arrivals(*chunk.tokens):
         call.kernels.dlogits(
-            chunk.logits.tokens(t.start, t.stop).columns(start, end),
+            chunk.logits.tokens(t.start, t.stop).columns(window.start, window.end),
             rows_of(rows.reference, t.start, t.stop),
             rows_of(rows.label_value, t.start, t.stop),
             tuple(rows_of(x, t.start, t.stop) for x in rows.affine),
@@ -94,25 +83,14 @@ def _recompute(
         )
 
 
-def _rescale(
-    call: Call,
-    chunk: Chunk,
-    rows: RowGradient,
-    cached: Tensor,
-    vocab_start_index: int,
-    out: Tensor,
-) -> None:
+def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
     """Multiply exponentials by the tokens' scales; in fp16 make them relative to lse."""
+    assert window.cached is not None
     if rows.affine:
         (change,) = rows.affine
     else:
         change = (chunk.stats.reference - rows.reference).exp()
-    kernels, ignore_index = call.kernels, call.options.ignore_index
-    kernels.scale_rows(cached, change, chunk.labels, ignore_index=ignore_index, out=out)
-    kernels.write_label_value(
-        out,
-        chunk.labels,
-        rows.label_value,
-        vocab_start_index=vocab_start_index,
-        ignore_index=ignore_index,
-    )
+    kernels, labels, ignore_index = call.kernels, chunk.labels, call.options.ignore_index
+    kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
+    first = call.vocab_start_index + window.start
+    kernels.write_label_value(out, labels, rows.label_value, first, ignore_index)

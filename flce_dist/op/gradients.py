@@ -6,15 +6,15 @@ D [T, V] exists one window of columns at a time, from forward's cache or compute
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import gemm, token_gradient_formulas
+from flce_dist.kernels import gemm
+from flce_dist.kernels import token_gradient_formulas as formulas
 from flce_dist.kernels.shard_logits import rows_of
-from flce_dist.kernels.token_gradient_formulas import MetricGradients, RowGradient
+from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Accumulator, Call, Operands, Results, Upstream
 from flce_dist.op.dlogits import Chunk, dlogits, split_columns
@@ -66,43 +66,31 @@ def row_gradient(
         return call.kernels.row_gradient(
             stats, *of_loss, from_lse=from_lse, inverse_temperature=inverse
         )
-    token_dloss = token_gradient_formulas.token_dloss(stats.others, *of_loss)
-    metrics = MetricGradients(*dmetrics)
-    return token_gradient_formulas.row_gradient_with_metrics(
-        stats, token_dloss, metrics, entropy, terms, inverse
-    )
+    token_dloss = formulas.token_dloss(stats.others, *of_loss)
+    return formulas.row_gradient_with_metrics(stats, token_dloss, dmetrics, entropy, terms, inverse)
 
 
-@dataclass
 class Gradients:
     """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
 
     ``dweight`` has the rows of ``weight``. It can sum several chunks in the accumulation dtype, but
     only takes one chunk in the operands' dtype. Rows beyond V become 0. If dweight ``accumulates``,
-    gradients are added to its values instead, and rows beyond V stay.
+    gradients are added to its values instead, and rows beyond V stay. ``dbias`` is in the dtype of
+    statistics, and so is ``acc``, a chunk's dhidden [T, H].
     """
 
-    call: Call
-    weight: Tensor
-    dhidden: TokenSum | None
-    dweight: Tensor | None
-    dbias: Tensor | None  # in the dtype of statistics
-    accumulates: bool
-    acc: Tensor | None = None  # of a chunk's dhidden, [T, H] in the accumulation dtype
-
-    @staticmethod
-    def new(call: Call, operands: Operands, accumulator: Accumulator | None) -> "Gradients":
+    def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
         """Allocate the gradients that the call needs; dweight is the accumulator's."""
-        weight, dhidden, dweight, dbias, accumulates = operands.weight, None, None, None, False
-        if call.needs.hidden:
-            dhidden = _sum_of_dhidden(call, operands)
-        if accumulator is not None:
-            dweight, accumulates = accumulator
-            if not accumulates and call.V < len(weight):
-                dweight[call.V :].zero_()
+        self.call, self.weight = call, operands.weight
+        self.dhidden = _sum_of_dhidden(call, operands) if call.needs.hidden else None
+        self.dweight: Tensor | None
+        self.dweight, self.accumulates = accumulator or (None, False)
+        if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
+            self.dweight[call.V :].zero_()
+        self.dbias: Tensor | None = None
         if call.needs.bias:
-            dbias = torch.zeros(len(weight), dtype=call.stats_dtype, device=weight.device)
-        return Gradients(call, weight, dhidden, dweight, dbias, accumulates)
+            self.dbias = self.weight.new_zeros(len(self.weight), dtype=call.stats_dtype)
+        self.acc: Tensor | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk.
@@ -118,21 +106,35 @@ class Gradients:
         contains_scale = not cached and not call.is_from_lse
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
-        scratch = self.new_accumulator(chunk)
+        scratch, product = self.new_accumulator(chunk), product_of(call, chunk)
         in_place = contains_scale or windows[-1].cached is not None
         factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
 
+        def add_dhidden(start: int, end: int, d: Tensor) -> None:
+            if self.acc is not None:
+                weight = rows_of(self.weight, start, end)
+                product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
+
+        def add_parameters(start: int, end: int, d: Tensor) -> None:
+            """Add D [T, end - start] to dweight and dbias of these columns."""
+            if self.dweight is not None:
+                (hidden, row), out = factor(), rows_of(self.dweight, start, end)
+                adds = chunk.tokens[0] > 0 or self.accumulates
+                product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
+            if self.dbias is not None:
+                self.dbias[start:end] += dbias_of(call, chunk, d, rows)
+
         for start, end, d in dlogits(call, chunk, rows, cached):
-            self._add_dhidden(chunk, start, end, d)
+            add_dhidden(start, end, d)
         if not others and scratch is None:
             self.finish_dhidden(chunk, rows)
         for start, end, d in dlogits(call, chunk, rows, cached):
-            self._add_parameters(chunk, rows, factor, start, end, d)
+            add_parameters(start, end, d)
         for start, end, d in dlogits(call, chunk, rows, others):
-            self._add_dhidden(chunk, start, end, d)
+            add_dhidden(start, end, d)
             if end == windows[-1].end and scratch is None:
                 self.finish_dhidden(chunk, rows)
-            self._add_parameters(chunk, rows, factor, start, end, d)
+            add_parameters(start, end, d)
         if scratch is not None:
             self.finish_dhidden(chunk, rows)
 
@@ -144,50 +146,22 @@ class Gradients:
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
-    def _add_dhidden(self, chunk: Chunk, start: int, end: int, d: Tensor) -> None:
-        if self.acc is not None:
-            weight = rows_of(self.weight, start, end)
-            product = product_of(self.call, chunk)
-            product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
-
     def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
         """Round the accumulator into this rank's share, and start the sum over ranks."""
         if self.dhidden is None:
             return
         assert self.acc is not None
-        plus = None
+        call, plus = self.call, None
         if rows.uniform is not None:
-            weight = self.weight[: self.call.V]
+            weight = self.weight[: call.V]
             plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
         self.dhidden.acquire()
-        self.call.kernels.scale_rows(
-            self.acc,
-            rows.scale,
-            chunk.labels,
-            ignore_index=self.call.options.ignore_index,
-            plus=plus,
-            out=rows_of(self.dhidden.tokens, *chunk.tokens),
+        out, ignore_index = rows_of(self.dhidden.tokens, *chunk.tokens), call.options.ignore_index
+        call.kernels.scale_rows(
+            self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
         )
         self.acc = None  # freed before the peers' shares get buffers
         self.dhidden.start(*chunk.tokens)
-
-    def _add_parameters(
-        self,
-        chunk: Chunk,
-        rows: RowGradient,
-        factor: Callable[[], tuple[Tensor, Tensor | None]],
-        start: int,
-        end: int,
-        d: Tensor,
-    ) -> None:
-        """Add D [T, end - start] to dweight and dbias of these columns."""
-        if self.dweight is not None:
-            hidden, row = factor()
-            out = rows_of(self.dweight, start, end)
-            adds = chunk.tokens[0] > 0 or self.accumulates
-            product_of(self.call, chunk)(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
-        if self.dbias is not None:
-            self.dbias[start:end] += dbias_of(self.call, chunk, d, rows)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return dhidden of this rank's tokens, summed over ranks, dweight, and dbias, rounded if

@@ -65,7 +65,7 @@ class InForward(Sizes):
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
             accumulator = new_accumulator(operands.weight, dtype)
-        gradients = Gradients.new(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
         for first, last in self.chunks():

@@ -93,13 +93,8 @@ class Pass:
         )
         if not call.rescales_cache:  # else backward writes D at the labels
             for start, window in cache.with_starts():
-                kernels.write_label_value(
-                    window,
-                    logits.labels,
-                    label_value,
-                    vocab_start_index=logits.vocab_start_index + start,
-                    ignore_index=options.ignore_index,
-                )
+                column, ignored = logits.vocab_start_index + start, options.ignore_index
+                kernels.write_label_value(window, logits.labels, label_value, column, ignored)
         return stats, loss
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:

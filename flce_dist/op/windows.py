@@ -160,7 +160,7 @@ class Windows(Sizes):
             gather.start_all()
             logits = shard_logits(call, operands, gather.tokens)
 
-        gradients = Gradients.new(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator)
         tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
             tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,

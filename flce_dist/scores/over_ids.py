@@ -100,7 +100,7 @@ class OverIds:
         if call.needs.weight:
             gather = transport.gather(operands.hidden, call.order, call.sequence_group)
             gather.start_all()
-        gradients = Gradients.new(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator)
         if gradients.dhidden is not None:
             gradients.dhidden.acquire()
             kernels.dhidden_of_ids(
