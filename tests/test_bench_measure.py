@@ -136,11 +136,14 @@ def test_flagged_tokens_are_rescued_and_no_others(P):
 
 
 @pytest.mark.parametrize("P", [1, 2])
-@pytest.mark.parametrize("counted", [1.0, 0.5])
-def test_the_truth_is_the_textbook_in_fp64(counted, P, monkeypatch):
+@pytest.mark.parametrize(("counted", "contiguous"), [(1.0, False), (0.5, False), (0.25, True)])
+def test_the_truth_is_the_textbook_in_fp64(counted, contiguous, P, monkeypatch):
     monkeypatch.setattr(problem, "CHUNK_BYTES", 8 * 30 * 7)  # chunks of 7 or 14 tokens
-    ranks = problem_and_truth(ShapeSpec(T=24, H=8, V=60, dtype="fp32", counted=counted), P)
-    assert 0 < (ranks[0]["labels"] == -100).sum() < 24 or counted == 1.0
+    shape = ShapeSpec(T=24, H=8, V=60, dtype="fp32", counted=counted, contiguous=contiguous)
+    ranks = problem_and_truth(shape, P)
+    ignored = ranks[0]["labels"] == -100
+    assert 0 < ignored.sum() < 24 or counted == 1.0
+    assert not contiguous or ignored.nonzero()[:, 0].tolist() == list(range(18))
     hidden = ranks[0]["hidden"].double().requires_grad_()
     weight = torch.cat([x["weight"] for x in ranks]).double().requires_grad_()
     (loss, *_) = reference_linear_cross_entropy(hidden, weight, ranks[0]["labels"])

@@ -85,10 +85,10 @@ def _bench(
         "config": as_json(config),
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
-    done = {(*record.shape, record.flagged, record.counted) for record in records}
+    done = {(*r.shape, r.flagged, r.counted, r.contiguous) for r in records}
     shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):
-        if (*shape.size.values(), shape.flagged, shape.counted) in done:
+        if (*shape.size.values(), shape.flagged, shape.counted, shape.contiguous) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()

@@ -95,6 +95,8 @@ class ShapeSpec:
     """Tokens, evenly spread, whose label is so unlikely that their logits are computed twice."""
     counted: Annotated[float, UNIT] = 1.0
     """Share of the tokens that count; the others are ignored, by chance."""
+    contiguous: bool = False
+    """The ignored tokens are the first ones, all of the first ranks under sequence parallelism."""
     runs: tuple[RunSpec, ...] = ()
     """Runs at this shape in place of the common ones."""
 
@@ -106,7 +108,8 @@ class ShapeSpec:
     def name(self) -> str:
         flagged = f" flagged={self.flagged}" if self.flagged else ""
         counted = f" counted={self.counted:g}" if self.counted < 1 else ""
-        return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}{counted}"
+        contiguous = " contiguous" if self.contiguous else ""
+        return f"T={self.T} H={self.H} V={self.V} {self.dtype}{flagged}{counted}{contiguous}"
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ def make_problem(shape: ShapeSpec, device: torch.device, seed: int, tp_group: Gr
         column, mine = problem.column_of_label(t)
         of_label = reduced(weight[column].float() * mine[:, None], tp_group)
         hidden[t] = (of_label * (-100 / (shape.H * 0.02**2))).to(dtype)
-    if shape.counted < 1:
+    if shape.contiguous:
+        labels[: round(shape.T * (1 - shape.counted))] = IGNORED
+    elif shape.counted < 1:
         generator.manual_seed(seed - 1)
         labels[torch.rand(shape.T, **common) >= shape.counted] = IGNORED
     return problem

@@ -61,6 +61,7 @@ class Record:
     kept_share: float | None = None  # of the tiles
     rank_one_mass: float | None = None  # of the probabilities
     counted: float = 1.0  # share of the tokens that are not ignored
+    contiguous: bool = False  # the ignored tokens are the first ones
     flagged: int = 0  # tokens whose logits are computed twice
     max_counted: bool = False
     skip_ignored: bool = False
@@ -102,7 +103,7 @@ def _make_record(
     of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
     given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
-    given |= {"counted": shape.counted, "flagged": shape.flagged}
+    given |= {"counted": shape.counted, "contiguous": shape.contiguous, "flagged": shape.flagged}
     if not run.is_ours or run.mode == "forward":
         given["schedule"] = None
     if found.failure is not None:

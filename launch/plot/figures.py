@@ -142,7 +142,8 @@ def shares(records: list[Record]) -> Figure | None:
         lines: Lines = {}
         for r in found:
             if r.op != "floor" and r.p50_ms is not None and r.schedule in (None, "auto"):
-                lines.setdefault(r.run.name, {})[r.counted] = r.p50_ms
+                name = f"{r.run.name}, the first ignored" if r.contiguous else r.run.name
+                lines.setdefault(name, {})[r.counted] = r.p50_ms
         if any(len(line) > 1 for line in lines.values()):
             drawn[shape] = lines
     figure = _against(drawn, "Time against the share of tokens that count", "linear")
