@@ -91,8 +91,9 @@ def _linear_stats_kernel(
             begin = tl.load(start_ptr, mask=mask_t, other=0)
             end = tl.load(start_ptr + 1, mask=mask_t, other=0)
             most = tl.max(end - begin, axis=0)
-            column_0 = named_column(named[0], begin, end, vocab_start_index)
-            column_1 = named_column(named[0], begin + 1, end, vocab_start_index)
+            first_id = vocab_start_index + start_v
+            named_0 = named_column(named[0], begin, end, first_id)
+            named_1 = named_column(named[0], begin + 1, end, first_id)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -101,15 +102,14 @@ def _linear_stats_kernel(
         z_above = z - reference[:, None]
         if named is None:
             x = other_columns(z_above, column, offs_v, V, EVEN_V)
-        else:  # the label is one of them; most tiles have no more than two of a token
+        else:  # the label is one of them
             x = z_above
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            x = take_out(x, column_0, offs_v, named[2] + begin)
-            x = take_out(x, column_1, offs_v, named[2] + begin + 1)
-            for i in range(2, most):
-                column_i = named_column(named[0], begin + i, end, vocab_start_index)
-                x = take_out(x, column_i, offs_v, named[2] + begin + i)
+            for i in range(most):
+                x = take_out(x, named_0, named[2] + begin + i)
+                named_0 = named_1
+                named_1 = named_column(named[0], begin + i + 2, end, first_id)
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)

@@ -43,6 +43,7 @@ HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
     "linear_stats tempered", "dlogits tempered", "label_logit", "kept_dlogits", "add_kept_dhidden",
     "kept_dweight", "counted_gemm counted", "linear_stats counted", "dlogits counted",
+    "linear_stats named",
 )  # fmt: skip
 
 
