@@ -21,14 +21,8 @@ def named_column(ids_ptr, n, end, vocab_start_index):
 
 
 @triton.jit
-def leave_out(x, column, offs_v):
-    """x [BLOCK_T, BLOCK_V], but -inf in these columns, [BLOCK_T]."""
-    return tl.where(offs_v[None, :] == column[:, None], -float("inf"), x)
-
-
-@triton.jit
 def take_out(x, column, offs_v, out_ptr):
-    """The same; what x was there is stored to out_ptr [BLOCK_T]."""
+    """x [BLOCK_T, BLOCK_V], but -inf in these columns [BLOCK_T]; what was there goes to out_ptr."""
     is_named = offs_v[None, :] == column[:, None]
     tl.store(out_ptr, tl.sum(tl.where(is_named, x, 0.0), axis=1), mask=column >= 0)
     return tl.where(is_named, -float("inf"), x)

@@ -10,9 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.scores.interface import score_kernels_of
-from flce_dist.kernels.scores.set_gradient import set_gradient
-from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
 from flce_dist.op.call import (
     Accumulator,
     Call,
@@ -66,7 +64,7 @@ class OverIds:
         gather.start_all()
         ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         logits = shard_logits(call, operands, gather.wait_all())
-        kernels = score_kernels_of(call.impl)
+        kernels = call.kernels
         z = kernels.logits_at_ids(logits, ids)
         z = collectives.all_reduce_sum(z, call.tp_group)
         logprob, lse, _, entropy = kernels.set_scores(z, ids, None, with_entropy=self.with_entropy)
@@ -91,7 +89,7 @@ class OverIds:
         assert operands is not None and operands.offsets is not None
         z, logprob, entropy, sorted, *others = OverIdsSaved(*saved)
         ids = TokenIds(sorted, operands.offsets, *others)
-        kernels, options, start = score_kernels_of(call.impl), call.options, call.vocab_start_index
+        kernels, options, start = call.kernels, call.options, call.vocab_start_index
         factor, _ = set_gradient(
             z, ids, logprob, entropy, (upstream.loss, upstream.lse, upstream.entropy),
             operands.inverse_temperature, softcap=options.softcap, logit_scale=options.logit_scale,

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.interface import score_kernels_of
-from flce_dist.kernels.scores.set_gradient import set_gradient
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds, sorted_ids
+from flce_dist.kernels.scores.token_ids import Rest, TokenIds, set_gradient, sorted_ids
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
@@ -82,7 +80,7 @@ class OverVocabulary:
         )
         cache = self.windows.new_cache(call, operands.hidden.device)
         z, rest = self._statistics(call, logits, ids, cache)
-        logprob, lse, other, entropy = score_kernels_of(call.impl).set_scores(
+        logprob, lse, other, entropy = call.kernels.set_scores(
             z, ids, rest, with_entropy=self.with_entropy
         )
         assert other is not None
@@ -153,7 +151,7 @@ class OverVocabulary:
         rows = rows._replace(affine=tuple(x * scale for x in rows.affine))
 
         def overwrite(d: Tensor, start: int) -> None:
-            score_kernels_of(call.impl).write_named(
+            call.kernels.write_named(
                 d, ids, factor, vocab_start_index=call.vocab_start_index + start
             )
 
