@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
@@ -84,7 +84,7 @@ class Kernels(Protocol):
     def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
 
     def set_scores(
-        self, z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
     def write_named(

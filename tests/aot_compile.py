@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -155,8 +155,9 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
         others_max=token, sums=sums, named_x=z,
     )  # fmt: skip
     gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
-    for rest in (None, Rest(token, token, None), Rest(token, token, token)):
-        gpu.set_scores(z, ids, rest, with_entropy=rest is None or rest.weighted is not None)
+    stats = TokenStats(token, token, token)
+    for rest in (None, stats, stats._replace(sum_ez=token)):
+        gpu.set_scores(z, ids, rest, with_entropy=rest is None or rest.sum_ez is not None)
     gpu.write_named(out, ids, z, vocab_start_index=0)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds, set_gradient, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
@@ -133,7 +133,7 @@ class Scores:
         )  # fmt: skip
 
 
-def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor, Rest]:
+def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor, TokenStats]:
     """Return the logits of named ids, and the sums over the others; write the cache.
 
     The labels of ``one`` become the largest id of each token, -1 without ids.
@@ -153,8 +153,7 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     # takes a tenth of a pass over the vocabulary for 64 ids of each token.
     run, n = ids.first.cumsum(0), torch.arange(N, device=z.device)
     firsts = n.new_zeros(N + 1).scatter_(0, run.where(ids.first, 0), n)
-    z = z.index_select(0, firsts.index_select(0, run))  # of padding any
-    return z, Rest(stats.reference, stats.others, stats.sum_ez)
+    return z.index_select(0, firsts.index_select(0, run)), stats  # z of padding is any
 
 
 def _affine(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import logits_at
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import TokenStats
 
 
 def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
@@ -22,7 +23,7 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     T, N, token = len(ids.offsets) - 1, len(z), ids.token
     in_set, n = z.where(ids.first, -torch.inf), torch.arange(N, device=z.device)
@@ -40,8 +41,8 @@ def set_scores(
     if rest is not None:
         change = rest.reference - reference
         unnamed = rest.others * change.exp()
-        if rest.weighted is not None:
-            weighted += change.exp() * rest.weighted + unnamed * change
+        if rest.sum_ez is not None:
+            weighted += change.exp() * rest.sum_ez + unnamed * change
     others = named + unnamed
     below, is_counted = (others + (e_top - 1)).log1p(), top < N
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)

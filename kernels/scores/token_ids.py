@@ -26,14 +26,6 @@ class TokenIds(NamedTuple):
     place: Tensor  # [N] int64
 
 
-class Rest(NamedTuple):
-    """Sums over the ids of the vocabulary that a token does not name, [T] fp32 each."""
-
-    reference: Tensor  # what these are relative to
-    others: Tensor  # of exponentials
-    weighted: Tensor | None  # of exp(x) x, for the entropy
-
-
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     """Sort ids [N] int64 of tokens in order, those of token t from offsets[t] to offsets[t + 1].
 
