@@ -23,7 +23,7 @@ from flce_dist.op.prepare import (
 )
 from flce_dist.options import DECLARED, Impl, LossOptions, Over, Schedule, declared
 from flce_dist.parallel import collectives
-from flce_dist.scores.ids import check_ids, flat_ids
+from flce_dist.scores.ids import flat_ids
 from flce_dist.scores.schedule import Scores
 
 _SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
@@ -138,18 +138,22 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 
 
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
-    weight, options, tp_group = arguments.weight, arguments.options, arguments.tp_group
+    weight, tp_group = arguments.weight, arguments.tp_group
     arguments = localized(arguments)
     ids, offsets = (
         local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
     )
-    tokens = _tokens(arguments)
+    hidden, options = arguments.hidden, arguments.options
+    tokens = list(hidden.shape[:-1])
+    if options.sequence_parallel and options.sequence_dim < len(tokens):
+        tokens[options.sequence_dim] *= collectives.group_size(tp_group)
     arguments = tempered(arguments._replace(labels=arguments.labels.expand(tokens)))
-    is_transposed = options.sequence_parallel and arguments.options.sequence_dim == 1
-    flat, cuts = flat_ids(ids, offsets, tokens, arguments.hidden, transposed=is_transposed)
     ordered = in_autocast_dtype(sequence_first(arguments))
     call, operands = prepare(ordered, gradients_needed(ordered), scores=_SCHEDULES[over])
-    check_ids(flat, cuts, call.vocab_size)
+    is_transposed = options.sequence_parallel and options.sequence_dim == 1
+    flat, cuts = flat_ids(
+        ids, offsets, arguments.labels.shape, hidden, call.vocab_size, transposed=is_transposed
+    )
     operands = operands._replace(labels=flat, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
@@ -158,12 +162,3 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     if is_transposed:
         results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
     return TokenScores(*results)
-
-
-def _tokens(arguments: Arguments) -> torch.Size:
-    """Return the shape of a tensor of all tokens."""
-    shape, options = list(arguments.hidden.shape[:-1]), arguments.options
-    checks.check_group(arguments.tp_group, options.sequence_parallel)
-    if options.sequence_parallel and options.sequence_dim < len(shape):
-        shape[options.sequence_dim] *= collectives.group_size(arguments.tp_group)
-    return torch.Size(shape)
