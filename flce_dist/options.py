@@ -45,7 +45,8 @@ COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
 class LossOptions:
     """The keywords of ``linear_cross_entropy`` other than tensors and the group, explained there.
 
-    ``with_metrics`` is no keyword: ``linear_cross_entropy_with_metrics`` sets it.
+    ``with_metrics`` is no keyword: ``linear_cross_entropy_with_metrics`` sets it, and
+    ``with_entropy`` of ``linear_logprob``.
     """
 
     reduction: Reduction = "mean"

@@ -14,9 +14,9 @@ from flce_dist import torch_private
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_logits import (  # noqa: F401
     SCRATCH_BYTES,
-    capped,
     dlogits,
     leave_out_named,
+    logits_at,
     named_in,
     slope_of,
     windows,
@@ -33,6 +33,13 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
 )
 from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
+from flce_dist.kernels.scores.eager import (  # noqa: F401
+    dhidden_of_ids,
+    dweight_of_ids,
+    logits_at_ids,
+    set_scores,
+    write_named,
+)
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
 from flce_dist.kernels.token_loss_formulas import (
@@ -63,14 +70,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
         part = logits.tokens(start, start + step)
         column = part.labels - part.vocab_start_index
         owned = (column >= 0) & (column < part.V) & part.counted
-        column = column.where(owned, 0)
-        z = part.hidden.to(out.dtype) * part.weight[column].to(out.dtype)
-        z = z.sum(1) * part.logit_scale
-        if part.bias is not None:
-            z = z + part.bias[column].to(out.dtype)
-        z = capped(z, part.softcap)
-        if part.inverse_temperature is not None:
-            z = z * part.inverse_temperature
+        z = logits_at(part, slice(None), column.where(owned, 0))
         out[start : start + step] = z.where(owned, 0.0)
 
 

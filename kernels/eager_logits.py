@@ -72,6 +72,17 @@ def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
         yield start, z
 
 
+def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Tensor:
+    """Return the logits of tokens at one column each, [n] in the dtype of statistics."""
+    dtype, inverse = logits.stats_dtype, logits.inverse_temperature
+    z = logits.hidden[token].to(dtype) * logits.weight[column].to(dtype)
+    z = z.sum(1) * logits.logit_scale
+    if logits.bias is not None:
+        z = z + logits.bias[column].to(dtype)
+    z = capped(z, logits.softcap)
+    return z if inverse is None else z * inverse[token]
+
+
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
     """Return the derivative of the softcap of logits z [T, W]."""
     inverse = logits.inverse_temperature

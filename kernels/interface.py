@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
 class Kernels(Protocol):
-    """The passes over logits, [T, N] and [T] that every schedule is made of."""
+    """The passes over logits, [T, N] and [T] that schedules are made of, those of scores last."""
 
     def may_replay(self) -> bool: ...
 
@@ -78,6 +79,25 @@ class Kernels(Protocol):
     def scale_rows(
         self, x: Tensor, scale: Tensor | None, labels: Tensor, *,
         ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
+    ) -> None: ...  # fmt: skip
+
+    def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
+
+    def set_scores(
+        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+    def write_named(
+        self, out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int
+    ) -> None: ...
+
+    def dhidden_of_ids(
+        self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
+    ) -> None: ...
+
+    def dweight_of_ids(
+        self, factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+        vocab_start_index: int, out: Tensor, adds: bool,
     ) -> None: ...  # fmt: skip
 
 

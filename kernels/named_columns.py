@@ -50,14 +50,8 @@ def named_column(ids_ptr, n, end, first_id):
 
 
 @triton.jit
-def leave_out(x, column, offs_v):
-    """x [BLOCK_T, BLOCK_V], but -inf in these columns, [BLOCK_T]."""
-    return tl.where(offs_v[None, :] == column[:, None], -float("inf"), x)
-
-
-@triton.jit
 def take_out(x, column, out_ptr):
-    """The same with columns of the tile; what x was there is stored to out_ptr [BLOCK_T].
+    """x [BLOCK_T, BLOCK_V], but -inf in these columns [BLOCK_T]; what was there goes to out_ptr.
 
     A select in each element and a sum over them cost 4 % of the GEMM at H = 4096, and registers
     that spill. Here a thread passes over 16 elements at once unless one of them is near the column,

@@ -25,8 +25,7 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.scores import gpu as score_gpu
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -150,19 +149,20 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
     ids = TokenIds(n, offsets, n, n.bool(), n)
     named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
-    score_gpu.logits_at_ids(logits, ids)
+    gpu.logits_at_ids(logits, ids)
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)
     gpu.linear_stats(
         named, token, cache=cache, with_sum_z=False, with_entropy=False,
         others_max=token, sums=sums, named_x=z,
     )  # fmt: skip
     gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
-    for rest in (None, Rest(token, token, None), Rest(token, token, token)):
-        score_gpu.set_scores(z, ids, rest, with_entropy=rest is None or rest.weighted is not None)
-    score_gpu.write_named(out, ids, z, vocab_start_index=0)
-    score_gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
+    stats = TokenStats(token, token, token)
+    for rest in (None, stats, stats._replace(sum_ez=token)):
+        gpu.set_scores(z, ids, rest, with_entropy=rest is None or rest.sum_ez is not None)
+    gpu.write_named(out, ids, z, vocab_start_index=0)
+    gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
-        score_gpu.dweight_of_ids(z, ids, logits.hidden, n, vocab_start_index=0, out=into, adds=adds)
+        gpu.dweight_of_ids(z, ids, logits.hidden, n, vocab_start_index=0, out=into, adds=adds)
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

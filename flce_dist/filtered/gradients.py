@@ -147,7 +147,7 @@ class Filtered:
         kernels = filter_kernels_of(call.impl)
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
-        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles)
+        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
         loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
         outputs = *metrics, *_approximation(call, one.logits, kept, mass)

@@ -121,17 +121,6 @@ class Schedule(Protocol):
         """
 
 
-class Scores(Schedule, Protocol):
-    """A schedule of scores at ids, instead of the loss.
-
-    Its first output is logprob [N], and metrics are lse, other and entropy [T]; so are ``Upstream``
-    gradients.
-    """
-
-    def planned(self, loss: Schedule, order: TokenOrder) -> tuple[Schedule, TokenOrder]:
-        """Return the schedule and the order for what the loss would take ``loss`` and ``order``."""
-
-
 def extra_schedule(schedule: object) -> ModuleType | None:
     """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
     if not isinstance(schedule, str) or not schedule.startswith("filtered:"):

@@ -1,5 +1,6 @@
 """From a caller's arguments to a planned call on flat tensors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
-from flce_dist.op.call import Call, Needs, Operands, Schedule, Scores, extra_schedule
+from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
 from flce_dist.op.plan import pieces, plan
 from flce_dist.options import POSITIVE, Declared, LossOptions
 from flce_dist.parallel import collectives
@@ -105,13 +106,13 @@ def prepare(
     needs: list[bool],
     *,
     auto_in_forward: bool = True,
-    scores: Scores | None = None,
+    scores: Callable[[Any], Schedule] | None = None,
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
-    schedule="auto" may become in_forward, ``scores`` what is computed instead of the loss. Label
-    values are not checked here: that reads data.
+    schedule="auto" may become in_forward, ``scores`` the schedule instead of one of the loss, made
+    from that. Label values are not checked here: that reads data.
     """
     facts = _facts(arguments, needs, auto_in_forward, scores)
     call = calls.get(facts)
@@ -180,8 +181,9 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
 
 
 def _checked_call(
-    arguments: Arguments, needs: list[bool], auto_in_forward: bool, scores: Scores | None
-) -> Call:
+    arguments: Arguments, needs: list[bool], auto_in_forward: bool,
+    scores: Callable[[Any], Schedule] | None,
+) -> Call:  # fmt: skip
     """Check the arguments, and decide everything about the call that their facts decide."""
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
@@ -196,7 +198,7 @@ def _checked_call(
 
     chosen, order = _plan(arguments, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
-        chosen, order = scores.planned(chosen, order)
+        chosen, order = scores(chosen), replace(order, pieces=((0, labels.numel()),))
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:

@@ -35,7 +35,12 @@ class Pass:
         self.norm = _loss_norm(call, operands)
 
     def chunk_loss(
-        self, tokens: tuple[int, int], cache: ColumnCache, tiles: Tensor | None = None
+        self,
+        tokens: tuple[int, int],
+        cache: ColumnCache,
+        *,
+        tiles: Tensor | None = None,
+        named_x: Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
@@ -46,7 +51,8 @@ class Pass:
 
         ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is
         written now, not in backward: a saved tensor must not change between two backward passes.
-        ``tiles`` receives the statistics of tiles, if given.
+        ``tiles`` receives the statistics of tiles, ``named_x`` of all tokens x of this shard's
+        named ids, if given; D at these, the labels' among them, is then not written.
         """
         call, gather = self.call, self.gather
         options, kernels, group = call.options, call.kernels, call.tp_group
@@ -74,6 +80,7 @@ class Pass:
                 others_max=part_of(others_max, start, end),
                 sums=part_of(sums, start, end),
                 tiles=None if tiles is None else part_of(tiles, start, end),
+                named_x=named_x,
             )
 
         others_max = collectives.all_reduce_max(others_max, group)
@@ -91,7 +98,7 @@ class Pass:
             with_entropy=with_entropy,
             inverse_temperature=logits.inverse_temperature,
         )
-        if not call.rescales_cache:  # else backward writes D at the labels
+        if not call.rescales_cache and named_x is None:  # else backward writes D at the labels
             for start, window in cache.with_starts():
                 column, ignored = logits.vocab_start_index + start, options.ignore_index
                 kernels.write_label_value(window, logits.labels, label_value, column, ignored)

@@ -1,5 +1,6 @@
 """The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
+from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from flce_dist import torch_private
 from flce_dist.op import checks
 from flce_dist.op.autograd import differentiable, refuse_transforms
-from flce_dist.op.call import Scores, extra_schedule
+from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import local_of, localized
 from flce_dist.op.prepare import (
     Arguments,
@@ -20,11 +21,12 @@ from flce_dist.op.prepare import (
     sequence_first,
     tempered,
 )
-from flce_dist.options import Declared, Impl, LossOptions, Over, Schedule
+from flce_dist.options import DECLARED, Impl, LossOptions, Over, Schedule, declared
 from flce_dist.parallel import collectives
-from flce_dist.scores.ids import check_ids, flat_ids
-from flce_dist.scores.over_ids import OverIds
-from flce_dist.scores.over_vocabulary import OverVocabulary
+from flce_dist.scores.ids import flat_ids
+from flce_dist.scores.schedule import Scores
+
+_SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
 
 
 class TokenScores(NamedTuple):
@@ -98,18 +100,16 @@ def linear_logprob(
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
         on a GPU. NotImplementedError: a combination is not supported.
     """
+    over = checks.checked_value("over", over, declared(Over))
+    entropy = checks.checked_value("with_entropy", with_entropy, DECLARED["with_metrics"])
     options = checks.checked_options(
         reduction="none", ignore_index=-1, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
         sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
         tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl,
+        max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=entropy,
     )  # fmt: skip
-    over = checks.checked_value("over", over, Declared(str, False, get_args(Over), None))
-    with_entropy = checks.checked_value(
-        "with_entropy", with_entropy, Declared(bool, False, (), None)
-    )
-    scores = _scores(over, with_entropy, options)
+    _check_schedule(over, options)
     refuse_transforms("linear_logprob")
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     stand_in = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -121,24 +121,39 @@ def linear_logprob(
             "linear_logprob is not part of a graph of torch.compile; use fullgraph=False, with "
             "which the graph ends before it and another one begins after it",
         )
-    return scored(arguments, ids, offsets, scores)
+    return scored(arguments, ids, offsets, over)
 
 
-def _scored(
-    arguments: Arguments, ids: Tensor, offsets: Tensor | None, scores: Scores
-) -> TokenScores:
-    weight, options, tp_group = arguments.weight, arguments.options, arguments.tp_group
+def _check_schedule(over: Over, options: LossOptions) -> None:
+    if extra_schedule(options.schedule) is not None or options.schedule == "in_forward":
+        raise NotImplementedError(
+            "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
+            f"scores come one for each id, got schedule={options.schedule!r}"
+        )
+    if over == "ids" and (options.schedule != "auto" or options.max_logits_bytes is not None):
+        raise ValueError(
+            "schedule and max_logits_bytes are of over='vocabulary', got "
+            f"{options.schedule!r} and {options.max_logits_bytes} with over='ids'"
+        )
+
+
+def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
+    weight, tp_group = arguments.weight, arguments.tp_group
     arguments = localized(arguments)
     ids, offsets = (
         local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
     )
-    tokens = _tokens(arguments)
+    hidden, options = arguments.hidden, arguments.options
+    tokens = list(hidden.shape[:-1])
+    if options.sequence_parallel and options.sequence_dim < len(tokens):
+        tokens[options.sequence_dim] *= collectives.group_size(tp_group)
     arguments = tempered(arguments._replace(labels=arguments.labels.expand(tokens)))
-    is_transposed = options.sequence_parallel and arguments.options.sequence_dim == 1
-    flat, cuts = flat_ids(ids, offsets, tokens, arguments.hidden, transposed=is_transposed)
     ordered = in_autocast_dtype(sequence_first(arguments))
-    call, operands = prepare(ordered, gradients_needed(ordered), scores=scores)
-    check_ids(flat, cuts, call.vocab_size)
+    call, operands = prepare(ordered, gradients_needed(ordered), scores=_SCHEDULES[over])
+    is_transposed = options.sequence_parallel and options.sequence_dim == 1
+    flat, cuts = flat_ids(
+        ids, offsets, arguments.labels.shape, hidden, call.vocab_size, transposed=is_transposed
+    )
     operands = operands._replace(labels=flat, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
@@ -147,29 +162,3 @@ def _scored(
     if is_transposed:
         results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
     return TokenScores(*results)
-
-
-def _scores(over: Over, with_entropy: bool, options: LossOptions) -> Scores:
-    """Return the schedule of this ``over``, before it is planned."""
-    if extra_schedule(options.schedule) is not None or options.schedule == "in_forward":
-        raise NotImplementedError(
-            "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
-            f"scores come one for each id, got schedule={options.schedule!r}"
-        )
-    if over == "vocabulary":
-        return OverVocabulary(with_entropy)
-    if options.schedule != "auto" or options.max_logits_bytes is not None:
-        raise ValueError(
-            "schedule and max_logits_bytes are of over='vocabulary', got "
-            f"{options.schedule!r} and {options.max_logits_bytes} with over='ids'"
-        )
-    return OverIds(with_entropy)
-
-
-def _tokens(arguments: Arguments) -> torch.Size:
-    """Return the shape of a tensor of all tokens."""
-    shape, options = list(arguments.hidden.shape[:-1]), arguments.options
-    checks.check_group(arguments.tp_group, options.sequence_parallel)
-    if options.sequence_parallel and options.sequence_dim < len(shape):
-        shape[options.sequence_dim] *= collectives.group_size(arguments.tp_group)
-    return torch.Size(shape)

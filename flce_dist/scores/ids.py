@@ -13,12 +13,19 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def flat_ids(
-    ids: Tensor, offsets: Tensor | None, tokens: torch.Size, hidden: Tensor, *, transposed: bool
+    ids: Tensor,
+    offsets: Tensor | None,
+    tokens: torch.Size,
+    hidden: Tensor,
+    vocab_size: int,
+    *,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Check the shapes of ids; return ids [N] and offsets [T + 1], int64, of tokens in order.
+    """Check ids; return ids [N] and offsets [T + 1], int64, of tokens in order.
 
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of
-    the second dimension, then the first.
+    the second dimension, then the first. Values on a GPU are not read here, because the host must
+    not wait: ``sorted_ids`` asserts what they are.
     """
     checks.check_tensor("ids", ids, _INTEGERS, hidden)
     T = tokens.numel()
@@ -30,28 +37,21 @@ def flat_ids(
             )
         ids = ids.transpose(0, 1) if transposed else ids
         offsets = torch.arange(T + 1, device=ids.device) * ids.shape[-1]
-        return ids.reshape(-1).long(), offsets
-    checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
-    if ids.dim() != 1 or offsets.shape != (T + 1,):
-        raise ValueError(
-            f"ids must be [N] and offsets [T + 1] with T = {T} tokens from hidden "
-            f"{tuple(hidden.shape)}, got {tuple(ids.shape)} and {tuple(offsets.shape)}"
-        )
-    if transposed:
-        raise NotImplementedError(
-            "offsets need sequence_dim=0, since they are of tokens in order, got sequence_dim=1: "
-            "pass hidden [S / P, B, H] or ids [B, S, K]"
-        )
-    return ids.long().contiguous(), offsets.long().contiguous()
-
-
-def check_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> None:
-    """Check that ids [N] are -1 or within the vocabulary, and that offsets cut them.
-
-    Those on a GPU are not read here, because the host must not wait: ``sorted_ids`` asserts it.
-    """
+    else:
+        checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
+        if ids.dim() != 1 or offsets.shape != (T + 1,):
+            raise ValueError(
+                f"ids must be [N] and offsets [T + 1] with T = {T} tokens from hidden "
+                f"{tuple(hidden.shape)}, got {tuple(ids.shape)} and {tuple(offsets.shape)}"
+            )
+        if transposed:
+            raise NotImplementedError(
+                "offsets need sequence_dim=0, since they are of tokens in order, got "
+                "sequence_dim=1: pass hidden [S / P, B, H] or ids [B, S, K]"
+            )
+    ids, offsets = ids.reshape(-1).long().contiguous(), offsets.long().contiguous()
     if ids.is_cuda:
-        return
+        return ids, offsets
     bad = (ids < -1) | (ids >= vocab_size)
     if bad.any():
         where = int(bad.to(torch.uint8).argmax())
@@ -61,3 +61,4 @@ def check_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> None:
         )
     if not are_cut(ids, offsets):
         raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {offsets}")
+    return ids, offsets

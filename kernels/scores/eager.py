@@ -1,4 +1,4 @@
-"""Scores in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
+"""Scores in plain PyTorch: those of ``kernels/gpu.py``, whose docstrings hold here.
 
 T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens.
 """
@@ -9,55 +9,42 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.eager_logits import capped
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.eager_logits import logits_at
+from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_loss_formulas import TokenStats
 
 
 def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
     z = logits.hidden.new_zeros(len(ids.ids), dtype=logits.stats_dtype)
     for n, row in _here(ids, logits.vocab_start_index, logits.weight):
-        token = ids.token[n]
-        products = logits.hidden[token].to(z.dtype) * logits.weight[row].to(z.dtype)
-        dots = products.sum(1) * logits.logit_scale
-        if logits.bias is not None:
-            dots += logits.bias[row]
-        dots = capped(dots, logits.softcap)
-        inverse = logits.inverse_temperature
-        z[n] = dots if inverse is None else dots * inverse[token]
+        z[n] = logits_at(logits, ids.token[n], row)
     return z
 
 
-def _tops(z: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
-    """Return each token's largest logit, and its entry; -inf and N without ids."""
-    T, token = len(ids.offsets) - 1, ids.token
-    in_set = z.where(ids.first, -torch.inf)
-    largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
-    n = torch.arange(len(z), device=z.device)
-    entry = n.where(ids.first & (in_set == largest[token]), len(z))
-    return largest, token.new_full((T,), len(z)).scatter_reduce_(0, token, entry, "amin")
-
-
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    token, (largest, top) = ids.token, _tops(z, ids)
-    n = torch.arange(len(z), device=z.device)
+    T, N, token = len(ids.offsets) - 1, len(z), ids.token
+    in_set, n = z.where(ids.first, -torch.inf), torch.arange(N, device=z.device)
+    largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
+    entry = n.where(ids.first & (in_set == largest[token]), N)
+    top = token.new_full((T,), N).scatter_reduce_(0, token, entry, "amin")  # N without ids
     reference = largest if rest is None else torch.maximum(largest, rest.reference)
     e_top = (largest - reference).exp()
     x = z - reference[token]
     e = x.exp().where(ids.first, 0.0)
-    named, weighted = torch.zeros(2, len(top), dtype=z.dtype, device=z.device)
+    named, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
     named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
     unnamed = torch.zeros_like(named)
     if rest is not None:
         change = rest.reference - reference
         unnamed = rest.others * change.exp()
-        if rest.weighted is not None:
-            weighted += change.exp() * rest.weighted + unnamed * change
+        if rest.sum_ez is not None:
+            weighted += change.exp() * rest.sum_ez + unnamed * change
     others = named + unnamed
-    below, is_counted = (others + (e_top - 1)).log1p(), top < len(z)
+    below, is_counted = (others + (e_top - 1)).log1p(), top < N
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
     other = entropy = None
     if rest is not None:
@@ -109,6 +96,6 @@ def dweight_of_ids(
 def _here(ids: TokenIds, vocab_start_index: int, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield entries whose rows are those of weight [V, H], and these rows, a slice at a time."""
     row = ids.ids - vocab_start_index
-    n = ((row >= 0) & (row < len(weight)) & (ids.ids >= 0)).nonzero().squeeze(1)
+    n = ((row >= 0) & (row < len(weight))).nonzero().squeeze(1)
     for part in gemm.slices(len(n), 8 * weight.shape[1]):
         yield n[part], row[n[part]]

@@ -4,7 +4,7 @@ With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the 
 entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
 
 Over the vocabulary S contains U, the sum over the ids that are not named, and ``other`` is the log
-of ``U / (1 + S)``. r is the reference of ``Rest`` if that is larger (``rescue.py``).
+of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``).
 """
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import exp, log1p, times_exponent
-from flce_dist.kernels.scores.token_ids import Rest, TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.token_loss_formulas import TokenStats
 
 _BLOCK_N = 128  # entries of one step
 
@@ -64,7 +65,7 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
 @Kernel
 def _set_scores_kernel(
     z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
-    reference_ptr, others_ptr, weighted_ptr,  # in:  of ``Rest``, or None
+    reference_ptr, others_ptr, weighted_ptr,  # in:  [T] fp32 of TokenStats, or None
     logprob_ptr, lse_ptr, entropy_ptr, other_ptr,  # out: [N], [T], [T], [T] fp32
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +97,12 @@ def _set_scores_kernel(
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: Rest | None, *, with_entropy: bool
+    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(logprob, lse, other, entropy)``: [N] in the caller's order, and [T] or None each.
 
     z is [N] fp32, of all ranks. 0 at padding, and for tokens without ids. Over the vocabulary with
-    ``rest``, else over the ids.
+    ``rest``, statistics of the ids that are not named, else over the ids.
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
@@ -110,7 +111,7 @@ def set_scores(
     if T:
         _set_scores_kernel[(T,)](
             z, ids.ids, ids.offsets, ids.first, ids.place,
-            *(rest or (None, None, None)),
+            *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
             logprob, lse, entropy, other,
             BLOCK_N=_BLOCK_N, num_warps=1,
         )  # fmt: skip

@@ -1,0 +1,214 @@
+"""The schedule of scores: the pass of the loss, which leaves out the named ids, or no pass.
+
+T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size, N = ids of
+all tokens.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
+from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.op.gradients import Gradients
+from flce_dist.op.statistics import Pass
+from flce_dist.op.windows import Windows
+from flce_dist.options import Over
+from flce_dist.parallel import collectives, transport
+
+
+class ScoresSaved(NamedTuple):
+    z: Tensor  # [N], of all ranks
+    logprob: Tensor  # [N], in the caller's order
+    entropy: Tensor | None  # [T]
+    ids: Tensor  # as in TokenIds, as the others
+    token: Tensor
+    first: Tensor
+    place: Tensor
+
+
+class RestSaved(NamedTuple):
+    """What is saved beside ``ScoresSaved`` over the vocabulary."""
+
+    other: Tensor  # [T]
+    labels: Tensor  # [T], the largest id of each token
+    reference: Tensor  # [T], as of the loss
+    others: Tensor  # [T], sum of exponentials over the ids that are not named
+    cache: Tensor | None  # as of Windows
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The first output is logprob [N]; metrics, and ``Upstream``, are lse, other and entropy [T].
+
+    Over the vocabulary the largest id of a token takes the place of the label of ``Windows``.
+    Forward: as of ``Windows``, with a gather in one piece, and one more all-reduce SUM, of the
+    logits [N] of named ids, which the pass over the logits yields. Backward: as of ``Windows``. D
+    contains all factors, so cached columns are copied window by window; the elements of named ids
+    are written into each window.
+
+    Over the ids there are gathered dot products; each rank computes those of its own rows.
+    Forward: under sequence parallelism a gather of hidden; an all-reduce SUM of logits [N].
+    Backward: under sequence parallelism a gather of hidden, if weight needs a gradient, in flight
+    while dhidden is computed; then the sum of dhidden over ranks, in flight during dweight.
+    """
+
+    over: Over
+    windows: Windows  # what the loss would take
+
+    keeps_operands: ClassVar[bool] = True
+
+    def chunks(self) -> list[tuple[int, int]]:
+        return self.windows.chunks()
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+        assert operands.offsets is not None
+        one, kernels, cache, rest = Pass(call, operands), call.kernels, None, None
+        one.gather.start_all()
+        ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
+        if self.over == "ids":
+            one.gather.wait_all()
+            z = collectives.all_reduce_sum(kernels.logits_at_ids(one.logits, ids), call.tp_group)
+        else:
+            cache = self.windows.new_cache(call, ids.ids.device)
+            z, rest = _statistics(one, ids, cache)
+        logprob, lse, other, entropy = kernels.set_scores(
+            z, ids, rest, with_entropy=call.options.with_metrics
+        )
+        # Copies: the caller may change what is returned.
+        copy = None if entropy is None else entropy.clone()
+        saved: Saved = ScoresSaved(z, logprob.clone(), copy, ids.ids, *ids[2:])
+        if other is not None and rest is not None:
+            labels = one.logits.labels
+            saved += RestSaved(other.clone(), labels, rest.reference, rest.others, cache)
+        return logprob, (lse, other, entropy), saved
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        raise NotImplementedError("scores are not supported under torch.compile")
+
+    def backward(
+        self,
+        call: Call,
+        operands: Operands | None,
+        saved: Saved,
+        upstream: Upstream,
+        accumulator: Accumulator | None,
+        *,
+        is_last: bool,
+    ) -> Results:
+        assert operands is not None and operands.offsets is not None
+        of = ScoresSaved(*saved[:7])
+        ids = TokenIds(of.ids, operands.offsets, of.token, of.first, of.place)
+        rest = None if self.over == "ids" else RestSaved(*saved[7:])
+        dlogprob, dlse, dother, dentropy = upstream
+        if rest is not None and dother is not None:
+            dother = dother.where(rest.others > 0, 0.0)  # else a constant
+            dlse = -dother if dlse is None else dlse - dother
+        inverse, scale = operands.inverse_temperature, call.options.logit_scale
+        factor, sums = set_gradient(
+            of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
+            softcap=call.options.softcap, logit_scale=scale,
+        )  # fmt: skip
+        if rest is None:
+            return _gradients_over_ids(call, operands, ids, factor, accumulator)
+
+        def overwrite(d: Tensor, start: int) -> None:
+            start += call.vocab_start_index
+            call.kernels.write_named(d, ids, factor, vocab_start_index=start)
+
+        dtotal = -sums if dlse is None else dlse - sums
+        slope = scale if inverse is None else scale * inverse
+        affine = tuple(x * slope for x in _affine(rest, of.entropy, dtotal, dother, dentropy))
+        return self.windows.gradients(
+            call, operands._replace(labels=rest.labels),
+            TokenStats(rest.reference, rest.reference, rest.others),
+            RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None),
+            rest.cache if dentropy is None else None, accumulator,
+            may_recompute=call.options.with_metrics, overwrite=overwrite,
+        )  # fmt: skip
+
+
+def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor, TokenStats]:
+    """Return the logits of named ids, and the sums over the others; write the cache.
+
+    The labels of ``one`` become the largest id of each token, -1 without ids.
+    """
+    call, N, begin, end = one.call, len(ids.ids), ids.offsets[:-1], ids.offsets[1:]
+    if N:
+        labels = ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
+    else:
+        labels = torch.full_like(begin, -1)
+    one.logits = one.logits._replace(labels=labels, named=(ids.ids, begin, end))
+    x = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
+    windows = ColumnCache(() if cache is None else (cache,))
+    stats, _ = one.chunk_loss((0, call.T), windows, named_x=x)
+    x = collectives.all_reduce_sum(x, call.tp_group)
+    z = x + first_reference(stats.label_logit).index_select(0, ids.token)
+    # x of a repeated id was taken out with its first entry. That is not found by cummax, which
+    # takes a tenth of a pass over the vocabulary for 64 ids of each token.
+    run, n = ids.first.cumsum(0), torch.arange(N, device=z.device)
+    firsts = n.new_zeros(N + 1).scatter_(0, run.where(ids.first, 0), n)
+    return z.index_select(0, firsts.index_select(0, run)), stats  # z of padding is any
+
+
+def _affine(
+    rest: RestSaved,
+    entropy: Tensor | None,
+    dtotal: Tensor,
+    dother: Tensor | None,
+    dentropy: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
+
+    ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
+    (log U - other)``. dtotal [T] is dlse, without dother, minus the sum of dlogprob.
+    """
+    is_left = rest.others > 0
+    left = rest.others.where(is_left, 1.0)
+    p_scale = (rest.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
+    a = dtotal * p_scale
+    if dother is not None:
+        a = a + dother / left
+    if dentropy is None or entropy is None:
+        return (a,)
+    log_total = (left.log() - rest.other).where(is_left, 0.0)
+    a = a - dentropy * (entropy - log_total) * p_scale
+    return a, -dentropy * p_scale, torch.zeros_like(a)
+
+
+def _gradients_over_ids(
+    call: Call, operands: Operands, ids: TokenIds, factor: Tensor, accumulator: Accumulator | None
+) -> Results:
+    """Return the gradients from those of each entry's product ``h . w``, factor [N]."""
+    kernels, start, gather = call.kernels, call.vocab_start_index, None
+    if call.needs.weight:
+        gather = transport.gather(operands.hidden, call.order, call.sequence_group)
+        gather.start_all()
+    gradients = Gradients(call, operands, accumulator)
+    if gradients.dhidden is not None:
+        gradients.dhidden.acquire()
+        kernels.dhidden_of_ids(
+            factor, ids, operands.weight[: call.V],
+            vocab_start_index=start, out=gradients.dhidden.tokens,
+        )  # fmt: skip
+        gradients.dhidden.start(0, call.T)
+    order = torch.argsort(ids.ids, stable=True)
+    if gradients.dweight is not None and gather is not None:
+        out, adds = gradients.dweight[: call.V], gradients.accumulates
+        if not adds:
+            out.zero_()
+        kernels.dweight_of_ids(
+            factor, ids, gather.wait_all(), order, vocab_start_index=start, out=out, adds=adds
+        )
+    if gradients.dbias is not None:
+        one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
+        dbias = gradients.dbias[: call.V, None]
+        kernels.dweight_of_ids(
+            factor, ids, one, order, vocab_start_index=start, out=dbias, adds=False
+        )
+    return gradients.finished()
