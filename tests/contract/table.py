@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import groupby
 from typing import Any
 
 from tests.processes import ROOT
@@ -18,18 +19,25 @@ def entry(settings: dict[str, Any]) -> str:
     return f"{sum(isinstance(x, float) for x in settings.values())}/{len(settings)}"
 
 
+def in_releases(entries: dict[str, str]) -> str:
+    """Releases' entries, in their order, as "5/5" or "n/a to 0.16.1, then 5/5"."""
+    runs = [(one, list(releases)) for one, releases in groupby(entries, entries.__getitem__)]
+    earlier = [f"{one} to {releases[-1]}" for one, releases in runs[:-1]]
+    return ", then ".join([*earlier, runs[-1][0]])
+
+
 def table(result: dict[str, Any]) -> str:
     lines: dict[str, dict[str, dict[str, Any]]] = result["lines"]
-    versions = list(next(iter(lines.values())))
-    rows = [["", *versions, "largest error"], ["---"] * (len(versions) + 2)]
+    releases = ", ".join(next(iter(lines.values())))
+    rows = [["", f"in each of {releases}", "largest error"], ["---"] * 3]
     missing: dict[str, list[str]] = {}
     for title, by_version in lines.items():
         found = [x for settings in by_version.values() for x in settings.values()]
         worst = max((x for x in found if not isinstance(x, str)), default=0.0)
         for reason in {x.removeprefix("n/a: ") for x in found if str(x).startswith("n/a")}:
             missing.setdefault(reason, []).append(title)
-        entries = [entry(settings) for settings in by_version.values()]
-        rows.append([title, *entries, f"{worst:.1g}" if worst else "equal"])
+        entries = {release: entry(settings) for release, settings in by_version.items()}
+        rows.append([title, in_releases(entries), f"{worst:.1g}" if worst else "equal"])
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     reasons = [f"`{reason}`" for reason in missing]
     return f"{text}\nn/a marks what a version lacks: {'; '.join(reasons)}.\n"
