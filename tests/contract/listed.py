@@ -1,4 +1,4 @@
-"""The table in docs/megatron.md, made from docs/results/contract-megatron.json."""
+"""The list in docs/megatron.md, made from docs/results/contract-megatron.json."""
 
 import json
 import re
@@ -26,10 +26,12 @@ def in_releases(entries: dict[str, str]) -> str:
     return ", then ".join([*earlier, runs[-1][0]])
 
 
-def table(result: dict[str, Any]) -> str:
+def lines_of(result: dict[str, Any]) -> str:
+    """Return a list of the lines, with their largest errors, and where not all settings hold."""
     lines: dict[str, dict[str, dict[str, Any]]] = result["lines"]
-    releases = ", ".join(next(iter(lines.values())))
-    rows = [["", f"in each of {releases}", "largest error"], ["---"] * 3]
+    releases = next(iter(lines.values()))
+    every = entry({setting: 0.0 for setting in next(iter(releases.values()))})
+    text = f"{every} in each of {', '.join(releases)}, unless it says otherwise:\n\n"
     missing: dict[str, list[str]] = {}
     for title, by_version in lines.items():
         found = [x for settings in by_version.values() for x in settings.values()]
@@ -37,15 +39,16 @@ def table(result: dict[str, Any]) -> str:
         for reason in {x.removeprefix("n/a: ") for x in found if str(x).startswith("n/a")}:
             missing.setdefault(reason, []).append(title)
         entries = {release: entry(settings) for release, settings in by_version.items()}
-        rows.append([title, in_releases(entries), f"{worst:.1g}" if worst else "equal"])
-    text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        held = in_releases(entries)
+        text += f"* {title} ({f'{worst:.1g}' if worst else 'equal'}"
+        text += ")\n" if held == every else f"; {held})\n"
     reasons = [f"`{reason}`" for reason in missing]
     return f"{text}\nn/a marks what a version lacks: {'; '.join(reasons)}.\n"
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of the result file between its marks."""
-    text = table(json.loads(RESULTS.read_text()))
+def with_lines(page: str) -> str:
+    """Return the page with the lines of the result file between its marks."""
+    text = lines_of(json.loads(RESULTS.read_text()))
     found, count = MARKED.subn(lambda match: f"{match[1]}{text}{match[2]}", page)
-    assert count == 1, "docs/megatron.md must have one contract table"
+    assert count == 1, "docs/megatron.md must have one contract"
     return found
