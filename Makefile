@@ -21,10 +21,10 @@ ARGS ?=
 help:
 	@echo "make quickstart  train a small model on 2 processes, then compare heads (runs/)"
 	@echo "make test        lint, type-check and run all tests that this machine can run"
-	@echo "make contract    the contract table of docs/megatron.md, on six releases of megatron-core"
+	@echo "make contract    the contract in docs/megatron.md, on six releases of megatron-core"
 	@echo "make rl          the tests of docs/rl_libraries.md, with TRL and verl installed"
 	@echo "make versions    the tests on each supported torch and Triton; downloads 25 GB"
-	@echo "make users       the tests with transformers and with torchtitan, installed anew"
+	@echo "make users       the tests with transformers, torchtitan, TRL and verl, installed anew"
 	@echo "make lint        ruff, ruff format --check and mypy only"
 	@echo "make format      let ruff rewrite what it can"
 	@echo "make install     make $(VENV) with everything in it"

@@ -1,4 +1,4 @@
-"""Lines of Megatron's contract for an output layer, on the installed megatron-core; the table."""
+"""Lines of Megatron's contract for an output layer, on the installed megatron-core; their list."""
 
 import json
 
@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
 from tests.contract.compare import LINES, compare
+from tests.contract.listed import PAGE, RESULTS, in_releases, with_lines
 from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
-from tests.contract.table import PAGE, RESULTS, with_table
 
 
 def quick() -> list[tuple[Setting, str]]:
@@ -41,12 +41,20 @@ def test_a_difference_shows():
         compare({}, {"x": right}, 1e-5)
 
 
-# --- the table
+# --- the list
+
+
+def test_entries_of_releases_in_a_row_are_said_once():
+    assert in_releases({"0.1": "5/5", "0.2": "5/5"}) == "5/5"
+    assert (
+        in_releases({"0.1": "n/a", "0.2": "5/5", "0.3": "4/5"})
+        == "n/a to 0.1, then 5/5 to 0.2, then 4/5"
+    )
 
 
 def test_every_line_holds_in_every_release_and_the_page_says_so():
     page = PAGE.read_text()
-    assert page == with_table(page)
+    assert page == with_lines(page)
     lines = json.loads(RESULTS.read_text())["lines"]
     assert lines.keys() == LINES.keys()
     for title, versions in lines.items():

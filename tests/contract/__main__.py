@@ -2,7 +2,7 @@
 
 Downloads the newest patch of each release to runs/contract/ (wheels for Python 3.12, which other
 versions run as well), runs each in a process of its own, and writes docs/results/
-contract-megatron.json and the table in docs/megatron.md. With arguments (0.19) only these releases
+contract-megatron.json and the list in docs/megatron.md. With arguments (0.19) only these releases
 run, and the others keep their results.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from flce_dist.launch.about import about
-from tests.contract.table import PAGE, RESULTS, with_table
+from tests.contract.listed import PAGE, RESULTS, with_lines
 from tests.processes import ROOT
 
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
@@ -73,7 +73,7 @@ def main(releases: Sequence[str]) -> None:
         for title, settings in one["lines"].items():
             result["lines"].setdefault(title, {})[version] = settings
     RESULTS.write_text(as_text(result))
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_lines(PAGE.read_text()))
 
 
 if __name__ == "__main__":
