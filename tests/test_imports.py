@@ -44,7 +44,6 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/compat/trl.py": {"trl"},
     "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
-    "flce_dist/megatron/fused_layer.py": {"megatron"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
     "flce_dist/megatron/vocab_rows.py": {"megatron"},
     "flce_dist/op/call.py": {"filtered"},
