@@ -19,7 +19,7 @@ from flce_dist import (
     data_parallel_linear_cross_entropy,
     rank_check,
 )
-from flce_dist.megatron import refusals, use_linear_cross_entropy
+from flce_dist.megatron import plug_in, use_linear_cross_entropy
 from flce_dist.op import checks
 from flce_dist.options import LossOptions
 
@@ -76,7 +76,7 @@ def options_of_megatron(**options: Any) -> LossOptions:
     model: Any = nn.Module()
     model.output_layer = Layer(4, 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refusals, "checked_class", lambda *args: Layer)
+        patch.setattr(plug_in, "checked_class", lambda *args: Layer)
         use_linear_cross_entropy(model, **options)
     return LossOptions(**model.output_layer.loss_keywords)
 

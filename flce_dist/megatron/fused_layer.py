@@ -15,6 +15,7 @@ from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_en
 from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.megatron.vocab_rows import by_token, place_of_token
 from flce_dist.op.call import extra_schedule
+from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.scores import TokenScores
 
 _WINDOW = 8192
@@ -62,10 +63,7 @@ class LazyLogits:
         return self.layer.output_size_per_partition
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b].
-
-        With a ``vocab_order`` the row is its token's id, counted from this rank's first row.
-        """
+        """Largest logit of this rank's rows, before any softcap, and its row, each [s, b]."""
         assert dim == -1, "only the maximum over the vocabulary is taken without logits"
         return self._in_layer(FusedLayer.largest, scale=self.scale)
 
@@ -162,8 +160,8 @@ class FusedLayer:
     ) -> Tensor:
         """Return the loss of ``labels`` [s, b], by default as [s, b] fp32.
 
-        An ``ExtraSchedule`` works with blocks of tokens, which should belong to one sequence, so
-        ``hidden`` is copied into that order for it.
+        For an ``ExtraSchedule``, whose blocks of tokens should be of one sequence each, ``hidden``
+        is copied into that order.
         """
         keywords = {**self.loss_keywords, **changes, **self.keywords_for(weight, scale)}
         if self.vocab_order is not None:
@@ -172,15 +170,11 @@ class FusedLayer:
         ranks = 0  # whose tokens are put into another order
         if extra_schedule(keywords["schedule"]) is not None:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
-            hidden, labels = _by_sequence(hidden, ranks=1), _by_sequence(labels, ranks)
-
-        def reordered(x: Tensor) -> Tensor:
-            return _by_sequence(x, ranks) if ranks else x
-
+        hidden, labels = _by_sequence(hidden, min(ranks, 1)), _by_sequence(labels, ranks)
         if not self.keeps_metrics:
-            return reordered(linear_cross_entropy(hidden, weight, labels, **keywords))
+            return _by_sequence(linear_cross_entropy(hidden, weight, labels, **keywords), ranks)
         result: Any = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
-        result = result._make(map(reordered, result))
+        result = result._make(_by_sequence(x, ranks) for x in result)
         detached = (x.detach() for x in result)
         self.last_metrics = result._make(x.T if x.dim() == 2 else x for x in detached)
         return result.loss
@@ -204,11 +198,12 @@ class FusedLayer:
 
     @torch.no_grad()
     def largest(self: Any, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Largest logit of each token and its row, one window of the vocabulary at a time."""
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+        """Largest logit of each token and its row, one window of the vocabulary at a time.
 
+        With a ``vocab_order`` the row is its token's id, counted from this rank's first row.
+        """
         if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+            hidden = gather_tokens(hidden, self.tp_group)
         scale = scale * self.loss_keywords["logit_scale"]
         best = hidden.new_full(hidden.shape[:-1], -float("inf"))
         place = torch.zeros_like(best, dtype=torch.long)
@@ -230,9 +225,9 @@ class FusedLayer:
 def _by_sequence(x: Tensor, ranks: int) -> Tensor:
     """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
 
-    Its own inverse; a scalar stays as it is.
+    Its own inverse. A scalar stays as it is, and with ``ranks=0`` all does.
     """
-    if x.dim() < 2:
+    if x.dim() < 2 or not ranks:
         return x
     return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
 

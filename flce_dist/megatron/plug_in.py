@@ -1,4 +1,4 @@
-"""``use_linear_cross_entropy``: where the plug-in meets the model.
+"""``use_linear_cross_entropy``: where the plug-in meets the model, and what it refuses.
 
 Megatron's models build their output layer themselves; no spec can replace it. With labels they
 call ``logits, _ = self.output_layer(hidden, weight=...)`` and then
@@ -14,25 +14,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flce_dist.filtered.vocab_order import VocabOrder
-from flce_dist.megatron import refusals
-from flce_dist.megatron.fused_layer import LazyLogits
+from flce_dist.megatron.fused_layer import FusedLayer, LazyLogits
 from flce_dist.megatron.vocab_rows import order_rows
-from flce_dist.options import LossOptions, keywords_of
+from flce_dist.op import checks
+from flce_dist.options import KEYWORDS, LossOptions, keywords_of
 
-_FIXED = {
-    "sequence_parallel": False,  # the layer passes its own setting
-    "sequence_dim": 0,
-    "vocab_range": None,
-    "reduce_dhidden": True,
-    "reduce_in_fp32": False,
-    "tp_invariant": False,
-    "accumulate_dweight": False,  # so is gradient_accumulation_fusion
-}
+_FIXED: dict[str, Any] = dict(
+    sequence_parallel=False, sequence_dim=0, vocab_range=None, reduce_dhidden=True,
+    reduce_in_fp32=False, tp_invariant=False, accumulate_dweight=False,
+)  # fmt: skip
 """Options that the model decides or the output layer does not support."""
 
+_LOSS, _FUSED = "compute_language_model_loss", "megatron.core.transformer.linear_cross_entropy"
 _signature = functools.cache(inspect.signature)
 
 
@@ -45,20 +41,19 @@ def use_linear_cross_entropy(
 ) -> Any:
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
-    Call it when the model is built, before it is wrapped in Float16Module, DDP or FSDP, on every
-    rank and pipeline stage: a stage without output layer is left as it is, unless ``vocab_order``
-    moves the rows of its tied embedding. Ranks of one tensor-parallel group compare their
-    ``vocab_order`` by an all-reduce of 16 bytes, also where it is None. With labels [b, s] the
-    model then returns the loss [b, s] fp32 as before. The tensor-parallel group, sequence
-    parallelism, tied embeddings, MuP's scale and gradient_accumulation_fusion are the model's.
-    ``config``'s own cross-entropy fusions are not used.
+    Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
+    stage: one without output layer is left as it is, unless ``vocab_order`` moves the rows of its
+    tied embedding. Ranks of a tensor-parallel group compare their ``vocab_order``, also None, by an
+    all-reduce of 16 bytes. With labels [b, s] the model returns the loss [b, s] fp32 as before. The
+    tensor-parallel group, sequence parallelism, tied embeddings, MuP's scale and
+    gradient_accumulation_fusion are the model's; ``config``'s cross-entropy fusions are not used.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list
             of them, the pipeline stages of this rank.
         metrics: keep the ``LossWithMetrics`` [b, s] of the latest loss, detached, as
-            ``model.output_layer.last_metrics``: accuracy, entropy and lse from the same pass. With
-            multi-token prediction the latest loss is that of the next token.
+            ``model.output_layer.last_metrics``. With multi-token prediction the latest loss is that
+            of the next token.
         vocab_order: which token each row of the output layer, and of an embedding tied to it, is
             of; the same on all ranks and stages. Rows move there now. Input ids, labels and logits
             keep the tokenizer's ids. ``row_of_token`` is in state dicts; rows of another order, or
@@ -68,9 +63,9 @@ def use_linear_cross_entropy(
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and
             keep the padding columns from ``vocab_size`` on. max_counted and skip_ignored look at
             labels, not at Megatron's loss_mask; with multi-token prediction max_counted must hold
-            at each depth, where Megatron appends labels of 0. reduction is "none" by default; "sum"
-            makes the model return the sum of the loss, a scalar: for training loops that mask no
-            token, which schedule="in_forward" needs.
+            at each depth, where Megatron appends labels of 0. reduction is "none" by default; with
+            "sum", which schedule="in_forward" needs, the model returns a scalar: for training loops
+            that mask no token.
 
     Raises:
         ValueError: the model is wrapped or has no output layer, the layer is already replaced, or
@@ -82,7 +77,11 @@ def use_linear_cross_entropy(
     options = {"reduction": "none", **options}
     chosen = LossOptions(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     for stage in model if isinstance(model, list) else [model]:
-        refusals.check_wrapping(stage)
+        if isinstance(getattr(stage, "_modules", {}).get("module"), nn.Module):
+            raise ValueError(
+                f"model must be the model itself, got it wrapped in {type(stage).__name__}; call "
+                "use_linear_cross_entropy before it is wrapped"
+            )
         if getattr(stage, "post_process", True):
             _replace(stage, chosen, metrics)
         order_rows(stage, vocab_order, chosen.vocab_size)
@@ -91,10 +90,10 @@ def use_linear_cross_entropy(
 
 def _replace(model: Any, chosen: LossOptions, metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
-    layer_class = refusals.checked_class(model, layer)
-    chosen = refusals.checked_options(chosen, layer)
-    omitted = {*_FIXED, "with_metrics"}
-    layer.loss_keywords = {name: x for name, x in vars(chosen).items() if name not in omitted}
+    layer_class = checked_class(model, layer)
+    chosen = _checked_options(chosen, layer)
+    own = {name for name in KEYWORDS if name not in _FIXED}
+    layer.loss_keywords = {name: x for name, x in vars(chosen).items() if name in own}
     layer.keeps_metrics = metrics
     layer.__class__ = layer_class
     # Bound by partial: copied and pickled with the model, which a method of an instance is not.
@@ -112,14 +111,13 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits)
         loss = logits.loss(labels.transpose(0, 1))
         return loss.transpose(0, 1).contiguous() if loss.dim() == 2 else loss
     layer, default = model.output_layer, vars(LossOptions(reduction="none"))
-    keywords = layer.loss_keywords
     for name in ("reduction", "ignore_index", "label_smoothing", "z_loss_weight", "vocab_size"):
-        same = (default[name], layer.output_size) if name == "vocab_size" else (default[name],)
-        if keywords[name] not in same:
+        given = layer.loss_keywords[name]
+        if given != default[name] and (name, given) != ("vocab_size", layer.output_size):
             raise NotImplementedError(
-                f"compute_language_model_loss of real logits does not apply {name}="
-                f"{keywords[name]!r}; logits are real for an output_processor, under forward hooks "
-                "of the output layer, and where the model is not called as a module with labels"
+                f"compute_language_model_loss of real logits does not apply {name}={given!r}; "
+                "logits are real for an output_processor, under forward hooks of the output layer, "
+                "and where the model is not called as a module with labels"
             )
     return type(model).compute_language_model_loss(model, labels, logits)
 
@@ -147,3 +145,70 @@ def _after_forward(model: Any, args: tuple[Any, ...], result: Any) -> None:
 def _with_real_logits(processor: Callable[..., Any], **given: Any) -> Any:
     given["output_layer"].is_lazy = False
     return processor(**given)
+
+
+def checked_class(model: Any, layer: Any) -> type:
+    """Return the class that replaces that of the output layer; raise if none does."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from flce_dist.megatron import column_parallel
+
+    if layer is None:
+        raise ValueError(
+            "model must have an output_layer; pipeline stages with post_process=False have none"
+        )
+    if isinstance(layer, FusedLayer):
+        raise ValueError("model must not have its output layer replaced twice")
+    name, module = type(layer).__name__, type(layer).__module__
+    if type(layer) is ColumnParallelLinear:
+        replacement: type = column_parallel.ColumnParallelLinear
+    elif (module, name) == (_FUSED, "LinearCrossEntropyModule"):
+        from flce_dist.megatron import linear_cross_entropy_module
+
+        replacement = linear_cross_entropy_module.LinearCrossEntropyModule
+    else:
+        hint = "; set fp8_output_proj=False" if name == "TELMHeadColumnParallelLinear" else ""
+        raise NotImplementedError(
+            "model.output_layer must be a ColumnParallelLinear or LinearCrossEntropyModule of "
+            f"megatron-core, got {name}{hint}"
+        )
+    method = getattr(type(model), _LOSS, None)
+    if method is None or _LOSS in vars(model) or not method.__module__.startswith("megatron.core."):
+        raise NotImplementedError(
+            f"{type(model).__name__} must have megatron-core's {_LOSS}, got another, which "
+            "use_linear_cross_entropy would drop"
+        )
+    if getattr(model.config, "defer_embedding_wgrad_compute", False):
+        raise NotImplementedError(
+            "config.defer_embedding_wgrad_compute=True is not supported; set it to False"
+        )
+    embedding = getattr(getattr(model, "embedding", None), "word_embeddings", None)
+    for owner, one in (("output_layer", layer), ("embedding", embedding)):
+        is_sharded = getattr(getattr(one, "weight", None), "is_gtp_weight_remat", False)
+        if is_sharded or getattr(one, "gtp_remat_size", 1) > 1:
+            raise NotImplementedError(
+                f"the weight of model.{owner} is sharded by GTP, which is not supported"
+            )
+    return replacement
+
+
+def _checked_options(options: LossOptions, layer: Any) -> LossOptions:
+    if options.schedule == "in_forward" and options.reduction == "none":
+        raise NotImplementedError(
+            'schedule="in_forward" needs a summed loss, but Megatron asks for one per token; '
+            'use "auto", "cached" or "recompute", or reduction="sum" in a loop of your own'
+        )
+    options = checks.check_options(options)
+    if options.reduction == "mean":
+        raise ValueError('reduction must be "none" or "sum" in a model of Megatron, got "mean"')
+    if options.reduction == "sum" and getattr(layer.config, "mtp_num_layers", None):
+        raise NotImplementedError(
+            'reduction="sum" is not supported with multi-token prediction, which masks the loss of '
+            f"single tokens, got mtp_num_layers={layer.config.mtp_num_layers}"
+        )
+    if options.vocab_size is not None and options.vocab_size > layer.output_size:
+        raise ValueError(
+            f"vocab_size must be at most the {layer.output_size} rows of model.output_layer, "
+            f"got {options.vocab_size}"
+        )
+    return options

@@ -32,13 +32,9 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     """Move the rows of this pipeline stage's output layer and tied embedding into ``order``.
 
     The model computes what it did before; without an order a stage that has no output layer is left
-    alone. Collective over the tensor-parallel group, with ``order=None``, too: ranks may differ in
-    that.
+    alone. Collective over the tensor-parallel group, also with ``order=None``: ranks may differ.
     """
-    layer: Any = model.output_layer if getattr(model, "post_process", True) else None
-    tied = getattr(model, "share_embeddings_and_output_weights", False)
-    embedding = getattr(model, "embedding", None) if tied else None
-    words: Any = None if embedding is None else embedding.word_embeddings
+    layer, words = _layers(model)
     if layer is None and words is None:
         return
     like, group = next(model.parameters()), (words if layer is None else layer).tp_group
@@ -66,6 +62,14 @@ def order_rows(model: Any, order: VocabOrder | Tensor | None, vocab_size: int | 
     if words is not None and found is not None:
         words.register_forward_pre_hook(_ids_as_rows, with_kwargs=True)
         _set_order(words, found, like.device, persistent=layer is None)
+
+
+def _layers(model: Any) -> tuple[Any, Any]:
+    """Return this stage's output layer and tied embedding, None for what it does not have."""
+    layer = model.output_layer if getattr(model, "post_process", True) else None
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    embedding = getattr(model, "embedding", None) if tied else None
+    return layer, None if embedding is None else embedding.word_embeddings
 
 
 def _set_order(
@@ -126,10 +130,7 @@ def by_token(layer: Any, logits: Tensor) -> Tensor:
 
 
 def place_of_token(layer: Any, place: Tensor) -> Tensor:
-    """Turn a row of this rank, counted from its first one, into its token id counted from there.
-
-    So whoever adds the first row of the rank gets the id, as without an order.
-    """
+    """Turn a row, counted from this rank's first one, into its token id counted from there."""
     if layer.row_of_token is None:
         return place
     first = layer.tp_group.rank() * layer.output_size_per_partition
@@ -137,12 +138,10 @@ def place_of_token(layer: Any, place: Tensor) -> Tensor:
     return tokens[place + first] - first
 
 
-def _ordered_names(model: Any, prefix: str) -> list[str]:
-    """Return the names of this stage's parameters whose rows an order moves."""
+def _ordered_names(words: Any, prefix: str) -> list[str]:
+    """Return the names of a stage's parameters whose rows an order moves."""
     names = [f"{prefix}{_LAYER}weight", f"{prefix}{_LAYER}bias"]
-    if getattr(model, "share_embeddings_and_output_weights", False):
-        names.append(f"{prefix}{_WORDS}weight")
-    return names
+    return names if words is None else [*names, f"{prefix}{_WORDS}weight"]
 
 
 def _sharded_state_dict(model: Any, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -150,11 +149,11 @@ def _sharded_state_dict(model: Any, prefix: str = "", *args: Any, **kwargs: Any)
     from megatron.core.dist_checkpointing import ShardedTensor
 
     state: dict[str, Any] = type(model).sharded_state_dict(model, prefix, *args, **kwargs)
-    for name in _ordered_names(model, prefix):
+    layer, words = _layers(model)
+    for name in _ordered_names(words, prefix):
         if name in state:
             state[name].key += _IN_ORDER
-    if not getattr(model, "post_process", True):
-        words = model.embedding.word_embeddings
+    if layer is None:
         data_rank = state[f"{prefix}{_WORDS}weight"].replica_id[-1]
         state[f"{prefix}{_WORDS}{MAP}"] = ShardedTensor.from_rank_offsets(
             f"{prefix}{_LAYER}{MAP}",  # that of the last stage, of which this is a copy
@@ -167,9 +166,9 @@ def _sharded_state_dict(model: Any, prefix: str = "", *args: Any, **kwargs: Any)
 def _before_load(model: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Refuse rows of another order, with ``strict=False``, too."""
     error_msgs: list[str] = rest[-1]
-    has_layer = getattr(model, "post_process", True)
-    holder = model.output_layer if has_layer else model.embedding.word_embeddings
-    if any(name in state_dict for name in _ordered_names(model, prefix)):
-        key = f"{prefix}{_LAYER if has_layer else _WORDS}{MAP}"
+    layer, words = _layers(model)
+    holder, name = (words, _WORDS) if layer is None else (layer, _LAYER)
+    if any(name in state_dict for name in _ordered_names(words, prefix)):
+        key = f"{prefix}{name}{MAP}"
         problem = mismatch(state_dict.get(key), holder.vocab_order, key)
         error_msgs += [] if problem is None else [problem]
