@@ -1,6 +1,6 @@
-"""Checks of arguments; errors name the argument, what is expected and what was given.
+"""Checks of arguments, by host metadata except for labels.
 
-They read host metadata only, except for ``check_labels``.
+Errors name the argument, what is expected and what was given.
 """
 
 import functools
@@ -194,10 +194,7 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
 
 
 def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
-    """Check what tp_invariant=True requires of the kernels and of every shard known to this rank.
-
-    A rank checks the others' shards too, so that all ranks raise.
-    """
+    """Check what tp_invariant=True requires of the kernels and of all shards that a rank knows."""
     if impl != "triton":
         raise NotImplementedError(
             f"tp_invariant=True needs impl='triton', which sums in a fixed order, got {impl!r}"
@@ -244,10 +241,9 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 def check_labels(
     labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions
 ) -> None:
-    """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
+    """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
-    If they are partitioned only those that count, and how many. Labels on a GPU are not read here,
-    because the host must not wait: ``label_logit`` and ``counted_tokens`` of the kernels assert it.
+    On a GPU, for which the host must not wait, ``label_logit`` and ``counted_tokens`` assert it.
     """
     if labels.is_cuda:
         return
@@ -283,10 +279,7 @@ def checked_value(name: str, value: object, declared: Declared) -> Any:
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return ``value`` as Python's ``kind``, or None if it is not of that kind.
-
-    A bool does not count as a number. Nor does a tensor: reading it would make the host wait.
-    """
+    """Return ``value`` as Python's ``kind``, or None: a bool or a tensor is no number."""
     if kind is tuple:
         ends = tuple(_plain(x, int) for x in value) if isinstance(value, Sequence) else ()
         return ends if len(ends) == 2 and None not in ends else None

@@ -1,7 +1,4 @@
-"""D of a chunk's windows: from forward's cache, converted from it, or computed again.
-
-T = tokens, V = real vocabulary rows here. Only as many columns of D exist as a window has.
-"""
+"""D of a chunk's windows: cached by forward, converted, or computed again.  T = tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -48,8 +45,7 @@ def dlogits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield ``start, end`` and D [T, end - start] of each window, in the operands' dtype.
 
-    D that is not cached lies in one buffer, which the next window overwrites. Only recomputed
-    columns wait for hidden.
+    The next window overwrites D that is not cached. Only recomputed columns wait for hidden.
     """
     buffer = None
     for window in windows:
@@ -90,7 +86,7 @@ def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: T
         (change,) = rows.affine
     else:
         change = (chunk.stats.reference - rows.reference).exp()
-    kernels, labels, ignore_index = call.kernels, chunk.labels, call.options.ignore_index
-    kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
+    labels, ignore_index = chunk.labels, call.options.ignore_index
+    call.kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
     first = call.vocab_start_index + window.start
-    kernels.write_label_value(out, labels, rows.label_value, first, ignore_index)
+    call.kernels.write_label_value(out, labels, rows.label_value, first, ignore_index)

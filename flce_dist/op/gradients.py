@@ -1,7 +1,6 @@
-"""The gradients: D of ``dlogits = scale * D + uniform``, its two GEMMs, the sum over ranks.
+"""The gradients of ``dlogits = scale * D + uniform``: two GEMMs of each window of D, sums of ranks.
 
 T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-D [T, V] exists one window of columns at a time, from forward's cache or computed again.
 """
 
 import functools
@@ -53,7 +52,7 @@ def row_gradient(
     entropy: Tensor | None = None,
     from_lse: bool,
 ) -> RowGradient:
-    """Return the factors of dlogits; the gradient of metrics with entropy needs ``entropy`` [T]."""
+    """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else call.order.permuted(chosen(g, operands.places))
         for g in upstream
@@ -71,16 +70,14 @@ def row_gradient(
 
 
 class Gradients:
-    """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
+    """Sums the gradients that the call needs over chunks of tokens and windows of columns.
 
-    ``dweight`` has the rows of ``weight``. It can sum several chunks in the accumulation dtype, but
-    only takes one chunk in the operands' dtype. Rows beyond V become 0. If dweight ``accumulates``,
-    gradients are added to its values instead, and rows beyond V stay. ``dbias`` is in the dtype of
-    statistics, and so is ``acc``, a chunk's dhidden [T, H].
+    dweight, the accumulator's, sums several chunks only in the accumulation dtype. Rows beyond V
+    become 0, or stay if it ``accumulates``. dbias and ``acc``, a chunk's dhidden [T, H], are in the
+    dtype of statistics.
     """
 
     def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
-        """Allocate the gradients that the call needs; dweight is the accumulator's."""
         self.call, self.weight = call, operands.weight
         self.dhidden = _sum_of_dhidden(call, operands) if call.needs.hidden else None
         self.dweight: Tensor | None
@@ -95,8 +92,8 @@ class Gradients:
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk.
 
-        The dhidden GEMMs of cached windows come first, while hidden is still being gathered. The
-        sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
+        dhidden of cached windows comes first, while hidden is being gathered. The sum of dhidden
+        over ranks overlaps the last dweight GEMM.
         """
         call = self.call
         windows = split_columns(call, chunk)
@@ -116,7 +113,6 @@ class Gradients:
                 product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
 
         def add_parameters(start: int, end: int, d: Tensor) -> None:
-            """Add D [T, end - start] to dweight and dbias of these columns."""
             if self.dweight is not None:
                 (hidden, row), out = factor(), rows_of(self.dweight, start, end)
                 adds = chunk.tokens[0] > 0 or self.accumulates
@@ -139,7 +135,7 @@ class Gradients:
             self.finish_dhidden(chunk, rows)
 
     def new_accumulator(self, chunk: Chunk) -> Tensor | None:
-        """Allocate that of dhidden, and return a [T, H] that is scratch until it is rounded."""
+        """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
         if self.dhidden is None:
             return None
         share = rows_of(self.dhidden.tokens, *chunk.tokens)
@@ -164,9 +160,7 @@ class Gradients:
         self.dhidden.start(*chunk.tokens)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
-        """Return dhidden of this rank's tokens, summed over ranks, dweight, and dbias, rounded if
-        asked for.
-        """
+        """Return the results; dhidden is summed over ranks, of this rank's tokens."""
         dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
         dbias = self.dbias
         if dbias is not None and rounds_dbias:
@@ -200,11 +194,10 @@ def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
 def dweight_factor(
     call: Call, chunk: Chunk, rows: RowGradient, in_place: bool, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return hidden times each token's scale, [T, H], the right factor of dweight.
+    """Return hidden times the tokens' scales [T, H], and what smoothing adds to dweight's rows [H].
 
     It overwrites gathered hidden if ``in_place``, else ``scratch`` or a new buffer; the caller's
-    hidden is never written. The second result, [H], is what label smoothing adds to every row of
-    dweight.
+    hidden is never written.
     """
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait_tokens(*chunk.tokens)

@@ -21,20 +21,14 @@ class MainGrad:
     """The sink that adds dweight to the trainer's accumulator, and gives autograd a dummy.
 
     Autograd does not save the accumulator, since saved tensors must not change.
-
-    Attributes:
-        weight: what the caller passed, before autocast.
-        buffer: its ``main_grad`` in forward, [V, H]; None if backward calls ``get_main_grad``.
-        dtype: of the operands.
     """
 
-    weight: Any
-    buffer: Tensor | None
-    dtype: torch.dtype
+    weight: Any  # what the caller passed, before autocast
+    buffer: Tensor | None  # its main_grad in forward, [V, H]; None if backward calls get_main_grad
+    dtype: torch.dtype  # of the operands
 
     def opened(self, _: Tensor) -> Accumulator:
-        weight: Any = self.weight  # not the operand: autocast may have made that
-        main_grad = self.buffer
+        weight, main_grad = self.weight, self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
             _check(main_grad, weight, self.dtype)
@@ -48,10 +42,9 @@ class MainGrad:
         return Accumulator(main_grad, task == before)
 
     def closed(self, dweight: Tensor) -> Tensor | None:
-        """Mark dweight as added; return the dummy gradient that autograd gets in its place.
+        """Mark dweight as added; return the dummy that autograd gets: one zero, expanded to [V, H].
 
-        The dummy is one zero expanded to [V, H]. Autograd allocates its own copy only after this
-        backward has freed its memory.
+        Autograd allocates its own copy only after this backward has freed its memory.
         """
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
@@ -83,7 +76,6 @@ def captured(weight: Tensor, call: Call) -> MainGrad:
 
 
 def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
-    """Check what backward adds dweight into; ``dtype`` is that of the operands."""
     if main_grad is None:
         raise ValueError(
             "weight must have an attribute main_grad, [V, H], or get_main_grad, with "
