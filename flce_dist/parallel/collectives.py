@@ -1,7 +1,6 @@
-"""Collectives of a tensor-parallel group.  P ranks, T tokens, H hidden size.
+"""Collectives of a tensor-parallel group; None is one process.  P ranks, T tokens, H hidden size.
 
-``tp_group=None`` means one process: every function is then the identity and nothing is sent. All
-ranks must call the same functions in the same order with the same shapes.
+All ranks must call the same functions in the same order with the same shapes.
 """
 
 from collections.abc import Iterator
@@ -40,10 +39,7 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
 
 
 def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for messages between hosts: the CPU if the group has a CPU backend.
-
-    Otherwise the device of ``x`` if that is a GPU, else the current GPU.
-    """
+    """Return the device of messages between hosts: the CPU if it can, else x's or the current."""
     if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
         return torch.device("cpu")
     if x.is_cuda:
@@ -87,7 +83,7 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 class TokenGather:
     """Gathers [T / P, H] of every rank into ``tokens`` [T, H], piece by piece.
 
-    This class is for one process: ``tokens`` is the caller's tensor, and nothing is sent.
+    This class is for one process: ``tokens`` is the caller's tensor.
     """
 
     owns_tokens = False
@@ -108,9 +104,8 @@ class TokenGather:
             self.start(piece)
 
     def arrivals(self, first: int, last: int) -> Iterator[slice]:
-        """Wait for tokens ``first <= t < last`` and yield slices of them, relative to ``first``.
-
-        The first time there is a slice per piece; once all have arrived, a single one.
+        """Wait for tokens ``first <= t < last``; yield slices relative to ``first``, each piece's
+        or, once all have arrived, a single one.
         """
         pieces = list(self._order.between(first, last))
         if all(piece in self._arrived for piece, _ in pieces):
@@ -163,7 +158,7 @@ class CollectiveGather(TokenGather):
 class TokenSum:
     """Sums [T, H] over ranks; ``tokens`` is the buffer of this rank's share.
 
-    This class is for one process: the sum is ``tokens`` itself, and nothing is sent.
+    This class is for one process: the sum is ``tokens`` itself.
     """
 
     def __init__(self, tokens: Tensor):
@@ -193,10 +188,7 @@ class CollectiveSum(TokenSum):
 
 
 class CollectiveScatter(TokenSum):
-    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H].
-
-    Each rank sends (P - 1) / P of ``tokens``.
-    """
+    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H]."""
 
     def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
         super().__init__(tokens)

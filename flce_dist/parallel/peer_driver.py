@@ -1,7 +1,6 @@
-"""CUDA as peer memory uses it: streams, their memory operations, memory shared between GPUs.
+"""CUDA as ``peer_memory.py`` uses it: streams, their memory operations, memory of several GPUs.
 
-``peer_memory.py`` has the protocol and uses CUDA through ``PeerDriver`` alone. Tests replace it by
-one that explores every order in which streams may run (tests/fake_ranks.py).
+Tests replace ``PeerDriver`` by one that explores every order in which streams may run.
 """
 
 import functools
@@ -24,12 +23,10 @@ class Block:
 
     def __init__(self, nbytes: int, device: torch.device, group: Any):
         self.nbytes = nbytes
-        self.in_graph = False
-        """Whether a CUDA graph of some rank uses it."""
+        self.in_graph = False  # whether a CUDA graph of some rank uses it
         self._memory, self._handle = torch_private.shared_memory(nbytes, device, group)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """View a rank's first bytes."""
         return self._handle.get_buffer(rank, shape, dtype)
 
     def address(self, rank: int) -> int:
@@ -43,8 +40,8 @@ class PeerDriver:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
+        # Ranks wait for each other as long as the group's collectives may.
         self.limit_s = torch_private.timeout_of(group, device).total_seconds()
-        """How long ranks may wait for each other: the timeout of the group's collectives."""
         self._device, self._group_name = device, group.group_name
         store = torch_private.store_of(group)
         # A new group may get the store of a destroyed one, so keys begin with a running number.
@@ -59,7 +56,6 @@ class PeerDriver:
         return torch.cuda.Stream(self._device, priority=-1)
 
     def on(self, stream: torch.cuda.Stream) -> Any:
-        """Return a context in which ``stream`` is the current one."""
         return torch.cuda.stream(stream)
 
     def capture(self) -> int:
@@ -79,10 +75,7 @@ class PeerDriver:
         return Block(nbytes, self._device, self._group_name)
 
     def host_words(self, n: int) -> Tensor:
-        """Return [n] words of pinned host memory, int32 zeros, which ``put`` can write.
-
-        They are never freed: a graph may still write them.
-        """
+        """Return [n] int32 zeros of pinned host memory; never freed, as a graph may write them."""
         _host_words.append(torch.zeros(n, dtype=torch.int32, pin_memory=True))
         return _host_words[-1]
 
@@ -111,8 +104,8 @@ class PeerDriver:
     def meet(self, message: str) -> list[str]:
         """Return every rank's message, once all ranks have called this and their GPUs are idle.
 
-        It uses the store, not a collective: an error can name the missing ranks, and a rank that
-        issues a collective instead cannot be mistaken for one that is here.
+        By the store: a rank that issues a collective instead cannot be mistaken for one that is
+        here, and an error names the missing ranks.
         """
         torch.cuda.synchronize(self._device)
         self._meetings += 1
@@ -129,9 +122,9 @@ class PeerDriver:
         return [self._store.get(key).decode() for key in keys]
 
     def snapshot(self, x: Tensor, out: Tensor) -> bool:
-        """Copy to host memory while other streams wait; return whether the copy succeeded.
+        """Copy to host memory while other streams wait; return whether it succeeded.
 
-        Only for the message before the process ends: it would break the capture of a CUDA graph.
+        Only for the message before the process ends: it breaks the capture of a CUDA graph.
         """
         with torch.cuda.stream(self._snapshot_stream):
             out.copy_(x, non_blocking=True)
