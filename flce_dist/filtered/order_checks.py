@@ -21,14 +21,10 @@ def agreed_order(
     like: Tensor,
     groups: Iterable[dist.ProcessGroup | None],
 ) -> VocabOrder | None:
-    """Return what ``make`` does if it does the same on all ranks of ``groups``.
+    """Return what ``make`` does, without collectives, if it does the same on all ranks.
 
-    An all-reduce of 16 bytes per group; only if that finds a difference, the reasons are gathered.
-
-    Args:
-        make: returns this rank's order, or None if it has none, or raises; nothing is sent inside.
-        like: a tensor on the device of the groups' collectives.
-        groups: the dimensions of a mesh of ranks. All ranks compare, not only those of one group.
+    ``groups`` are the dimensions of a mesh of ranks, ``like`` is on the device of their
+    collectives: an all-reduce of 16 bytes each; only a difference lets the reasons be gathered.
 
     Raises:
         ValueError: the same on all ranks. It names what each has, and its error if ``make`` raised.
@@ -68,7 +64,6 @@ def _digest(order: VocabOrder | None) -> int:
 
 
 def _gathered(text: str, groups: list[dist.ProcessGroup]) -> list[str]:
-    """Return the texts of all ranks of a mesh, sorted by rank."""
     texts = {dist.get_rank(): text} if groups else {0: text}
     for group in groups:
         parts: list[Any] = [None] * group.size()
@@ -78,12 +73,7 @@ def _gathered(text: str, groups: list[dist.ProcessGroup]) -> list[str]:
 
 
 def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
-    """Return why rows of a checkpoint may not be loaded into a layer, or None if they may.
-
-    Args:
-        saved: what the checkpoint holds as ``key``, the row of each token, or None.
-        own: the layer's order.
-    """
+    """Return why rows of a checkpoint with ``saved`` as its ``key`` may not be loaded, or None."""
     convert = "convert the checkpoint by python -m flce_dist.launch.vocab_order convert --to"
     made_alike = f"vocab_order=checkpoint[{key!r}].argsort()"
     if saved is None and own is None:
