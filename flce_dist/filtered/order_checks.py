@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.filtered.vocab_order import VocabOrder
-from flce_dist.parallel import collectives
 from flce_dist.rank_check import on_ranks
-
-_DIGESTS = 1 << 62
-_NO_ORDER, _ERROR = _DIGESTS, _DIGESTS + 1
-"""What a rank without an order sends in place of a digest, and one whose order is invalid."""
 
 
 def agreed_order(
@@ -23,53 +18,39 @@ def agreed_order(
 ) -> VocabOrder | None:
     """Return what ``make`` does, without collectives, if it does the same on all ranks.
 
-    ``groups`` are the dimensions of a mesh of ranks, ``like`` is on the device of their
-    collectives: an all-reduce of 16 bytes each; only a difference lets the reasons be gathered.
+    ``groups`` are the dimensions of a mesh of ranks, and ``like`` is on the device from which they
+    send. Each gathers what its ranks have.
 
     Raises:
         ValueError: the same on all ranks. It names what each has, and its error if ``make`` raised.
         Exception: what ``make`` raised, if it did so on all ranks and with one message.
     """
-    order, failure, mine = None, None, _ERROR
+    order, failure = None, None
     try:
         order = make()
-        mine = _digest(order)
+        text = "None" if order is None else f"order {_digest(order):x}"
     except Exception as error:  # of any type: other ranks wait for this one
-        failure = error
+        failure, text = error, f"an invalid one ({error})"
     meshed = [group for group in groups if group is not None]
-    extremes = torch.tensor([mine, -mine], device="cpu")
-    for group in meshed:
-        extremes = extremes.to(collectives.message_device(like, group))
-        collectives.all_reduce_max(extremes, group)
-    largest, smallest = extremes[0].item(), -extremes[1].item()
-    if largest == smallest != _ERROR:
-        return order
-    text = "None" if order is None else f"order {mine:x}"
+    texts = {dist.get_rank() if meshed else 0: text}
+    with torch.cuda.device_of(like):
+        for group in meshed:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, texts, group=group)
+            texts = {rank: text for part in parts for rank, text in part.items()}
+    if len(set(texts.values())) > 1:
+        everyones = [texts[rank] for rank in sorted(texts)]
+        raise ValueError(
+            f"vocab_order must be the same on all ranks, got {on_ranks(everyones)}"
+        ) from failure
     if failure is not None:
-        text = f"an invalid one ({failure})"
-    with torch.cuda.device_of(like):  # from which NCCL sends
-        everyones = _gathered(text, meshed)
-    if failure is not None and len(set(everyones)) == 1:
         raise failure
-    raise ValueError(
-        f"vocab_order must be the same on all ranks, got {on_ranks(everyones)}"
-    ) from failure
+    return order
 
 
-def _digest(order: VocabOrder | None) -> int:
-    if order is None:
-        return _NO_ORDER
+def _digest(order: VocabOrder) -> int:
     factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
-    return int((order.row_of_token * factors).sum()) % _DIGESTS
-
-
-def _gathered(text: str, groups: list[dist.ProcessGroup]) -> list[str]:
-    texts = {dist.get_rank(): text} if groups else {0: text}
-    for group in groups:
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, texts, group=group)
-        texts = {rank: text for part in parts for rank, text in part.items()}
-    return [texts[rank] for rank in sorted(texts)]
+    return int((order.row_of_token * factors).sum()) % (1 << 62)
 
 
 def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
