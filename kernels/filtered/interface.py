@@ -1,68 +1,31 @@
-"""The kernels of filtered gradients as types: what ``gpu.py`` and ``eager.py`` offer.
+"""The kernels of filtered gradients as a type: what ``gpu.py`` and ``eager.py`` both offer."""
 
-T = tokens, V = vocabulary rows here, H = hidden size.
-"""
+from typing import Any
 
-from typing import Any, Protocol
-
-from torch import Tensor
-
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.filtered import eager
 
 
-class FilterKernels(Protocol):
+class FilterKernels:
     """Lists of kept tiles are what ``tile_lists`` of the same implementation returns."""
 
-    def new_tile_stats(self, logits: ShardLogits) -> Tensor: ...
-
-    def kept_tiles(
-        self, logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def profile_sample(
-        self, labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
-    ) -> Tensor: ...
-
-    def tile_profile(
-        self, logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor
-    ) -> Tensor: ...
-
-    def rank_one(
-        self, logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *,
-        with_means: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]: ...  # fmt: skip
-
-    def tile_lists(self, kept: Tensor, capacity: int) -> Any: ...
-
-    def new_kept_buffer(self, logits: ShardLogits, capacity: int) -> Tensor: ...
-
-    def kept_dlogits(
-        self, logits: ShardLogits, rows: RowGradient, scale: Tensor | None,
-        lists: Any, round: int, *, out: Tensor,
-    ) -> Tensor: ...  # fmt: skip
-
-    def add_kept_dhidden(
-        self, d: Tensor, weight: Tensor, lists: Any, round: int, acc: Tensor
-    ) -> None: ...
-
-    def kept_dweight(
-        self, d: Tensor, hidden: Tensor, lists: Any, round: int, q: Tensor, hbar: Tensor,
-        row: Tensor | None, *, out: Tensor, accumulates: bool,
-    ) -> None: ...  # fmt: skip
-
-    def add_kept_dbias(
-        self, d: Tensor, scale: Tensor | None, lists: Any, round: int, out: Tensor
-    ) -> None: ...
+    new_tile_stats = staticmethod(eager.new_tile_stats)
+    kept_tiles = staticmethod(eager.kept_tiles)
+    profile_sample = staticmethod(eager.profile_sample)
+    tile_profile = staticmethod(eager.tile_profile)
+    rank_one = staticmethod(eager.rank_one)
+    tile_lists = staticmethod(eager.tile_lists)
+    new_kept_buffer = staticmethod(eager.new_kept_buffer)
+    kept_dlogits = staticmethod(eager.kept_dlogits)
+    add_kept_dhidden = staticmethod(eager.add_kept_dhidden)
+    kept_dweight = staticmethod(eager.kept_dweight)
+    add_kept_dbias = staticmethod(eager.add_kept_dbias)
 
 
 def filter_kernels_of(impl: str) -> FilterKernels:
     """Import an implementation on demand: eager alone needs no working triton."""
+    kernels: Any = eager
     if impl == "triton":
         from flce_dist.kernels.filtered import gpu
 
-        return gpu
-    from flce_dist.kernels.filtered import eager
-
-    return eager
+        kernels = gpu
+    return kernels
