@@ -1,7 +1,4 @@
-"""Measure the peak memory of a block of code: forward, backward and operators' temporaries.
-
-On a CPU by PyTorch's profiler, since a TorchDispatchMode sees only what operators return.
-"""
+"""Measure the peak memory of a block of code: forward, backward and operators' temporaries."""
 
 import os
 import threading

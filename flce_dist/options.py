@@ -1,7 +1,4 @@
-"""The options of a call, each declared once: a field of ``LossOptions`` with type, default, range.
-
-``op.checks`` and the operators of ``op.compiled`` follow these declarations.
-"""
+"""The options of a call, each declared once: a field of ``LossOptions``, its type and range."""
 
 import difflib
 import inspect
@@ -109,10 +106,7 @@ KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
 def keywords_of(
     function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:
-    """Return the keywords of ``LossOptions`` for a ``function`` that takes some as ``**given``.
-
-    For the ``fixed`` ones, which it sets itself, and unknown names raises Python's TypeError.
-    """
+    """Return ``given`` and ``fixed``; raise Python's TypeError for other names, and fixed ones."""
     allowed = {name for name in KEYWORDS if name not in fixed}
     for name in given:
         if name not in allowed:

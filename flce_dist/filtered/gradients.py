@@ -1,11 +1,8 @@
 """The schedule of filtered gradients: exact in the tiles that are kept, rank one in the others.
 
-Forward decides which tiles (``kernels/filtered/tiles.py``) are kept, and saves each token's
-probability in the others, its mass s. There p is replaced by ``s[j, t] q[v]``, with the profile q
-of tile j, which sums to 1 over its rows; docs/design.md has the gradients.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size. ``s`` is
-[tiles, T]; all is this rank's own.
+Forward decides which tiles are kept, and saves each token's probability in the others, its mass s
+[tiles, T]. There p is replaced by ``s[j, t] q[v]``, with the profile q of tile j, which sums to 1
+over its rows; docs/design.md has the gradients. T = tokens of the group, V = real rows here.
 """
 
 import math
@@ -22,16 +19,7 @@ from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import (
-    Accumulator,
-    Call,
-    Operands,
-    Outputs,
-    Results,
-    Saved,
-    Schedule,
-    Upstream,
-)
+from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass
@@ -103,8 +91,7 @@ def refuse(options: LossOptions) -> None:
         )
 
 
-def planned(name: str, recompute: Schedule) -> "Filtered":
-    assert isinstance(recompute, Windows)
+def planned(name: str, recompute: Windows) -> "Filtered":
     return Filtered(_eps_of(name), recompute)
 
 

@@ -1,8 +1,4 @@
-"""Rows of the output layer in an order of their own: tokens of like frequency share a tile.
-
-V_all = vocabulary, P = tensor-parallel ranks. Labels and input ids stay those of the tokenizer
-wherever a user sees them.
-"""
+"""Rows of the output layer in an order of their own.  V_all = vocabulary, P = ranks."""
 
 from typing import Any, NamedTuple
 

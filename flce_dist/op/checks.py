@@ -1,7 +1,4 @@
-"""Checks of arguments, by host metadata except for labels.
-
-Errors name the argument, what is expected and what was given.
-"""
+"""Checks of arguments; errors name the argument, what is expected and what was given."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -130,7 +127,6 @@ def check_tensor(
 def check_group(
     tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
 ) -> None:
-    """Check that this rank is a member of ``tp_group``."""
     if tp_group is None and sequence_parallel:
         raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
@@ -164,7 +160,6 @@ def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -
 
 
 def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
-    """Check this rank's rows of the vocabulary against the group."""
     vocab_size = options.vocab_size
     if options.vocab_range is None:
         if V == 0:
@@ -208,7 +203,6 @@ def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
 
 
 def check_impl(impl: str, hidden: Tensor) -> None:
-    """Check that ``impl`` runs on this device and dtype."""
     if impl != "triton":
         return
     if hidden.dtype == torch.float64:

@@ -1,8 +1,4 @@
-"""The op as torch.compile sees it: two opaque operators with fakes and a gradient.
-
-They call what the Function of ``autograd.py`` calls, which takes the host less time than the
-dispatcher and so serves all other code.
-"""
+"""The op as torch.compile sees it: two opaque operators with fakes and a gradient."""
 
 from typing import Any
 
@@ -85,7 +81,6 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
 def _forward(*inputs):
-    """Return the loss, metrics if asked for, then what is saved."""
     call, operands = _prepare(inputs)
     operands = counted_operands(call, operands)
     needs, shape = inputs[-1], inputs[2].shape

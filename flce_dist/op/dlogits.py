@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    as_it_is = chunk.cache.dtype == call.dtype and chunk.overwrite is None
+    as_it_is = call.cache_dtype == call.dtype and chunk.overwrite is None
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
     return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
 
@@ -43,10 +43,7 @@ def split_columns(call: Call, chunk: Chunk) -> list[Window]:
 def dlogits(
     call: Call, chunk: Chunk, rows: RowGradient, windows: Sequence[Window]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``start, end`` and D [T, end - start] of each window, in the operands' dtype.
-
-    The next window overwrites D that is not cached. Only recomputed columns wait for hidden.
-    """
+    """Yield ``start, end`` and D [T, end - start] of each window, which the next may overwrite."""
     buffer = None
     for window in windows:
         start, end, cached = window
@@ -67,7 +64,6 @@ def dlogits(
 
 
 def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
-    """Compute D of a window's columns from the logits, token piece by token piece."""
     assert chunk.logits is not None and chunk.gather is not None
     for t in chunk.gather.arrivals(*chunk.tokens):
         call.kernels.dlogits(

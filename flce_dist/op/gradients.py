@@ -1,7 +1,4 @@
-"""The gradients of ``dlogits = scale * D + uniform``: two GEMMs of each window of D, sums of ranks.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""Two GEMMs of each window of D, and sums over ranks.  T = tokens, V = rows here, H = hidden."""
 
 import functools
 from collections.abc import Callable
@@ -28,18 +25,15 @@ class NewDweight(NamedTuple):
     dtype: torch.dtype
 
     def opened(self, weight: Tensor) -> Accumulator:
-        return new_accumulator(weight, self.dtype)
+        contiguous = torch.contiguous_format
+        out = torch.empty_like(weight, dtype=self.dtype, memory_format=contiguous)
+        return Accumulator(out, False)
 
     def closed(self, dweight: Tensor) -> Tensor:
         return dweight
 
     def added(self, dweight: Tensor) -> Tensor:
         return dweight.to(self.dtype)
-
-
-def new_accumulator(weight: Tensor, dtype: torch.dtype) -> Accumulator:
-    contiguous = torch.contiguous_format
-    return Accumulator(torch.empty_like(weight, dtype=dtype, memory_format=contiguous), False)
 
 
 def row_gradient(
@@ -79,7 +73,19 @@ class Gradients:
 
     def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
         self.call, self.weight = call, operands.weight
-        self.dhidden = _sum_of_dhidden(call, operands) if call.needs.hidden else None
+        self.dhidden: TokenSum | None = None
+        if call.needs.hidden:
+            in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+            self.dhidden = transport.token_sum(
+                (call.T, self.weight.shape[1]),
+                call.stats_dtype if in_fp32 else call.dtype,
+                self.weight.device,
+                call.order,
+                call.tp_group if call.reduces_dhidden else None,
+                sequence_parallel=call.options.sequence_parallel,
+                places=operands.places,
+                T_all=call.T_all,
+            )
         self.dweight: Tensor | None
         self.dweight, self.accumulates = accumulator or (None, False)
         if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
@@ -90,11 +96,7 @@ class Gradients:
         self.acc: Tensor | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Add all columns of a chunk.
-
-        dhidden of cached windows comes first, while hidden is being gathered. The sum of dhidden
-        over ranks overlaps the last dweight GEMM.
-        """
+        """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
         call = self.call
         windows = split_columns(call, chunk)
         cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
@@ -120,7 +122,7 @@ class Gradients:
             if self.dbias is not None:
                 self.dbias[start:end] += dbias_of(call, chunk, d, rows)
 
-        for start, end, d in dlogits(call, chunk, rows, cached):
+        for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
             add_dhidden(start, end, d)
         if not others and scratch is None:
             self.finish_dhidden(chunk, rows)
@@ -166,22 +168,6 @@ class Gradients:
         if dbias is not None and rounds_dbias:
             dbias = dbias.to(self.call.dtype)
         return dhidden, self.dweight, dbias
-
-
-def _sum_of_dhidden(call: Call, operands: Operands) -> TokenSum:
-    """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
-    weight = operands.weight
-    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
-    return transport.token_sum(
-        (call.T, weight.shape[1]),
-        call.stats_dtype if in_fp32 else weight.dtype,
-        weight.device,
-        call.order,
-        call.tp_group if call.reduces_dhidden else None,
-        sequence_parallel=call.options.sequence_parallel,
-        places=operands.places,
-        T_all=call.T_all,
-    )
 
 
 def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:

@@ -1,7 +1,4 @@
-"""The schedule in_forward: loss and both gradients in forward, a chunk of tokens at a time.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""The schedule in_forward.  T = tokens of the group, V = real rows here, H = hidden size."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -12,7 +9,7 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
 from flce_dist.op.dlogits import Chunk
-from flce_dist.op.gradients import Gradients, new_accumulator
+from flce_dist.op.gradients import Gradients, NewDweight
 from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
@@ -57,7 +54,7 @@ class InForward(Sizes):
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
-            accumulator = new_accumulator(operands.weight, dtype)
+            accumulator = NewDweight(dtype).opened(operands.weight)
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 

@@ -18,10 +18,7 @@ from flce_dist.op.call import Accumulator, Call
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The sink that adds dweight to the trainer's accumulator, and gives autograd a dummy.
-
-    Autograd does not save the accumulator, since saved tensors must not change.
-    """
+    """The sink that adds dweight to the trainer's accumulator, which autograd must not save."""
 
     weight: Any  # what the caller passed, before autocast
     buffer: Tensor | None  # its main_grad in forward, [V, H]; None if backward calls get_main_grad
@@ -42,10 +39,7 @@ class MainGrad:
         return Accumulator(main_grad, task == before)
 
     def closed(self, dweight: Tensor) -> Tensor | None:
-        """Mark dweight as added; return the dummy that autograd gets: one zero, expanded to [V, H].
-
-        Autograd allocates its own copy only after this backward has freed its memory.
-        """
+        """Mark dweight as added; return a dummy, one expanded zero, which autograd copies later."""
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
@@ -62,7 +56,6 @@ class MainGrad:
 
 
 def captured(weight: Tensor, call: Call) -> MainGrad:
-    """Return the accumulator of a weight that needs a gradient, for accumulate_dweight=True."""
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "

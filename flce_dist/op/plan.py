@@ -88,8 +88,6 @@ def plan(
 
 
 class _Shape(NamedTuple):
-    """What ``plan`` is told of a call, and the unit of its chunks."""
-
     T: int
     V: int
     itemsize: int
@@ -104,15 +102,12 @@ class _Shape(NamedTuple):
 
 
 def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
-    """Return the least bytes of exponentials with which ``auto`` computes no logits again.
-
-    Those of up to 16,384 tokens in 16 bits. In_forward takes less: half of dweight holds some of
-    them, or, of twice as many tokens, chunks of 8192 accumulate dweight.
-    """
+    """Return the least bytes with which ``auto`` computes no logits again."""
     T, V, itemsize = shape.T, shape.V, shape.itemsize
     window = _widest_window(shape) if shape.converts else 0
-    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]
+    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]  # exponentials of 16 bits
     if reduces and not shape.converts:
+        # In_forward takes less: half of dweight holds some of them, or chunks accumulate dweight.
         budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
         if T >= 2 * _MANY_TOKENS:
             chunk = _MANY_TOKENS // 2 * itemsize

@@ -1,7 +1,4 @@
-"""One pass over this shard's logits: their statistics, merged over ranks, and the loss.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""One pass over this shard's logits: statistics and loss.  T = tokens, V = real rows here."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""The schedules recompute and cached: backward takes the columns window by window.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""The schedules recompute and cached.  T = tokens of the group, V = real rows here, H = hidden."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +40,7 @@ class Sizes:
     converts: bool  # whether cached columns need a window, too
 
     def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
-        """Columns cached by a rank of ``V`` rows; who caches all of the largest shard, all.
-
-        A rank with more rows than the plan, or too few for the columns that it lends, caches what
-        the limit allows beside a window.
-        """
+        """Columns that a rank of ``V`` rows caches: the plan's, or what the limit allows."""
         planned = V if self.cached_v >= self.V else min(self.cached_v, V)
         if self.limit is None or (V <= self.V and lent_as_planned):
             return planned

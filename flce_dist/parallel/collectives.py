@@ -60,7 +60,6 @@ def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    """Start to sum ``x`` over ranks in place."""
     if tp_group is None or not x.numel():
         return Pending(x)
     return issued(_started_all_reduce, x, tp_group)
@@ -81,10 +80,7 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 class TokenGather:
-    """Gathers [T / P, H] of every rank into ``tokens`` [T, H], piece by piece.
-
-    This class is for one process: ``tokens`` is the caller's tensor.
-    """
+    """Gathers [T / P, H] of every rank into ``tokens`` [T, H] by pieces; here of one process."""
 
     owns_tokens = False
 
@@ -125,11 +121,7 @@ class TokenGather:
 
 
 class CollectiveGather(TokenGather):
-    """Gathers by all-gathers. Each rank receives (P - 1) / P of ``tokens``.
-
-    A group's collectives run one after the other, so callers start a piece only after issuing the
-    collectives that they need before it.
-    """
+    """Gathers by all-gathers; callers first issue the collectives that they need before a piece."""
 
     owns_tokens = True
 
@@ -156,10 +148,7 @@ class CollectiveGather(TokenGather):
 
 
 class TokenSum:
-    """Sums [T, H] over ranks; ``tokens`` is the buffer of this rank's share.
-
-    This class is for one process: the sum is ``tokens`` itself.
-    """
+    """Sums [T, H], ``tokens`` being this rank's share, over ranks; this class over one process."""
 
     def __init__(self, tokens: Tensor):
         self.tokens = self._sum = tokens

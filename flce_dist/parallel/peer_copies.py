@@ -1,7 +1,4 @@
-"""Gather and sum of tokens by copies between GPUs of one host, beside kernels that fill them.
-
-P ranks, T tokens, H hidden size.
-"""
+"""Gather and sum of tokens by copies between GPUs of one host.  P ranks, H hidden size."""
 
 from functools import partial
 

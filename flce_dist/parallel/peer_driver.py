@@ -1,7 +1,4 @@
-"""CUDA as ``peer_memory.py`` uses it: streams, their memory operations, memory of several GPUs.
-
-Tests replace ``PeerDriver`` by one that explores every order in which streams may run.
-"""
+"""CUDA as ``peer_memory.py`` uses it; in tests a driver explores all orders of streams instead."""
 
 import functools
 import time
@@ -35,8 +32,6 @@ class Block:
 
 
 class PeerDriver:
-    """CUDA on this rank's device, and the rendezvous store of its group."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
@@ -67,7 +62,6 @@ class PeerDriver:
         return int(capture) or -1
 
     def keep(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep ``x``'s memory from reuse until a stream has done its present work."""
         x.record_stream(stream)
 
     def shared(self, nbytes: int) -> Block:
@@ -88,7 +82,6 @@ class PeerDriver:
         return op
 
     def wait_for(self, address: int, value: int) -> Any:
-        """Wait until a word is ``value``."""
         driver = _driver()
         op = driver.CUstreamBatchMemOpParams()
         op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -97,7 +90,6 @@ class PeerDriver:
         return op
 
     def enqueue(self, operations: list[Any], stream: torch.cuda.Stream) -> None:
-        """Issue memory operations on a stream, in this order."""
         (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
         _check(error, "memory operations on a stream")
 
@@ -122,10 +114,7 @@ class PeerDriver:
         return [self._store.get(key).decode() for key in keys]
 
     def snapshot(self, x: Tensor, out: Tensor) -> bool:
-        """Copy to host memory while other streams wait; return whether it succeeded.
-
-        Only for the message before the process ends: it breaks the capture of a CUDA graph.
-        """
+        """Copy to host memory while other streams wait, if it can; breaks a graph's capture."""
         with torch.cuda.stream(self._snapshot_stream):
             out.copy_(x, non_blocking=True)
             done = self._snapshot_stream.record_event()
@@ -156,7 +145,6 @@ def _check(error: Any, what: str) -> None:
 
 
 def refuse_capture(capturing: bool, what: str) -> None:
-    """Raise if a CUDA graph is being captured, in which ``what`` is impossible."""
     if capturing:
         raise RuntimeError(
             f"{what}: not possible while a CUDA graph is captured; "

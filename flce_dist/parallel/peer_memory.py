@@ -36,13 +36,10 @@ collectives at the same places of the order.
 
 CUDA graphs. The waiting rank clears the flag, so a use ends in the state it began in. All ranks
 replay a graph or none does, on a stream that waits for earlier calls and that later ones wait for.
-A block that a graph uses is kept until its group is destroyed. A call that needs more bytes than
-any before adds a block, which smaller calls then use, too.
+A call that needs more bytes than any before adds a block, which smaller calls then use, too.
 
-Failures. If all ranks raise at the same place of a use, the next ``open`` lets all meet and reset
-their flags. If one raises alone, its next ``open`` waits for the others in vain and names them;
-their streams wait for its flags until ``peer_watch.py`` ends their processes. Of a capture that
-fails nothing has run.
+Failures. After all ranks raised at the same place of a use, the next ``open`` lets all meet and
+reset their flags; if one raised alone, its next ``open`` waits for the others in vain.
 """
 
 import weakref
@@ -78,7 +75,6 @@ class Arrival:
         self._done = self._stream.record_event()
 
     def wait(self) -> None:
-        """Make the current stream wait for the copies."""
         self._done.wait()
         self._outs.clear()
 
@@ -149,10 +145,7 @@ class PeerMemory:
         self._writable = True
 
     def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
-        """Publish this rank's block, and copy from those that the peers publish.
-
-        The arrivals of ``copies`` complete in order. The caller must wait for the last one.
-        """
+        """Publish this block, copy from the peers'; the caller must wait for the last arrival."""
         self.acquire()
         here = self._driver.current_stream()
         self._driver.enqueue(self._tell_ready, here)

@@ -1,7 +1,4 @@
-"""How tokens travel between ranks: by copies between GPUs of one host, else by collectives.
-
-P ranks, T tokens, H hidden size. All ranks of a group decide alike.
-"""
+"""How tokens travel: by copies between GPUs of one host, else by collectives.  P ranks."""
 
 import os
 import socket
@@ -35,10 +32,7 @@ from flce_dist.replay import issued
 def gather(
     x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None, places: Tensor | None = None
 ) -> TokenGather:
-    """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``.
-
-    With ``places`` it is of the tokens there, and all of them have arrived.
-    """
+    """Return the gather of [T / P, H] of every rank into [T, H], or of the tokens at ``places``."""
     if places is not None:
         if group is not None:
             x = gather(x, _at_once(group, group_size(group) * len(x)), group).wait_all()
@@ -153,10 +147,7 @@ _memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories 
 
 
 def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
-    """Return the memories that a group's ranks share, or None if some cannot read each other's.
-
-    ``_all_reach_all`` determines that once per group, by a collective for which hosts wait.
-    """
+    """Return the memories that a group's ranks share, or None; hosts decide that together, once."""
     if device.type != "cuda":
         return None
     key = (group.group_name, device)
