@@ -1,9 +1,4 @@
-"""Measure the peak memory of a block of code: forward, backward and operators' temporaries.
-
-On a GPU the caching allocator counts bytes. On a CPU PyTorch's profiler reports every allocation
-and release, and the peak of their running sum is taken. (A TorchDispatchMode would be simpler but
-sees only what operators return, and `logsumexp` allocates a copy of its input inside.)
-"""
+"""Measure the peak memory of a block of code: forward, backward and operators' temporaries."""
 
 import os
 import threading
@@ -25,16 +20,10 @@ _one_profiler = threading.Lock()
 
 @dataclass
 class PeakMemory:
-    """What a ``peak_memory`` block measured; filled in when the block ends.
+    """What a ``peak_memory`` block measured; filled in when the block ends."""
 
-    Attributes:
-        bytes: the largest number of bytes allocated at one time, minus those at the start.
-        shared_bytes: what ``shared_bytes()`` returns at the end. Add it to ``bytes`` if the block
-            called the loss under sequence parallelism.
-    """
-
-    bytes: int = 0
-    shared_bytes: int = 0
+    bytes: int = 0  # the most allocated at one time, minus those at the start
+    shared_bytes: int = 0  # at the end; add them if the block called the loss sequence parallel
 
 
 @contextmanager
@@ -48,11 +37,7 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
         print(peak.bytes)
 
     On CPU it counts the calling thread, where autograd also runs a CPU backward, but not memory
-    that NumPy or oneDNN allocate themselves. Tensors made before the block must outlive it: the
-    profiler does not know the sizes of earlier allocations.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:<i>".
+    that NumPy or oneDNN allocate themselves. Tensors made before the block must outlive it.
 
     Raises:
         RuntimeError: if two blocks on CPU overlap in one process, nested or in threads.

@@ -1,9 +1,4 @@
-"""The options of a call: one frozen object that is passed from the public functions to the kernels.
-
-Each option is declared once, as a field of ``LossOptions`` with its type, default and range.
-``op.checks`` validates values against these declarations, ``op.compiled`` builds the operators'
-schema from them, and ``rank_check`` compares every field.
-"""
+"""The options of a call, each declared once: a field of ``LossOptions``, its type and range."""
 
 import difflib
 import inspect
@@ -43,7 +38,7 @@ COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The keywords of ``linear_cross_entropy`` other than tensors and the group, explained there.
+    """The keywords of ``linear_cross_entropy``, explained there, but tensors and the group.
 
     ``with_metrics`` is no keyword: ``linear_cross_entropy_with_metrics`` sets it, and
     ``with_entropy`` of ``linear_logprob``.
@@ -68,7 +63,7 @@ class LossOptions:
     max_counted: Annotated[int | None, COUNT] = None
     skip_ignored: bool = False
     impl: Impl | None = None
-    with_metrics: bool = False
+    with_metrics: bool = False  # set by linear_cross_entropy_with_metrics
 
     @property
     def partitions(self) -> bool:
@@ -77,10 +72,7 @@ class LossOptions:
 
     @property
     def smoothing_needs_logits(self) -> bool:
-        """Whether backward needs the logits again for smoothing, whose gradient a softcap scales.
-
-        Without a softcap it is the same number in every column, a rank-1 term of ``dlogits``.
-        """
+        """Whether backward needs the logits for smoothing, whose gradient a softcap scales."""
         return self.label_smoothing != 0.0 and self.softcap is not None
 
 
@@ -94,7 +86,6 @@ class Declared(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The expected values, as error text."""
         if self.choices:
             return f"one of {(*self.choices, None) if self.optional else self.choices}"
         words = "None or " if self.optional else ""
@@ -103,7 +94,6 @@ class Declared(NamedTuple):
 
 
 def declared(hint: Any) -> Declared:
-    """Read the annotation of a field."""
     limits = None
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)
@@ -120,11 +110,7 @@ KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
 def keywords_of(
     function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:
-    """Return the keywords of ``LossOptions`` for a ``function`` that takes some as ``**given``.
-
-    ``fixed`` are options that ``function`` sets itself. For these and for unknown names it raises
-    the TypeError that Python raises for a keyword that is not in a signature.
-    """
+    """Return ``given`` and ``fixed``; raise Python's TypeError for other names, and fixed ones."""
     allowed = {name for name in KEYWORDS if name not in fixed}
     for name in given:
         if name not in allowed:

@@ -1,8 +1,4 @@
-"""The operand that keeps exponentials of leading columns, from the statistics to the gradient.
-
-``linear_stats`` and ``rescue`` write it; the GEMMs of the gradients read it. T = tokens, V =
-vocabulary rows here.
-"""
+"""Exponentials of leading columns, kept for the gradients.  T = tokens, V = rows here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +20,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnCache:
-    """The first ``width`` columns of D, as windows of them in order.
-
-    Each is [T, columns] with a unit last stride and may lie in any memory.
-    """
+    """The first ``width`` columns of D, as windows [T, columns] with a unit last stride."""
 
     windows: tuple[Tensor, ...] = ()
 
@@ -35,19 +28,13 @@ class ColumnCache:
     def width(self) -> int:
         return sum(window.shape[1] for window in self.windows)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.windows[0].dtype if self.windows else None
-
     def with_starts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first column, window)`` for each window."""
         start = 0
         for window in self.windows:
             yield start, window
             start += window.shape[1]
 
     def tokens(self, start: int, end: int) -> "ColumnCache":
-        """The windows of tokens ``start <= t < end``."""
         if not self.windows or (start == 0 and end == len(self.windows[0])):
             return self
         return ColumnCache(tuple(window[start:end] for window in self.windows))

@@ -1,9 +1,7 @@
-"""The matrix D of a window of columns, recomputed from hidden and weight.
+"""The matrix D of a window of columns (``token_gradient_formulas.py``), from hidden and weight.
 
-Applies ``token_gradient_formulas.py``, which explains D. One GEMM, ``hidden @ weight.T``, in a
-persistent grid; its epilogue turns each tile of logits into a tile of D.
-
-T = tokens, V = columns of the window, H = hidden size.
+One GEMM, ``hidden @ weight.T``, in a persistent grid; its epilogue turns each tile of logits into a
+tile of D. T = tokens, V = columns of the window, H = hidden size.
 """
 
 import triton.language as tl

@@ -1,10 +1,7 @@
-"""The kernel interface in plain PyTorch, on any device and in any float dtype.
+"""The functions of ``gpu.py``, whose docstrings hold here, in plain PyTorch, also in fp64.
 
-These are the functions of ``gpu.py``, with the same arguments: the docstrings over there say what
-each is. Statistics are fp32, or fp64 for fp64 operands, and sums are plain sums. Logits exist for a
-window of columns at a time, so that nothing of size [T, V] is held but the caller's cache.
-
-T = tokens, V = vocabulary rows here, W = columns of one window.
+Statistics are fp32, or fp64 for fp64 operands, and sums are plain sums. Logits exist for a window
+of columns at a time. T = tokens, V = vocabulary rows here, W = columns of one window.
 """
 
 import torch
@@ -51,12 +48,10 @@ from flce_dist.kernels.token_loss_formulas import (
 
 
 def may_replay() -> bool:
-    """No: these functions may read data."""
-    return False
+    return False  # these functions may read data
 
 
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
-    """Write to ``out`` [T] the logit of each token's label, 0 where it is not owned or ignored."""
     if logits.labels.is_cuda:
         known = (logits.labels >= 0) & (logits.labels < vocab_size)
         torch_private.assert_soon(
@@ -75,7 +70,7 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
-    """Return uninitialised [k, T] for the sums of ``linear_stats``: one row for each sum."""
+    """Here [k, T]: one row for each sum."""
     k = 1 + with_entropy + with_sum_z
     return logits.hidden.new_empty(k, logits.T, dtype=logits.stats_dtype)
 
@@ -92,9 +87,6 @@ def linear_stats(
     tiles: Tensor | None = None,
     named_x: Tensor | None = None,
 ) -> None:
-    """Write this shard's ``others_max`` [T] and ``sums`` [k, T], the columns of ``cache``, and
-    ``tiles`` and ``named_x``, if given.
-    """
     reference = first_reference(label_logit)
     if named_x is not None:
         for start, z in windows(logits):
@@ -114,10 +106,7 @@ def rescue(
     cache: ColumnCache,
     with_entropy: bool,
 ) -> Tensor:
-    """Return ``sums`` [k, T], written in place, for the sum over ranks.
-
-    Reads on the host which rows to compute again, so a GPU's host waits once in each forward.
-    """
+    """Reads on the host which rows to compute again, so a GPU's host waits once in each forward."""
     reference = pick_reference(label_logit, others_max)
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
@@ -133,10 +122,7 @@ def _statistics(
     logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
     with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
-    """Write what ``linear_stats`` writes, relative to ``reference`` [T], for T rows of the cache.
-
-    The cache keeps ``e * softcap'(z)``, the derivative of e by the uncapped logit.
-    """
+    """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
     sums.zero_()
     ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)

@@ -1,7 +1,4 @@
-"""Logits and D in plain PyTorch, a window of columns at a time; see ``eager.py``.
-
-T = tokens, V = vocabulary rows here, W = columns of one window.
-"""
+"""Logits and D of ``eager.py``.  T = tokens, V = rows here, W = columns of one window."""
 
 from collections.abc import Iterator
 
@@ -25,7 +22,6 @@ def dlogits(
     *,
     out: Tensor,
 ) -> None:
-    """Write D to ``out`` [T, V], as ``dlogits.py`` says."""
     counted = logits.counted
     reference = reference.where(counted, torch.inf)  # so that D of an ignored row is 0
     rows = [row.where(counted, 0.0)[:, None] for row in affine]
@@ -49,10 +45,7 @@ def dlogits(
 
 
 def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(start, z)``: z [T, W] may be overwritten, and is finite in ignored rows.
-
-    Windows begin at multiples of ``unit`` columns.
-    """
+    """Yield ``(start, z)``, z [T, W] to overwrite, finite in ignored rows; start in units."""
     hidden, ignored = gemm.operand(logits.hidden), ~logits.counted[:, None]
     may_ignore = hidden.is_cuda or bool(ignored.any())  # a CPU may look
     step = SCRATCH_BYTES // (4 * max(1, logits.T))
@@ -84,7 +77,6 @@ def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Ten
 
 
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
-    """Return the derivative of the softcap of logits z [T, W]."""
     inverse = logits.inverse_temperature
     return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])
 

@@ -1,7 +1,4 @@
-"""The part of the kernel interface that reads no logits, in plain PyTorch; see ``eager.py``.
-
-One pass over [T] or [T, N] each. T = tokens, V = vocabulary rows here.
-"""
+"""The functions of ``eager.py`` that read no logits.  T = tokens, V = vocabulary rows here."""
 
 import torch
 from torch import Tensor
@@ -13,7 +10,7 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats, loss_of
 
 
 def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return [T_all] bool: which tokens have a label and a weight."""
+    """Return [T_all] bool: which tokens have a label, and a weight that is not 0."""
     counted = labels != ignore_index
     return counted if token_weight is None else counted & (token_weight != 0)
 
@@ -21,7 +18,6 @@ def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Te
 def counted_tokens(
     labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return ``(places, labels, token_weight)`` of T tokens, all that count first, and how many."""
     counted = counts(labels, token_weight, ignore_index)
     t = torch.arange(len(labels), device=labels.device)
     ordinal = counted.cumsum(0)
@@ -47,7 +43,6 @@ def token_loss(
     with_entropy: bool,
     inverse_temperature: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor, Tensor]:
-    """Return ``(stats, loss, label_value)``, each [T] in the dtype of statistics."""
     reference = pick_reference(label_logit, others_max)
     sum_z = sums[-1] if terms.label_smoothing else None
     sum_ez = sums[1] if with_entropy else None
@@ -62,7 +57,6 @@ def token_loss(
 def loss_norm(
     labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what a mean divides by, a scalar."""
     weights = (labels != ignore_index).to(dtype)
     if token_weight is not None:
         weights = token_weight.where(labels != ignore_index, 0.0)
@@ -70,17 +64,13 @@ def loss_norm(
 
 
 def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
-    """Return ``loss.sum() / norm``, a scalar; loss is [T]."""
     return loss.sum() if norm is None else loss.sum() / norm
 
 
 def write_label_value(
     out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
 ) -> None:
-    """Write ``out[t, labels[t] - vocab_start_index] = value[t]``; out is [T, V], value [T].
-
-    Gathers and scatters one column of every row: an index list would make the host wait.
-    """
+    """Gathers and scatters one column of every row: an index list would make the host wait."""
     if out.shape[1] == 0:
         return
     column = labels - vocab_start_index
@@ -94,7 +84,6 @@ def write_label_value(
 
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
-    """Write ``out = x * factor``; factor is a scalar."""
     torch.mul(x, factor, out=out)
 
 
@@ -107,7 +96,6 @@ def scale_rows(
     plus: tuple[Tensor, Tensor] | None = None,
     out: Tensor,
 ) -> None:
-    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored."""
     for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
         rows = x[t]
         if scale is not None:

@@ -1,12 +1,8 @@
-"""Sums whose bits do not depend on the order of their terms.
+"""Sums whose bits do not depend on the order of their terms.  T = tokens, N = terms of a token.
 
-T = tokens, N = terms of a token. Applied by ``merge_stats``, ``rescue`` and ``token_loss``.
-
-A sum that is rounded after each addition depends on where a shard begins, on how its columns are
-cut and on the number of ranks. So only a group of neighbouring columns is added in fp32, always in
-one order. The sum of a group is called a *term*. Terms are cut into slices, and slices are added
-exactly. A group is a tile, or GROUP_V columns where the bits must not depend on where a shard
-begins: shards that begin at multiples of GROUP_V columns then have equal bits for any cut.
+A sum that is rounded after each addition depends on where a shard begins, how its columns are cut
+and on the number of ranks. So only a group of neighbouring columns, a tile or GROUP_V of them, is
+added in fp32, always in one order. Such a *term* is cut into slices, which are added exactly.
 
 Bin b holds multiples of ``unit(b) = 2 ** (BIN_BITS * b + headroom)``. The slice of a term in its
 top bin is the nearest such multiple. The remainder is sliced in the bin below, and so on through 2
@@ -21,8 +17,7 @@ places above, and each limb is what it would be had m been known before.
 
 At most half a unit of the lowest bin is dropped of a term: with groups of 32 columns 2 ** -32 of m
 with 2 limbs, 2 ** -63 with 3; with groups of 256 columns 2 ** -29 and 2 ** -60. NaN is kept: a limb
-that moves out is multiplied by 0, not replaced. The cost is 7 fp64 operations and a conversion per
-token and group.
+that moves out is multiplied by 0, not replaced.
 """
 
 import triton
@@ -37,19 +32,14 @@ _SUM_Z_UNIT = tl.constexpr(2.0**-16)
 
 @triton.constexpr_function
 def headroom(group_v, limbs):
-    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``: terms are at most ``2 ** (headroom - 2) * m``.
-
-    3 limbs have terms ``exp(x) * x``, where |x| is at most 104 if fp32 exp(x) is not 0.
-    """
+    """log2 of ``unit(b) / 2 ** (BIN_BITS * b)``."""
+    # 3 limbs have terms exp(x) * x, where |x| is at most 104 if fp32 exp(x) is not 0.
     return group_v.bit_length() + (8 if limbs == 3 else 1)
 
 
 @triton.jit
 def group_sums(x, GROUP_V: tl.constexpr):
-    """Sums of GROUP_V neighbouring columns: [BLOCK_T, BLOCK_V] to [BLOCK_T, BLOCK_V // GROUP_V].
-
-    The order of additions follows from a column's place in its group alone.
-    """
+    """Sums of GROUP_V columns in one order: [BLOCK_T, BLOCK_V] to [BLOCK_T, BLOCK_V // GROUP_V]."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP_V, GROUP_V)), axis=2)
 
 
@@ -103,7 +93,6 @@ def load_limbs(sums_ptr, stride, offs_t, mask, LIMBS: tl.constexpr):
 
 @triton.jit
 def store_limbs(sums_ptr, stride, offs_t, mask, high, middle, low, LIMBS: tl.constexpr):
-    """Store what ``load_limbs`` loads."""
     tl.store(sums_ptr + offs_t, high, mask=mask)
     if LIMBS == 3:
         tl.store(sums_ptr + stride + offs_t, middle, mask=mask)
@@ -124,10 +113,6 @@ def lower_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
 
 @triton.jit
 def sum_z_slice(x):
-    """fp32 sums of logits rounded to fp64 multiples of 2 ** -16, whose sums are exact.
-
-    That holds up to a mean size of 2 ** 17 over 2 ** 20 columns. The rounding does not show in a
-    mean over a vocabulary.
-    """
+    """Multiples of 2 ** -16, whose sums are exact up to a mean of 2 ** 17 over 2 ** 20 columns."""
     far = 6755399441055744.0 * _SUM_Z_UNIT  # as in slice_in
     return (x.to(tl.float64) + far) - far

@@ -1,8 +1,7 @@
 """The plain GEMMs around the fused kernels, by cuBLAS on a GPU and by torch on a CPU.
 
-All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no GEMM of half-precision
-operands with an fp32 result, so there operands are upcast, a slice at a time, which bounds the fp32
-copy. T = tokens, W = columns of one window, H = hidden size.
+All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no GEMM of 16-bit operands
+with an fp32 result, so there slices are upcast.  T = tokens, W = columns of a window, H = hidden.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 _UPCAST_BYTES = 16 << 20  # of one fp32 slice on the CPU
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a GEMM of ``dtype`` operands accumulates."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -24,21 +23,16 @@ def operand(x: Tensor) -> Tensor:
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return ``hidden @ weight.T`` as [T, W] in the accumulation dtype.
-
-    hidden [T, H] comes from ``operand``; weight is [W, H].
-    """
+    """Return ``hidden @ weight.T`` [T, W] in the accumulation dtype, with hidden of ``operand``."""
     if _has_fp32_output(weight):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return hidden @ weight.to(hidden.dtype).T
 
 
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Write ``acc = a @ b`` if ``first``, else add ``acc += a @ b``.
+    """Write ``acc = a @ b`` if ``first``, else add ``acc += a @ b``, rounded once.
 
-    a is [M, K], b [K, N], acc [M, N] in the accumulation dtype, or in the operands' own: then
-    ``acc + a @ b`` is rounded once. The first GEMM does not read acc, so acc need not be cleared
-    before.
+    a is [M, K], b [K, N], acc [M, N] in the accumulation dtype or the operands' own.
     """
     beta = 0 if first else 1
     if not a.shape[1]:
@@ -60,23 +54,6 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
             beta = 1
 
 
-def matmul(a: Tensor, b: Tensor, *, row: Tensor | None = None, out: Tensor) -> None:
-    """Write ``out = a @ b + row`` with one rounding; a is [M, K], b [K, N], all of one dtype.
-
-    ``row`` [N] in the accumulation dtype is added to every row of the result.
-    """
-    if not _upcasts(a):
-        if row is None:
-            torch.mm(a, b, out=out)
-        else:
-            torch.addmm(row.to(out.dtype), a, b, out=out)
-        return
-    for m in slices(a.shape[0], 4 * b.shape[1]):
-        acc = out.new_empty(out[m].shape, dtype=acc_dtype(a.dtype))
-        add_matmul(acc, a[m], b, first=True)
-        out[m] = acc if row is None else acc + row
-
-
 def product(
     d: Tensor,
     b: Tensor,
@@ -87,17 +64,21 @@ def product(
     out: Tensor,
     adds: bool,
 ) -> None:
-    """``counted_gemm`` over all rows, whatever the count: D is 0 in the others, or there are none.
-
-    Adds to out in two roundings if there is a row [H].
-    """
+    """``counted_gemm`` over all rows: D is 0 in those that do not count, or there are none."""
     a = d.T if sums_tokens else d
-    if out.dtype == d.dtype and not adds:
-        matmul(a, b, row=row, out=out)
-        return
-    add_matmul(out, a, b, first=not adds)
-    if row is not None:
-        out += row
+    if out.dtype != d.dtype or adds:
+        add_matmul(out, a, b, first=not adds)
+        if row is not None:
+            out += row
+    elif _upcasts(a):
+        for m in slices(a.shape[0], 4 * b.shape[1]):
+            acc = out.new_empty(out[m].shape, dtype=acc_dtype(a.dtype))
+            add_matmul(acc, a[m], b, first=True)
+            out[m] = acc if row is None else acc + row
+    elif row is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(row.to(out.dtype), a, b, out=out)
 
 
 def weighted_row_sum(
@@ -105,9 +86,8 @@ def weighted_row_sum(
 ) -> Tensor:
     """Return ``sum_t weights[t] * x[t]`` as [N] in weights' dtype; weights [T] fp32, x [T, N].
 
-    On a GPU each weight is split into a high and a low part in x's dtype. One GEMM with two rows
-    then keeps about 16 bits of each weight and reads x once. ``counted`` is ``counted_gemm`` over
-    the tokens that count, or None if all do.
+    On a GPU by one GEMM of each weight's high and low part in x's dtype, about 16 bits of it.
+    ``counted`` is ``counted_gemm`` over the tokens that count, or None if all do.
     """
     if not x.numel():  # no token, or an empty shard
         return weights.new_zeros(x.shape[1])
@@ -130,14 +110,14 @@ def weighted_row_sum(
 
 
 def _upcasts(x: Tensor) -> bool:
-    return not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return not x.is_cuda and x.dtype in _HALF
 
 
 def _has_fp32_output(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.dtype in _HALF
 
 
 def slices(length: int, bytes_each: int) -> Iterator[slice]:
-    """Cut ``length`` items of ``bytes_each`` bytes into slices of at most 16 MiB."""
+    """Cut ``length`` items of ``bytes_each`` bytes into slices of at most ``_UPCAST_BYTES``."""
     step = max(1, _UPCAST_BYTES // max(1, bytes_each))
     return (slice(start, start + step) for start in range(0, length, step))

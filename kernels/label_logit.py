@@ -1,7 +1,4 @@
-"""The logit of each token's own label: one gathered dot product per token.
-
-T = tokens, V = vocabulary rows here, H = hidden size.
-"""
+"""The logit of each token's own label.  T = tokens, V = vocabulary rows here, H = hidden size."""
 
 from functools import partial
 
@@ -58,9 +55,8 @@ def _label_logit_kernel(
 def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     """Write to out [T] fp32 the logit of each token's label, 0 where it is not owned or ignored.
 
-    Reads at most 2 T H elements. The sum over ranks is the label's logit on every rank. A label
-    that is neither below ``vocab_size`` nor ignored fails a device-side assertion, whose error
-    arrives with the next synchronisation.
+    A label that is neither below ``vocab_size`` nor ignored fails a device-side assertion, whose
+    error arrives with the next synchronisation.
     """
     T, V, H = logits.T, logits.V, logits.H
     if T == 0:

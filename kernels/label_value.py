@@ -1,7 +1,4 @@
-"""Write the label's column of D, which is computed per token, into a matrix of exponentials.
-
-T = tokens, V = columns of the matrix.
-"""
+"""Write the label's element of each row of D.  T = tokens, V = columns."""
 
 import triton.language as tl
 from torch import Tensor

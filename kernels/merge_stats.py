@@ -1,13 +1,8 @@
-"""The merge kernel: from the partial statistics of tiles to the statistics of tokens.
+"""The merge kernel: from the partial statistics of tiles to the statistics of T tokens.
 
-``linear_stats`` leaves for each token t the maximum m[n, t] of each tile n of columns, and a sum
-s[n, t] of each group n of columns, all fp32. This kernel computes, over a segment of columns::
-
-    others_max[t] = max_n m[n, t]        sums[t] = sum_n s[n, t]
-
-The sums are exact (``exact_sums``): each is held as 2 or 3 limbs, relative to the token's top bin,
-which follows from others_max. A later segment continues the results of those before it, and may
-raise the top bin. T = tokens.
+``linear_stats`` leaves for each token the maximum of each tile of columns, and a sum of each group
+of columns, all fp32. Their maximum and exact sums (``exact_sums``) over a segment are computed
+here. A later segment continues the results of those before it, and may raise the top bin.
 """
 
 import torch
@@ -35,10 +30,7 @@ def _merge_limbs(
     part_ptr, sums_ptr, N, T, stride_sums, offs_t, mask_t, bin, risen,
     GROUP_V: tl.constexpr, LIMBS: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the terms [N, T] to the limbs [LIMBS, T] of a sum, whose top bin has risen to ``bin``.
-
-    The first segment has no limbs to add to.
-    """
+    """Add the terms [N, T] to the limbs [LIMBS, T] of a sum, whose top bin has risen to ``bin``."""
     high = tl.zeros(bin.shape, tl.float64)
     middle, low = high, high
     if not FIRST:
@@ -136,12 +128,7 @@ def merge_stats(
     others_max: Tensor,
     sums: Tensor,
 ) -> None:
-    """Merge ``part``, which ``launch`` of ``linear_stats`` wrote, into ``others_max`` and ``sums``.
-
-    Tokens from ``n_counted`` on, of which it may hold nothing, get -inf and 0.
-
-    The first segment overwrites them.
-    """
+    """Merge ``part`` of ``launch`` into the results; tokens from n_counted on get -inf and 0."""
     T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v
     # A program reads 32 to 128 contiguous bytes of each row of partial statistics.

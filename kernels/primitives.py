@@ -1,7 +1,4 @@
-"""Device functions that several kernels share: arithmetic, tiles, and the logits of a tile.
-
-T = tokens, V = vocabulary rows here, H = hidden size.
-"""
+"""Device functions that several kernels share.  T = tokens, V = rows here, H = hidden size."""
 
 import triton
 import triton.language as tl
@@ -60,11 +57,9 @@ def is_rescued(label_logit, others_max):
 
 @triton.jit
 def softcap_tanh(z, softcap):
-    """``softcap * tanh(z / softcap)``.
-
-    A quotient of exponentials loses relative accuracy where the argument is small. There a Taylor
-    series is used, whose next term is below 1e-8 of the value.
-    """
+    """``softcap * tanh(z / softcap)``."""
+    # Where the argument is small a quotient of exponentials loses relative accuracy. The next term
+    # of the Taylor series is below 1e-8 of the value there.
     x = z / softcap
     s = x * x
     series = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
@@ -115,10 +110,7 @@ def store_tile(
     dst, tile, row, col, num_rows, num_cols, stride_row,
     BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Store fp32 ``tile`` into a matrix of unit column stride, within its bounds.
-
-    dst is a descriptor if TMA.
-    """
+    """Store fp32 ``tile`` into a matrix of unit column stride; dst is a descriptor if TMA."""
     if TMA:
         dst.store([row, col], cast(tile, dst.dtype))
     else:
@@ -167,11 +159,7 @@ def logits_tile(
     strides, scalars,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Logits [BLOCK_T, BLOCK_V] of one tile in fp32; undefined beyond T and V.
-
-    hidden [T, H] and weight [V, H] are descriptors if TMA, else pointers; bias_ptr is [V] or None;
-    strides and scalars are those of ``ShardLogits``.
-    """
+    """Logits of one tile in fp32; undefined beyond T and V. The matrices are descriptors if TMA."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     offs_t = start_t + tl.arange(0, BLOCK_T)
     inverse = inverse_temperatures(scalars, offs_t, offs_t < T)  # the GEMM hides the latency
@@ -234,11 +222,8 @@ def label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index):
 
 @triton.jit
 def other_columns(x, column, offs_v, V, EVEN_V: tl.constexpr):
-    """x [BLOCK_T, BLOCK_V], but -inf at labels and beyond V.
-
-    Takes a comparison and a select per element, and an addition where V is not whole tiles: each
-    operation of the epilogue costs about 0.4 % of a tile at H = 4096.
-    """
+    """x [BLOCK_T, BLOCK_V], but -inf at labels and beyond V."""
+    # Each operation of the epilogue costs about 0.4 % of a tile at H = 4096.
     x = tl.where(offs_v[None, :] == column[:, None], -float("inf"), x)
     if not EVEN_V:
         x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]

@@ -15,7 +15,6 @@ def _loss_norm_kernel(
     ignore_index,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The only program adds the weights of all tokens."""
     weights = tl.zeros((BLOCK_T,), tl.float32)
     nonzero = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, T, BLOCK_T):
@@ -39,7 +38,6 @@ def _reduce_loss_kernel(
     T,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The only program adds the losses of all tokens."""
     losses = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, T, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
@@ -53,10 +51,7 @@ def _reduce_loss_kernel(
 def loss_norm(
     labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what a mean divides by, a scalar: the sum of counted tokens' weights.
-
-    labels are [T] int64, token_weight [T] in ``dtype``, None is 1. If all weights are 0 it is 1.
-    """
+    """Return what a mean divides by: the sum of counted tokens' weights, 1 if all are 0."""
     norm = torch.empty((), dtype=dtype, device=labels.device)
     _loss_norm_kernel[(1,)](
         labels, token_weight,

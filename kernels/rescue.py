@@ -1,14 +1,11 @@
-"""The rescue: recompute tokens whose exponentials relative to the label's logit would overflow.
+"""The rescue: recompute tokens (``is_rescued``) whose exponentials might overflow.
 
 T = tokens, V = vocabulary rows here, H = hidden size.
 
-``is_rescued`` of ``token_loss_formulas.py`` says which tokens these are. Their reference becomes
-the largest logit over all ranks. Both kernels are always launched, so the host need not know
-whether there is such a token. The first lists the tokens, clears their sums, and moves the limbs of
-the others to the top bin that follows from the maximum over all ranks. Programs of the second
-return at once if no token is listed; otherwise they share the tiles of logits of the listed tokens,
-128 of which cost as much as one. They add to the sums by atomics: additions of limbs are exact
-(``exact_sums.py``), so the bits depend neither on their order nor on a token's place in the list.
+Their reference becomes the largest logit over all ranks. The host need not know whether there is
+such a token: the first kernel lists them, clears their sums, and moves the limbs of the others to
+the final top bin; programs of the second share the tiles of listed tokens and add to the sums by
+atomics. Additions of limbs are exact, so the bits do not depend on their order.
 """
 
 import torch

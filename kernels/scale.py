@@ -1,7 +1,4 @@
-"""A tensor times a scalar on the device, in one pass and with one rounding.
-
-N = elements of the tensor. Scales gradients by the upstream gradient of a loss.
-"""
+"""A tensor of N elements times a scalar on the device, in one pass and with one rounding."""
 
 import triton.language as tl
 from torch import Tensor
@@ -31,10 +28,7 @@ def _scale_kernel(
 
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
-    """Write ``out = x * factor``; x and out are contiguous and of one shape, factor is a scalar.
-
-    out may be x itself; a factor of 1 then costs no memory traffic.
-    """
+    """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
     N, block = x.numel(), 8192
     if N:
         _, programs = tuning.device_arch(x.device)

@@ -1,8 +1,4 @@
-"""Each row times its token's scale, 0 where ignored.
-
-Applied to hidden before the GEMM of dweight, and to dhidden after its GEMM. T = tokens (rows),
-N = columns.
-"""
+"""Each row times its token's scale, 0 where ignored.  T = tokens (rows), N = columns."""
 
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""The operand of all kernels that compute logits: what a rank's logits are made of.
-
-T = tokens, V = vocabulary rows here, H = hidden size.
-"""
+"""The operand of all kernels that compute logits.  T = tokens, V = rows here, H = hidden size."""
 
 from typing import NamedTuple
 
@@ -12,27 +9,23 @@ from torch import Tensor
 class ShardLogits(NamedTuple):
     """``z = softcap(logit_scale * hidden @ weight.T + bias) / temperature``, never materialised.
 
-    hidden [T, H], weight [V, H] and bias [V] share a dtype. The matrices may have any strides; bias
-    and labels are contiguous. labels are [T] int64 global ids; this shard owns those with
-    ``vocab_start_index <= label < vocab_start_index + V``. Rows with ``label == ignore_index`` may
-    hold anything, also NaN, and contribute nothing. ``group_v`` is how many neighbouring columns
-    are added in fp32 (see ``exact_sums``); None lets each kernel choose. ``inverse_temperature`` is
-    [T] in the dtype of statistics, 1 where ignored; None is 1. Statistics leave out the label
-    and ``named`` ids: [N] int64, and [T] each from where to where a token has them, ascending.
-    Tokens from ``n_counted`` on, a scalar int32 on the device, are all ignored: whole tiles of them
-    are not computed, and what these would write is left as it is.
+    hidden, weight and bias share a dtype. The matrices may have any strides. Ignored rows may hold
+    anything, also NaN, and contribute nothing. Statistics leave out the label and ``named`` ids:
+    [N] int64, and [T] each from where to where a token has them, ascending. Tokens from
+    ``n_counted`` on, a scalar int32 on the device, are all ignored: whole tiles of them are not
+    computed, and what these would write is left as it is.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    vocab_start_index: int
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V], contiguous
+    labels: Tensor  # [T] int64 global ids, contiguous
+    vocab_start_index: int  # of V rows that this shard owns
     ignore_index: int
     logit_scale: float
     softcap: float | None
-    group_v: int | None = None
-    inverse_temperature: Tensor | None = None
+    group_v: int | None = None  # columns added in fp32 (``exact_sums``); None lets kernels choose
+    inverse_temperature: Tensor | None = None  # [T] in stats_dtype, 1 where ignored
     named: tuple[Tensor, Tensor, Tensor] | None = None
     n_counted: Tensor | None = None
 
@@ -55,7 +48,6 @@ class ShardLogits(NamedTuple):
 
     @property
     def scalars(self) -> tuple[int, float, float | None, Tensor | None, Tensor | None]:
-        """``(ignore_index, logit_scale, softcap)``, inverse temperatures and n_counted."""
         inverse = self.inverse_temperature
         return self.ignore_index, self.logit_scale, self.softcap, inverse, self.n_counted
 
@@ -66,11 +58,9 @@ class ShardLogits(NamedTuple):
 
     @property
     def counted(self) -> Tensor:
-        """[T] bool: which tokens are not ignored."""
         return self.labels != self.ignore_index
 
     def tokens(self, start: int, end: int) -> "ShardLogits":
-        """The logits of tokens ``start <= t < end`` (views)."""
         if start == 0 and end == self.T:
             return self
         n = None if self.n_counted is None else self.n_counted - start
@@ -88,7 +78,6 @@ class ShardLogits(NamedTuple):
         )
 
     def columns(self, start: int, end: int) -> "ShardLogits":
-        """The logits of this shard's rows ``start <= v < end`` (views)."""
         if start == 0 and end == self.V:
             return self
         return self._replace(

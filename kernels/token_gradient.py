@@ -1,7 +1,4 @@
-"""From a token's statistics and upstream gradient to its factors of dlogits, in one pass over [T].
-
-Applies ``row_gradient`` of ``token_gradient_formulas.py``, which explains it. T = tokens.
-"""
+"""``row_gradient`` of ``token_gradient_formulas.py``, in one pass over T tokens."""
 
 import torch
 import triton.language as tl
@@ -76,11 +73,10 @@ def row_gradient(
     from_lse: bool,
     inverse_temperature: Tensor | None = None,
 ) -> RowGradient:
-    """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``.
+    """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``; None is 1.
 
-    stats are [T] fp32, labels [T] int64, token_weight and dloss [T] (dloss also one scalar for all
-    tokens), norm is a scalar; None is 1. D is relative to the reference of stats, or to lse if
-    ``from_lse``. A softcap with smoothing needs ``row_gradient_with_metrics`` instead.
+    dloss is [T] or a scalar. D is relative to the reference of stats, or to lse if ``from_lse``.
+    A softcap with smoothing needs ``row_gradient_with_metrics`` instead.
     """
     T = len(labels)
     scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)

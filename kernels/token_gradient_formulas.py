@@ -1,11 +1,8 @@
-"""Formulas: the per-token factors of dlogits, from a token's statistics and upstream gradients.
+"""Formulas: the per-token factors of dlogits, [T] each, from statistics and upstream gradients.
 
-``row_gradient`` is applied in Triton by ``token_gradient.py`` and in PyTorch as it is, by
-``eager.py``; ``label_value`` by ``token_loss.py``, ``token_gradient.py`` and ``eager_rows.py``. The
-gradient of the metrics is always computed here. ``dlogits.py`` builds D from these factors. Every
-quantity is [T], T = tokens.
-
-With ``p = exp(z - lse)``, upstream gradient g of a token and ``w = 1 + 2 * z_loss_weight * lse``::
+``token_gradient.py`` and ``token_loss.py`` apply ``row_gradient`` and ``label_value`` in Triton,
+and ``dlogits.py`` builds D. With ``p = exp(z - lse)``, upstream gradient g of a token and
+``w = 1 + 2 * z_loss_weight * lse``::
 
     dz_v = g * (p_v * w - (1 - label_smoothing) [v = label] - label_smoothing / V_all)
 
@@ -13,9 +10,6 @@ is split as ``dz = scale * D + uniform``. D does not contain g, so it is near 1 
 (1e-9, for example, would be flushed in half precision) and can be stored in forward::
 
     D_v = exp(z_v - reference)      D_label = label_value
-
-D that is computed in backward may contain the scale, see ``folded``: no other factor is then
-needed.
 
 The label's own column follows from the sum over the *other* columns: ``p_label - 1`` would cancel
 for a confident token, ``-others * exp(reference - lse)`` does not.
@@ -57,7 +51,7 @@ class RowGradient(NamedTuple):
 def label_value(
     stats: TokenStats, reference: Tensor, terms: LossTerms, inverse_temperature: Tensor | None
 ) -> Tensor:
-    """Return D at the label's column, relative to ``reference``, without the upstream gradient."""
+    """Return D at the label's column, relative to ``reference``."""
     change = stats.reference - reference
     value = -stats.others * change.exp()
     if terms.has_excess:
@@ -97,7 +91,6 @@ def row_gradient(
     from_lse: bool,
     inverse_temperature: Tensor | None = None,
 ) -> RowGradient:
-    """As in ``token_gradient.py``, in the dtype of statistics."""
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
     dloss = dloss if inverse_temperature is None else dloss * inverse_temperature
     reference = stats.lse if from_lse else stats.reference
@@ -123,9 +116,8 @@ def row_gradient_with_metrics(
 ) -> RowGradient:
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
-    ``dloss`` comes from ``token_dloss``; ``dmetrics`` are the upstream gradients of lse, logprob
-    and entropy, [T] or None. With ``x_v = z_v - reference``,
-    ``D_v = exp(x_v) * (a + b * x_v) + u`` contains the upstream gradients::
+    ``dloss`` comes from ``token_dloss``; ``dmetrics`` are those of lse, logprob and entropy. With
+    ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` contains them::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
     """

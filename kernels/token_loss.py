@@ -1,8 +1,4 @@
-"""From a token's statistics over the whole vocabulary to its loss, in one pass over [T].
-
-Applies the formulas of ``token_loss_formulas.py``, which explains them, and ``label_value`` of
-``token_gradient_formulas.py``. T = tokens.
-"""
+"""``token_loss_formulas.py`` and the label's value of D, in one pass over T tokens."""
 
 import torch
 import triton
@@ -111,8 +107,7 @@ def token_loss(
     """Return ``(stats, loss, label_value)``, each [T] fp32.
 
     label_logit, others_max and sums (what ``rescue`` returns) are those of all ranks. loss is
-    weighted, and 0 where ignored; label_value is D at the label's column, relative to the reference
-    of stats.
+    weighted, and 0 where ignored; label_value is D at the label, relative to stats.reference.
     """
     T = len(labels)
     reference, loss, label_value, others = (torch.empty_like(label_logit) for _ in range(4))

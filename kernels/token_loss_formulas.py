@@ -1,9 +1,6 @@
-"""Formulas: from the statistics of a token over the whole vocabulary to its loss and metrics.
+"""Formulas: from the statistics of T tokens over the whole vocabulary to their loss and metrics.
 
-Applied in Triton by ``token_loss.py`` (``first_reference`` and ``is_rescued`` also by
-``linear_stats.py``, ``merge_stats.py`` and ``rescue.py``, in the form of ``primitives.py``), in
-PyTorch by ``eager.py`` and ``eager_rows.py``. Metrics are always computed here. Every quantity is
-[T], T = tokens.
+``token_loss.py`` and ``primitives.py`` have them in Triton. Every quantity is [T].
 
 Exponentials are relative to the token's ``reference``, normally its label's logit:
 ``e_v = exp(z_v - reference)``, summed over the columns other than the label into ``others``. Then
@@ -16,22 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Nats by which a logit may exceed the label's: exp(50) times 262,144 columns does not overflow, and
+# exp(-62) * dloss, which undoes it in backward, does not underflow.
 RESCUE_ABOVE = 50.0
-"""Nats by which a logit may exceed the label's before the token's reference becomes the maximum.
-
-fp32 and bf16 overflow at exp(88). exp(50) times 262,144 columns is far below that, and
-``exp(-62) * dloss``, the factor that undoes it in backward, far above the smallest normal number.
-"""
-
-LOWEST = -(2.0**20)
-"""Least logit of a label that other logits can be relative to.
-
-Below it, for example under a bias of -inf, they would lose their precision in the difference. Such
-tokens are rescued, too.
-"""
-
-FAR = -1e30
-"""Used in place of -inf where x is multiplied by exp(x): 0 * -inf would be NaN."""
+LOWEST = -(
+    2.0**20
+)  # least logit of a label that others can be relative to without losing precision
+FAR = -1e30  # for -inf where x is multiplied by exp(x): 0 * -inf would be NaN
 
 
 class LossTerms(NamedTuple):
@@ -46,9 +34,8 @@ class LossTerms(NamedTuple):
 
     @property
     def scalars(self) -> tuple[int, float, float | None, float, float, float]:
-        """What kernels take: the last is the share of smoothing of one column."""
         smoothing = self.label_smoothing
-        share = smoothing / self.vocab_size
+        share = smoothing / self.vocab_size  # of one column
         return (
             self.ignore_index, self.logit_scale, self.softcap, smoothing, self.z_loss_weight, share
         )  # fmt: skip
@@ -89,15 +76,11 @@ class TokenStats(NamedTuple):
 
 
 def first_reference(label_logit: Tensor) -> Tensor:
-    """Return what exponentials are relative to before the maximum is known: the label's logit.
-
-    It is 0 where that is below ``LOWEST``, so that other logits and their maximum stay exact.
-    """
+    """Return what exponentials are relative to before the maximum is known."""
     return torch.where(label_logit < LOWEST, 0.0, label_logit)
 
 
 def is_rescued(label_logit: Tensor, others_max: Tensor) -> Tensor:
-    """Whether ``rescue`` recomputes a token relative to its largest logit."""
     return (others_max - label_logit > RESCUE_ABOVE) | (label_logit < LOWEST)
 
 
@@ -108,7 +91,7 @@ def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
 
 
 def loss_of(stats: TokenStats, terms: LossTerms) -> Tensor:
-    """Return the loss of each token before its weight; undefined for ignored tokens."""
+    """Return the losses without weights; undefined for ignored tokens."""
     loss = -stats.logprob
     if terms.label_smoothing:
         assert stats.sum_z is not None

@@ -1,9 +1,8 @@
 """Tile sizes per GPU architecture: data, and a pure function that chooses.
 
-Measured on an H200 (bf16, T = 8192, H = 4096, V = 128256): 128 x 256 x 64 with 8 warps and 3
-stages in a persistent grid runs at cuBLAS speed; 128 x 128 tiles cost 11 %, 256 x 128 tiles 13 %,
-other groups of token blocks than 8 up to 4 %. The tiles of other architectures are not measured:
-they fit into shared memory and do not spill.
+Measured on an H200 (bf16, T = 8192, H = 4096, V = 128256): 128 x 256 x 64 runs at cuBLAS speed,
+128 x 128 tiles cost 11 %, 256 x 128 tiles 13 %, other groups of token blocks than 8 up to 4 %.
+Those of other architectures are not measured: they fit into shared memory and do not spill.
 """
 
 import functools
@@ -37,8 +36,7 @@ TILES = {
     ("sm_100", 4): TileConfig(64, 64, 32, 8, 8, 3),
     ("sm_120", 2): TileConfig(128, 128, 32, 8, 8, 3),
     ("sm_120", 4): TileConfig(64, 64, 32, 8, 8, 3),
-    # A step of the interpreter takes as long for any tile: large enough for few steps, small enough
-    # that the sizes of tests do not fill the last tile.
+    # Large enough for few steps, small enough that the sizes of tests do not fill the last tile.
     (INTERPRETED, 2): TileConfig(32, 64, 32, 2, 4, 1),
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
 }
@@ -54,10 +52,7 @@ _ONE_BLOCK = {
 
 
 def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
-    """Return the tile for ``arch`` ("sm_90"), operands of ``itemsize`` bytes and T tokens.
-
-    ``stores`` says whether the kernel stores tiles, which takes shared memory from the stages.
-    """
+    """Return the tile; a kernel that ``stores`` tiles has less shared memory for its stages."""
     config = TILES[arch, itemsize]
     if T <= 64:
         config = _ONE_BLOCK.get((arch, itemsize), config)
@@ -67,11 +62,10 @@ def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
 
 
 def arch_of(major: int, shared_bytes: int) -> str:
-    """Return the architecture whose tiles fit a GPU of this major version.
+    """Return the architecture whose tiles fit a GPU whose blocks may use so much shared memory.
 
-    ``shared_bytes`` is the shared memory that one of its blocks may use.
-    GPUs of one major version differ: sm_80 has 163 KiB and sm_89 has 99 KiB, for which the tiles of
-    sm_80 are small enough. From Blackwell on, those with less than sm_100's 227 KiB get sm_120's.
+    Of one major version sm_80 has 163 KiB and sm_89 99 KiB, for which the tiles of sm_80 are small
+    enough. From Blackwell on, those with less than sm_100's 227 KiB get sm_120's.
     """
     known = {8: "sm_80", 9: "sm_90"}
     return known.get(major) or ("sm_100" if shared_bytes >= 227 << 10 else "sm_120")

@@ -1,18 +1,13 @@
 """The schedule of filtered gradients: exact in the tiles that are kept, rank one in the others.
 
-Forward decides which tiles (``kernels/filtered/tiles.py``) are kept, and saves each token's
-probability in the others, its mass s. There p is replaced by ``s[j, t] q[v]``, with the profile q
-of tile j, which sums to 1 over its rows. Hence, with ``D = p - [v = label]`` in kept tiles::
-
-    dhidden_t = scale_t * (sum_v D_tv w_v + sum_j s_jt wbar_j)    wbar_j = sum_v q_v w_v
-    dweight_v = sum_t scale_t D_tv h_t + q_v hbar_j               hbar_j = sum_t scale_t s_jt h_t
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size. ``s`` is
-[tiles, T], wbar and hbar are [tiles, H]; all of them, and the lists of tiles, are this rank's own.
+Forward decides which tiles are kept, and saves each token's probability in the others, its mass s
+[tiles, T]. There p is replaced by ``s[j, t] q[v]``, with the profile q of tile j, which sums to 1
+over its rows; docs/design.md has the gradients. T = tokens of the group, V = real rows here.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -24,22 +19,13 @@ from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import (
-    Accumulator,
-    Call,
-    Operands,
-    Outputs,
-    Results,
-    Saved,
-    Schedule,
-    Upstream,
-)
+from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, dweight_factor, row_gradient
-from flce_dist.op.statistics import Pass, shard_logits
+from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Windows, WindowsSaved
 from flce_dist.options import ExtraSchedule, LossOptions
-from flce_dist.parallel import collectives, transport
+from flce_dist.parallel import collectives
 
 
 class FilteredSaved(NamedTuple):
@@ -52,10 +38,7 @@ class FilteredSaved(NamedTuple):
 
 
 class FilteredLossWithMetrics(NamedTuple):
-    """``LossWithMetrics``, and two scalars that say what the gradients approximate.
-
-    They are the same on every rank and have no gradient.
-    """
+    """``LossWithMetrics``, and two scalars, the same on every rank and without gradients."""
 
     loss: Tensor
     lse: Tensor
@@ -95,7 +78,6 @@ def _eps_of(name: str) -> float:
 
 
 def refuse(options: LossOptions) -> None:
-    """Check the threshold, and the options that filtered gradients exclude, whatever it is."""
     _eps_of(options.schedule)
     if options.softcap is not None:
         raise NotImplementedError(
@@ -109,9 +91,7 @@ def refuse(options: LossOptions) -> None:
         )
 
 
-def planned(name: str, recompute: Schedule) -> "Filtered":
-    """Return the schedule of a call that ``recompute`` was planned for."""
-    assert isinstance(recompute, Windows)
+def planned(name: str, recompute: Windows) -> "Filtered":
     return Filtered(_eps_of(name), recompute)
 
 
@@ -122,8 +102,7 @@ class Filtered:
     Forward: that of recompute, and one pass over the maxima and sums of tiles [2, V / 256, T]. With
     metrics an all-reduce of three numbers.
     Backward: of three GEMMs of 2 T H V flop the tiles that are kept, whose D takes the memory of
-    recompute's window, and rank-one terms by two GEMMs of 1 / 256 of that. Collectives are those of
-    recompute.
+    recompute's window, and rank-one terms by two GEMMs of 1 / 256 of that.
     """
 
     eps: float
@@ -185,27 +164,17 @@ class Filtered:
         norm, *of_tokens, kept, mass = FilteredSaved(*saved)
         stats = TokenStats(*of_tokens)
         rows = row_gradient(call, operands, stats, norm, upstream, from_lse=True)
-        gather = transport.gather(operands.hidden, call.order, call.sequence_group, operands.places)
-        gather.start_all()
-        logits = shard_logits(call, operands, gather.tokens)
-        gradients = Gradients(call, operands, accumulator)
-        tokens, window_v = (0, call.T), self.recompute.window_v
-        chunk = Chunk(tokens, logits.labels, stats, rows, ColumnCache(), gather, logits, window_v)
-        if call.V:
-            _add_tiles(gradients, chunk, kept, mass)
-        else:  # a share of zeros, for which the other ranks wait
-            gradients.add(chunk)
-        gather.wait_all()
-        return gradients.finished()
+        # Without columns there is a share of zeros, for which the other ranks wait.
+        add = partial(_add_tiles, kept=kept, mass=mass) if call.V else Gradients.add
+        return self.recompute.gradients(
+            call, operands, stats, rows, None, accumulator, may_recompute=True, add=add
+        )
 
 
 def _approximation(
     call: Call, logits: ShardLogits, kept: Tensor, mass: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the share of all ranks' tiles that are kept, and the mean mass in the others.
-
-    All-reduces three numbers, if metrics are asked for.
-    """
+    """Return the share of all ranks' tiles that are kept, and the mean mass in the others."""
     if not call.options.with_metrics:
         return ()
     counted = logits.counted.sum()
@@ -218,9 +187,8 @@ def _approximation(
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients: those of kept tiles a round at a time, added to those of the others.
 
-    What needs no hidden comes first, while that is still being gathered: the profile needs tokens
-    of every piece, and both rank-one GEMMs need the profile or hidden. The sum of dhidden over
-    ranks starts before the last dweight GEMM and overlaps it.
+    What needs no hidden comes first, while that is being gathered. The sum of dhidden over ranks
+    overlaps the last dweight GEMM.
     """
     call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None

@@ -1,10 +1,7 @@
 """The gradients that ``schedule`` of this package defines, in dense fp64 matrices: the oracle.
 
-They differ from exact gradients by design, so tests compare with this definition and measure the
-distance from exact gradients apart. docs/filtered_gradients.md explains it.
-
-T = tokens, V = vocabulary rows below ``vocab_size``, H = hidden size. A tile is 128 tokens by 256
-rows, counted from the first row of each rank's shard. Everything is fp64, on the inputs' device.
+docs/filtered_gradients.md explains them. T = tokens, V = vocabulary rows below ``vocab_size``,
+H = hidden size. A tile is 128 tokens by 256 rows, counted from the first row of each rank's shard.
 
 The profiles are taken from a sample of the tokens whose loss has a gradient: not ignored, and
 neither token_weight nor the upstream gradient 0. In the caller's order these n tokens are cut into
@@ -54,19 +51,15 @@ def filtered_gradients(
     token_order: Tensor | None = None,
     drops: bool = False,
 ) -> FilteredGradients:
-    """Return the gradients that ``linear_cross_entropy(..., schedule=schedule(eps))`` approximates.
-
-    The op's results differ from them by rounding alone. Materialises several [T, V] in fp64.
+    """Return what ``linear_cross_entropy(..., schedule=schedule(eps))`` computes, but for rounding.
 
     Args:
         hidden, weight, labels, bias, token_weight, temperature: whole tensors, of all ranks;
             hidden is [T, H].
         eps: no tile's largest probability may be nearer to it than 1e-5, relative.
         dloss: the upstream gradient, a scalar, or [T] with reduction="none".
-        shard_starts: the first row of each rank's shard, in rising order; shards without rows are
-            left out.
-        token_order: [T] int64, the tokens in the order in which blocks take them, if it is not the
-            caller's: that in which sequence parallelism gathers them.
+        shard_starts: the first row of each rank's shard, in rising order, if it has rows.
+        token_order: [T] int64, the tokens in the order in which sequence parallelism gathers them.
         drops: leave out the tiles that are not kept, to compare.
 
     Raises:
@@ -107,7 +100,6 @@ def filtered_gradients(
 
 
 def sampled_tokens(has_gradient: Tensor) -> list[int]:
-    """Return the tokens from which profiles are taken; ``has_gradient`` is [T] bool."""
     tokens = has_gradient.nonzero()[:, 0].tolist()
     n, S = len(tokens), min(len(tokens), SAMPLE)
     runs = [tokens[i * n // S : (i + 1) * n // S] for i in range(S)]
@@ -125,10 +117,7 @@ def _profile(z: Tensor, rest: Tensor, tiles: list[int]) -> Tensor:
 
 
 def _kept_tiles(p: Tensor, is_label: Tensor, tiles: list[int], eps: float) -> Tensor:
-    """Return [blocks, tiles]: a tile is kept if it holds a label, or p of ``eps`` or more.
-
-    ``p`` is 0 and ``is_label`` False for ignored tokens.
-    """
+    """Return [blocks, tiles]; ``p`` is 0 and ``is_label`` False for ignored tokens."""
     largest = _tile_maxima(p.masked_fill(is_label, 0.0), tiles)
     if ((largest / eps - 1).abs() <= _MARGIN).any():
         raise ValueError(
@@ -153,7 +142,7 @@ def _token_gradients(
 
 
 def _tile_sizes(V: int, shard_starts: Sequence[int]) -> list[int]:
-    """Return the rows of each tile; the last tile of a shard may have fewer than 256."""
+    """Return the rows of each tile; the last one of a shard may have fewer than 256."""
     ends = [min(end, V) for end in (*shard_starts[1:], V)]
     return [
         min(TILE_V, end - v)

@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.filtered.vocab_order import VocabOrder
-from flce_dist.parallel import collectives
 from flce_dist.rank_check import on_ranks
-
-_DIGESTS = 1 << 62
-_NO_ORDER, _ERROR = _DIGESTS, _DIGESTS + 1
-"""What a rank without an order sends in place of a digest, and one whose order is invalid."""
 
 
 def agreed_order(
@@ -21,69 +16,45 @@ def agreed_order(
     like: Tensor,
     groups: Iterable[dist.ProcessGroup | None],
 ) -> VocabOrder | None:
-    """Return what ``make`` does if it does the same on all ranks of ``groups``.
+    """Return what ``make`` does, without collectives, if it does the same on all ranks.
 
-    An all-reduce of 16 bytes per group; only if that finds a difference, the reasons are gathered.
-
-    Args:
-        make: returns this rank's order, or None if it has none, or raises; nothing is sent inside.
-        like: a tensor on the device of the groups' collectives.
-        groups: the dimensions of a mesh of ranks. All ranks compare, not only those of one group.
+    ``groups`` are the dimensions of a mesh of ranks, and ``like`` is on the device from which they
+    send. Each gathers what its ranks have.
 
     Raises:
         ValueError: the same on all ranks. It names what each has, and its error if ``make`` raised.
         Exception: what ``make`` raised, if it did so on all ranks and with one message.
     """
-    order, failure, mine = None, None, _ERROR
+    order, failure = None, None
     try:
         order = make()
-        mine = _digest(order)
+        text = "None" if order is None else f"order {_digest(order):x}"
     except Exception as error:  # of any type: other ranks wait for this one
-        failure = error
+        failure, text = error, f"an invalid one ({error})"
     meshed = [group for group in groups if group is not None]
-    extremes = torch.tensor([mine, -mine], device="cpu")
-    for group in meshed:
-        extremes = extremes.to(collectives.message_device(like, group))
-        collectives.all_reduce_max(extremes, group)
-    largest, smallest = extremes[0].item(), -extremes[1].item()
-    if largest == smallest != _ERROR:
-        return order
-    text = "None" if order is None else f"order {mine:x}"
+    texts = {dist.get_rank() if meshed else 0: text}
+    with torch.cuda.device_of(like):
+        for group in meshed:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, texts, group=group)
+            texts = {rank: text for part in parts for rank, text in part.items()}
+    if len(set(texts.values())) > 1:
+        everyones = [texts[rank] for rank in sorted(texts)]
+        raise ValueError(
+            f"vocab_order must be the same on all ranks, got {on_ranks(everyones)}"
+        ) from failure
     if failure is not None:
-        text = f"an invalid one ({failure})"
-    with torch.cuda.device_of(like):  # from which NCCL sends
-        everyones = _gathered(text, meshed)
-    if failure is not None and len(set(everyones)) == 1:
         raise failure
-    raise ValueError(
-        f"vocab_order must be the same on all ranks, got {on_ranks(everyones)}"
-    ) from failure
+    return order
 
 
-def _digest(order: VocabOrder | None) -> int:
-    if order is None:
-        return _NO_ORDER
+def _digest(order: VocabOrder) -> int:
     factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
-    return int((order.row_of_token * factors).sum()) % _DIGESTS
-
-
-def _gathered(text: str, groups: list[dist.ProcessGroup]) -> list[str]:
-    """Return the texts of all ranks of a mesh, sorted by rank."""
-    texts = {dist.get_rank(): text} if groups else {0: text}
-    for group in groups:
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, texts, group=group)
-        texts = {rank: text for part in parts for rank, text in part.items()}
-    return [texts[rank] for rank in sorted(texts)]
+    return int((order.row_of_token * factors).sum()) % (1 << 62)
 
 
 def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
-    """Return why rows of a checkpoint may not be loaded into a layer, or None if they may.
-
-    Args:
-        saved: what the checkpoint holds as ``key``, the row of each token, or None.
-        own: the layer's order.
-    """
+    """Return why rows of a checkpoint with ``saved`` as its ``key`` may not be loaded, or None."""
     convert = "convert the checkpoint by python -m flce_dist.launch.vocab_order convert --to"
     made_alike = f"vocab_order=checkpoint[{key!r}].argsort()"
     if saved is None and own is None:

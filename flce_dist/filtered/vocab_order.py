@@ -1,9 +1,4 @@
-"""Rows of the output layer in an order of their own: tokens of like frequency share a tile.
-
-V_all = vocabulary, P = tensor-parallel ranks. Labels and input ids stay those of the tokenizer
-wherever a user sees them; ``LinearCrossEntropy`` and the plug-in for megatron-core turn them into
-rows.
-"""
+"""Rows of the output layer in an order of their own.  V_all = vocabulary, P = ranks."""
 
 from typing import Any, NamedTuple
 
@@ -14,11 +9,8 @@ from torch.distributed.tensor import DTensor
 from flce_dist.kernels.filtered.tiles import TILE_V
 from flce_dist.op.dtensor import in_kind
 
-SHARDS = 64
-"""An order gives equal work to P ranks if P divides this."""
-
-MAP = "row_of_token"
-"""Name of the layer's buffer, and so of its tensor in checkpoints."""
+SHARDS = 64  # an order gives equal work to P ranks if P divides this
+MAP = "row_of_token"  # the layer's buffer, and so its tensor in checkpoints
 
 
 class VocabOrder(NamedTuple):
@@ -32,13 +24,11 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     """Return the order that puts tokens of like frequency into the same tile of 256 rows.
 
     Tokens are sorted by count (equal ones by id) and cut into tiles, which are dealt to 64 shards
-    of the rows: each shard gets a tile of the most frequent tokens before any gets a second. After
-    any number of tiles the ranks of each P that divides 64 have as many as each other, or one more,
-    and they take turns in who gets the more frequent one. Inside a shard frequent tiles come first.
+    of the rows, so that ranks have as many frequent tiles as each other, or one more, and take
+    turns in who gets the more frequent one. Inside a shard frequent tiles come first.
 
-    The rarest ``V_all % 256`` tokens are the last rows. Tiles are counted from row 0, so they
-    coincide with those of P ranks if each rank holds a multiple of 256 rows; otherwise a tile of a
-    rank consists of two neighbours, and more tiles are kept.
+    The rarest ``V_all % 256`` tokens are the last rows. If a rank does not hold a multiple of 256
+    rows, its tiles consist of two neighbours, and more are kept.
 
     Args:
         counts: [V_all] of any real dtype, how often each token occurs; none negative. Only its
@@ -83,11 +73,7 @@ def _dealt(tiles: int, rows: int) -> list[int]:
 
 
 def as_vocab_order(order: VocabOrder | Tensor, vocab_size: int) -> VocabOrder:
-    """Return ``order``, of which the tokens of its rows are enough, checked.
-
-    Raises:
-        ValueError: it is no permutation of ``vocab_size`` tokens.
-    """
+    """Return ``order``, of which the tokens of its rows are enough, if it is a permutation."""
     tokens: Any = order.token_of_row if isinstance(order, VocabOrder) else order
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__

@@ -1,7 +1,4 @@
-"""Checks of arguments; errors name the argument, what is expected and what was given.
-
-They read host metadata only, except for ``check_labels``.
-"""
+"""Checks of arguments; errors name the argument, what is expected and what was given."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -130,7 +127,6 @@ def check_tensor(
 def check_group(
     tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
 ) -> None:
-    """Check that this rank is a member of ``tp_group``."""
     if tp_group is None and sequence_parallel:
         raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
@@ -164,7 +160,6 @@ def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -
 
 
 def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
-    """Check this rank's rows of the vocabulary against the group."""
     vocab_size = options.vocab_size
     if options.vocab_range is None:
         if V == 0:
@@ -194,10 +189,7 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
 
 
 def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
-    """Check what tp_invariant=True requires of the kernels and of every shard known to this rank.
-
-    A rank checks the others' shards too, so that all ranks raise.
-    """
+    """Check what tp_invariant=True requires of the kernels and of all shards that a rank knows."""
     if impl != "triton":
         raise NotImplementedError(
             f"tp_invariant=True needs impl='triton', which sums in a fixed order, got {impl!r}"
@@ -211,7 +203,6 @@ def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
 
 
 def check_impl(impl: str, hidden: Tensor) -> None:
-    """Check that ``impl`` runs on this device and dtype."""
     if impl != "triton":
         return
     if hidden.dtype == torch.float64:
@@ -244,10 +235,9 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 def check_labels(
     labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions
 ) -> None:
-    """Check that each of the [T] labels is within the vocabulary or is ``ignore_index``.
+    """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
-    If they are partitioned only those that count, and how many. Labels on a GPU are not read here,
-    because the host must not wait: ``label_logit`` and ``counted_tokens`` of the kernels assert it.
+    On a GPU, for which the host must not wait, ``label_logit`` and ``counted_tokens`` assert it.
     """
     if labels.is_cuda:
         return
@@ -283,10 +273,7 @@ def checked_value(name: str, value: object, declared: Declared) -> Any:
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return ``value`` as Python's ``kind``, or None if it is not of that kind.
-
-    A bool does not count as a number. Nor does a tensor: reading it would make the host wait.
-    """
+    """Return ``value`` as Python's ``kind``, or None: a bool or a tensor is no number."""
     if kind is tuple:
         ends = tuple(_plain(x, int) for x in value) if isinstance(value, Sequence) else ()
         return ends if len(ends) == 2 and None not in ends else None

@@ -1,9 +1,4 @@
-"""The op as torch.compile sees it: two opaque operators with fakes and a gradient.
-
-``torch.ops.flce_dist.forward`` and ``.backward`` call what the Function of ``autograd.py`` calls.
-They serve compiled code only: a call through the dispatcher and back into Python takes the host
-longer than ``Function.apply``, which would delay small shapes.
-"""
+"""The op as torch.compile sees it: two opaque operators with fakes and a gradient."""
 
 from typing import Any
 
@@ -38,10 +33,7 @@ _DIFFERENTIABLE = 4  # the loss, lse, logprob, entropy
 
 
 def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
-    """Call the operator from compiled code; return the loss and, if asked for, metrics.
-
-    ``needs`` says whether hidden, weight and bias need a gradient.
-    """
+    """Call the operator from compiled code; return the loss and, if asked for, metrics."""
     options, tp_group = arguments.options, arguments.tp_group
     if options.accumulate_dweight and needs[1]:
         raise NotImplementedError(
@@ -50,8 +42,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         )
     of_loss_only = options.schedule == "in_forward" or extra_schedule(options.schedule) is not None
     if options.with_metrics and of_loss_only and any(needs):
-        # Compiled code passes zeros for upstream gradients that do not exist, so that backward
-        # could not tell which to refuse.
+        # Compiled code passes zeros for upstream gradients that do not exist.
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes "
             f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
@@ -77,8 +68,7 @@ def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
     given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
     group = None if group_name is None else torch_private.group_named(group_name)
     arguments: Any = (*inputs[:_TENSORS], LossOptions(*given), group)
-    # A plan of symbolic sizes determines the shapes that an operator returns, and cannot tell
-    # whether dweight's memory is large enough for in_forward.
+    # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
     return prepare(Arguments(*arguments), needs, auto_in_forward=False)
 
 
@@ -91,7 +81,6 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 )
 def _forward(*inputs):
-    """Return the loss, metrics if asked for, then what is saved."""
     call, operands = _prepare(inputs)
     operands = counted_operands(call, operands)
     needs, shape = inputs[-1], inputs[2].shape
@@ -128,7 +117,6 @@ def _(*inputs):
     ),
 )
 def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
-    """Return dhidden, dweight, dbias, each in its operand's shape; empty if not needed."""
     inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
     hidden, weight, labels, bias = inputs[:4]
     call, operands = _prepare((*inputs, *spec))
@@ -170,7 +158,6 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
     needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
-    # Compiled code passes zeros for upstream gradients that do not exist.
     upstream = grads[:_DIFFERENTIABLE] if with_metrics else (grads[0], None, None, None)
     if all(g is None for g in upstream):
         return (None,) * (_TENSORS + len(ctx.spec))

@@ -1,7 +1,4 @@
-"""D of a chunk's windows: from forward's cache, converted from it, or computed again.
-
-T = tokens, V = real vocabulary rows here. Only as many columns of D exist as a window has.
-"""
+"""D of a chunk's windows: cached by forward, converted, or computed again.  T = tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -38,7 +35,7 @@ class Chunk(NamedTuple):
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    as_it_is = chunk.cache.dtype == call.dtype and chunk.overwrite is None
+    as_it_is = call.cache_dtype == call.dtype and chunk.overwrite is None
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
     return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
 
@@ -46,11 +43,7 @@ def split_columns(call: Call, chunk: Chunk) -> list[Window]:
 def dlogits(
     call: Call, chunk: Chunk, rows: RowGradient, windows: Sequence[Window]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``start, end`` and D [T, end - start] of each window, in the operands' dtype.
-
-    D that is not cached lies in one buffer, which the next window overwrites. Only recomputed
-    columns wait for hidden.
-    """
+    """Yield ``start, end`` and D [T, end - start] of each window, which the next may overwrite."""
     buffer = None
     for window in windows:
         start, end, cached = window
@@ -71,7 +64,6 @@ def dlogits(
 
 
 def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
-    """Compute D of a window's columns from the logits, token piece by token piece."""
     assert chunk.logits is not None and chunk.gather is not None
     for t in chunk.gather.arrivals(*chunk.tokens):
         call.kernels.dlogits(
@@ -90,7 +82,7 @@ def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: T
         (change,) = rows.affine
     else:
         change = (chunk.stats.reference - rows.reference).exp()
-    kernels, labels, ignore_index = call.kernels, chunk.labels, call.options.ignore_index
-    kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
+    labels, ignore_index = chunk.labels, call.options.ignore_index
+    call.kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
     first = call.vocab_start_index + window.start
-    kernels.write_label_value(out, labels, rows.label_value, first, ignore_index)
+    call.kernels.write_label_value(out, labels, rows.label_value, first, ignore_index)

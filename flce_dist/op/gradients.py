@@ -1,8 +1,4 @@
-"""The gradients: D of ``dlogits = scale * D + uniform``, its two GEMMs, the sum over ranks.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-D [T, V] exists one window of columns at a time, from forward's cache or computed again.
-"""
+"""Two GEMMs of each window of D, and sums over ranks.  T = tokens, V = rows here, H = hidden."""
 
 import functools
 from collections.abc import Callable
@@ -29,18 +25,15 @@ class NewDweight(NamedTuple):
     dtype: torch.dtype
 
     def opened(self, weight: Tensor) -> Accumulator:
-        return new_accumulator(weight, self.dtype)
+        contiguous = torch.contiguous_format
+        out = torch.empty_like(weight, dtype=self.dtype, memory_format=contiguous)
+        return Accumulator(out, False)
 
     def closed(self, dweight: Tensor) -> Tensor:
         return dweight
 
     def added(self, dweight: Tensor) -> Tensor:
         return dweight.to(self.dtype)
-
-
-def new_accumulator(weight: Tensor, dtype: torch.dtype) -> Accumulator:
-    contiguous = torch.contiguous_format
-    return Accumulator(torch.empty_like(weight, dtype=dtype, memory_format=contiguous), False)
 
 
 def row_gradient(
@@ -53,7 +46,7 @@ def row_gradient(
     entropy: Tensor | None = None,
     from_lse: bool,
 ) -> RowGradient:
-    """Return the factors of dlogits; the gradient of metrics with entropy needs ``entropy`` [T]."""
+    """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else call.order.permuted(chosen(g, operands.places))
         for g in upstream
@@ -71,18 +64,28 @@ def row_gradient(
 
 
 class Gradients:
-    """Sums the gradients over chunks of tokens and windows of columns; None if not needed.
+    """Sums the gradients that the call needs over chunks of tokens and windows of columns.
 
-    ``dweight`` has the rows of ``weight``. It can sum several chunks in the accumulation dtype, but
-    only takes one chunk in the operands' dtype. Rows beyond V become 0. If dweight ``accumulates``,
-    gradients are added to its values instead, and rows beyond V stay. ``dbias`` is in the dtype of
-    statistics, and so is ``acc``, a chunk's dhidden [T, H].
+    dweight, the accumulator's, sums several chunks only in the accumulation dtype. Rows beyond V
+    become 0, or stay if it ``accumulates``. dbias and ``acc``, a chunk's dhidden [T, H], are in the
+    dtype of statistics.
     """
 
     def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
-        """Allocate the gradients that the call needs; dweight is the accumulator's."""
         self.call, self.weight = call, operands.weight
-        self.dhidden = _sum_of_dhidden(call, operands) if call.needs.hidden else None
+        self.dhidden: TokenSum | None = None
+        if call.needs.hidden:
+            in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+            self.dhidden = transport.token_sum(
+                (call.T, self.weight.shape[1]),
+                call.stats_dtype if in_fp32 else call.dtype,
+                self.weight.device,
+                call.order,
+                call.tp_group if call.reduces_dhidden else None,
+                sequence_parallel=call.options.sequence_parallel,
+                places=operands.places,
+                T_all=call.T_all,
+            )
         self.dweight: Tensor | None
         self.dweight, self.accumulates = accumulator or (None, False)
         if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
@@ -93,11 +96,7 @@ class Gradients:
         self.acc: Tensor | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Add all columns of a chunk.
-
-        The dhidden GEMMs of cached windows come first, while hidden is still being gathered. The
-        sum of dhidden over ranks starts before the last dweight GEMM and overlaps it.
-        """
+        """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
         call = self.call
         windows = split_columns(call, chunk)
         cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
@@ -116,7 +115,6 @@ class Gradients:
                 product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
 
         def add_parameters(start: int, end: int, d: Tensor) -> None:
-            """Add D [T, end - start] to dweight and dbias of these columns."""
             if self.dweight is not None:
                 (hidden, row), out = factor(), rows_of(self.dweight, start, end)
                 adds = chunk.tokens[0] > 0 or self.accumulates
@@ -124,7 +122,7 @@ class Gradients:
             if self.dbias is not None:
                 self.dbias[start:end] += dbias_of(call, chunk, d, rows)
 
-        for start, end, d in dlogits(call, chunk, rows, cached):
+        for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
             add_dhidden(start, end, d)
         if not others and scratch is None:
             self.finish_dhidden(chunk, rows)
@@ -139,7 +137,7 @@ class Gradients:
             self.finish_dhidden(chunk, rows)
 
     def new_accumulator(self, chunk: Chunk) -> Tensor | None:
-        """Allocate that of dhidden, and return a [T, H] that is scratch until it is rounded."""
+        """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
         if self.dhidden is None:
             return None
         share = rows_of(self.dhidden.tokens, *chunk.tokens)
@@ -164,30 +162,12 @@ class Gradients:
         self.dhidden.start(*chunk.tokens)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
-        """Return dhidden of this rank's tokens, summed over ranks, dweight, and dbias, rounded if
-        asked for.
-        """
+        """Return the results; dhidden is summed over ranks, of this rank's tokens."""
         dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
         dbias = self.dbias
         if dbias is not None and rounds_dbias:
             dbias = dbias.to(self.call.dtype)
         return dhidden, self.dweight, dbias
-
-
-def _sum_of_dhidden(call: Call, operands: Operands) -> TokenSum:
-    """Return the sum of dhidden over ranks, with the buffer [T, H] of this rank's share."""
-    weight = operands.weight
-    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
-    return transport.token_sum(
-        (call.T, weight.shape[1]),
-        call.stats_dtype if in_fp32 else weight.dtype,
-        weight.device,
-        call.order,
-        call.tp_group if call.reduces_dhidden else None,
-        sequence_parallel=call.options.sequence_parallel,
-        places=operands.places,
-        T_all=call.T_all,
-    )
 
 
 def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
@@ -200,11 +180,10 @@ def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
 def dweight_factor(
     call: Call, chunk: Chunk, rows: RowGradient, in_place: bool, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return hidden times each token's scale, [T, H], the right factor of dweight.
+    """Return hidden times the tokens' scales [T, H], and what smoothing adds to dweight's rows [H].
 
     It overwrites gathered hidden if ``in_place``, else ``scratch`` or a new buffer; the caller's
-    hidden is never written. The second result, [H], is what label smoothing adds to every row of
-    dweight.
+    hidden is never written.
     """
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait_tokens(*chunk.tokens)

@@ -1,7 +1,4 @@
-"""The schedule in_forward: loss and both gradients in forward, a chunk of tokens at a time.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""The schedule in_forward.  T = tokens of the group, V = real rows here, H = hidden size."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -12,7 +9,7 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
 from flce_dist.op.dlogits import Chunk
-from flce_dist.op.gradients import Gradients, new_accumulator
+from flce_dist.op.gradients import Gradients, NewDweight
 from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
@@ -20,9 +17,7 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class SavedGradients(NamedTuple):
-    """The gradients of the loss; in fp16 those of the sum of losses."""
-
-    norm: Tensor | None  # of a mean in fp16, a scalar
+    norm: Tensor | None  # of a mean in fp16, a scalar: the gradients are those of the sum
     dhidden: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None  # in the dtype of statistics
@@ -32,21 +27,17 @@ class SavedGradients(NamedTuple):
 class InForward(Sizes):
     """All exponentials of a chunk of tokens are held at once, and its gradients are made of them.
 
-    The first chunk has ``first_t`` tokens, later ones ``chunk_t``. Sizes are those of the first,
-    some columns of which lie in dweight's own memory (``lending``, see ``lent_windows``); later
-    chunks hold all columns.
-
+    Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
     parallelism a gather of hidden in pieces, each in flight while the one before is computed, and
     the sum over ranks of each chunk's dhidden, in flight from its last dweight on; the all-reduces
     of ``chunk_loss`` per chunk.
-    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. No
-    collective.
+    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1.
     """
 
-    first_t: int
-    chunk_t: int
-    lending: LentWindows = ()
+    first_t: int  # tokens of the first chunk
+    chunk_t: int  # and of later ones
+    lending: LentWindows = ()  # columns of the first chunk that lie in dweight's own memory
 
     keeps_operands: ClassVar[bool] = False
     schedule: ClassVar[str] = "in_forward"
@@ -57,14 +48,13 @@ class InForward(Sizes):
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         one, token_weight = Pass(call, operands), operands.token_weight
-        # Before the loss scale is applied in backward, the gradient of a mean may underflow in
-        # fp16.
+        # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
         late_norm, early_norm = (one.norm, None) if call.is_from_lse else (None, one.norm)
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
-            accumulator = new_accumulator(operands.weight, dtype)
+            accumulator = NewDweight(dtype).opened(operands.weight)
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
@@ -97,17 +87,16 @@ class InForward(Sizes):
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
+        def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
+            return x.new_empty(x.shape, dtype=dtype) if needed and x is not None else None
+
         hidden, weight, bias = operands[:3]
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
-            hidden.new_empty(hidden.shape) if call.needs.hidden else None,
-            weight.new_empty(weight.shape, dtype=_saved_dtype(call.dtype))
-            if call.needs.weight
-            else None,
-            bias.new_empty(bias.shape, dtype=call.stats_dtype)
-            if bias is not None and call.needs.bias
-            else None,
+            new(hidden, call.dtype, call.needs.hidden),
+            new(weight, _saved_dtype(call.dtype), call.needs.weight),
+            new(bias, call.stats_dtype, call.needs.bias),
         )
 
     def backward(
@@ -142,10 +131,7 @@ class InForward(Sizes):
     def _chunk_cache(
         self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
     ) -> ColumnCache:
-        """Return windows for the exponentials of a chunk of tokens.
-
-        The leading windows of the first chunk lie in dweight's own memory, see ``lending.py``.
-        """
+        """Return windows for the exponentials of a chunk of tokens, lent ones first."""
         (start_t, end_t), dtype = tokens, call.cache_dtype
         T, H, windows = end_t - start_t, operands.hidden.shape[1], []
         lending = self.lending if start_t == 0 and dweight is not None else ()

@@ -1,9 +1,7 @@
-"""Exponentials in the memory of dweight, which in_forward writes last.
+"""Exponentials in the memory of dweight, which in_forward writes last; docs/design.md has more.
 
-A column of exponentials takes T w bytes (w of one element), as much as T / H rows of dweight.
-Columns are finished in ascending order, and after column n rows 0 to n of dweight are written.
-Hence the rule: a window of columns may begin only at or beyond the row where the gradient of its
-own last column ends. docs/design.md has an example.
+Columns are finished in ascending order, and after column n rows 0 to n of dweight are written. So
+a window of columns may begin only at or beyond the row where the gradient of its last column ends.
 """
 
 LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
@@ -14,11 +12,10 @@ FIRST_LENT = 2048  # columns of the first of several windows
 def lent_windows(
     column_bytes: int, V: int, wanted: int, row_bytes: int, *, tile: int
 ) -> LentWindows:
-    """Place up to ``wanted`` columns in a dweight of V rows, in few windows: ``(columns, row)``.
+    """Place up to ``wanted`` columns in a dweight of V rows, in few windows in ascending order.
 
-    So many columns, in ascending order, lie at that row of dweight and on. A window must begin at
-    or above the row where its own gradient will end. The first is small, so that little is left
-    free below it; each later one may be as wide as what lies before it.
+    The first is small, so that little is left free below it; each later one may be as wide as what
+    lies before it.
     """
 
     def rows_of(columns: int) -> int:

@@ -18,23 +18,14 @@ from flce_dist.op.call import Accumulator, Call
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The sink that adds dweight to the trainer's accumulator, and gives autograd a dummy.
+    """The sink that adds dweight to the trainer's accumulator, which autograd must not save."""
 
-    Autograd does not save the accumulator, since saved tensors must not change.
-
-    Attributes:
-        weight: what the caller passed, before autocast.
-        buffer: its ``main_grad`` in forward, [V, H]; None if backward calls ``get_main_grad``.
-        dtype: of the operands.
-    """
-
-    weight: Any
-    buffer: Tensor | None
-    dtype: torch.dtype
+    weight: Any  # what the caller passed, before autocast
+    buffer: Tensor | None  # its main_grad in forward, [V, H]; None if backward calls get_main_grad
+    dtype: torch.dtype  # of the operands
 
     def opened(self, _: Tensor) -> Accumulator:
-        weight: Any = self.weight  # not the operand: autocast may have made that
-        main_grad = self.buffer
+        weight, main_grad = self.weight, self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
             _check(main_grad, weight, self.dtype)
@@ -48,11 +39,7 @@ class MainGrad:
         return Accumulator(main_grad, task == before)
 
     def closed(self, dweight: Tensor) -> Tensor | None:
-        """Mark dweight as added; return the dummy gradient that autograd gets in its place.
-
-        The dummy is one zero expanded to [V, H]. Autograd allocates its own copy only after this
-        backward has freed its memory.
-        """
+        """Mark dweight as added; return a dummy, one expanded zero, which autograd copies later."""
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
@@ -69,7 +56,6 @@ class MainGrad:
 
 
 def captured(weight: Tensor, call: Call) -> MainGrad:
-    """Return the accumulator of a weight that needs a gradient, for accumulate_dweight=True."""
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "
@@ -83,7 +69,6 @@ def captured(weight: Tensor, call: Call) -> MainGrad:
 
 
 def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
-    """Check what backward adds dweight into; ``dtype`` is that of the operands."""
     if main_grad is None:
         raise ValueError(
             "weight must have an attribute main_grad, [V, H], or get_main_grad, with "

@@ -1,7 +1,7 @@
 """Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
 
-``plan`` is a pure function of facts that all ranks of a tensor-parallel group share, so all ranks
-plan alike and issue the same collectives. T = tokens, V = rows of the largest even shard.
+A pure function of facts that all ranks share, so all plan alike and issue the same collectives.
+T = tokens, V = rows of the largest even shard.
 """
 
 import math
@@ -17,19 +17,14 @@ DEFAULT_LOGITS_BYTES = 1 << 30
 """Budget of ``in_forward`` where the caller names none, and of ``auto`` unless it needs more."""
 
 _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
-
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
 _WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
-
 _SPLIT_FROM = 2048  # gathered tokens of a first chunk
 _HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
-
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
-
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
-
 
 Plan = Windows | InForward
 
@@ -55,21 +50,15 @@ def plan(
     reduces: bool = False,
     gathers_from: int = 1,
 ) -> Plan:
-    """Choose what to cache and what to recompute within ``max_logits_bytes``.
+    """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
 
     Args:
-        T: tokens on the tensor-parallel group.
-        V: rows of the largest shard, ``ceil(V_all / P)``.
         itemsize: bytes of one cached exponential.
-        schedule: ``auto`` caches what fits into the budget (unless given, 1 GiB or, if that
-            is not enough, ``_spares_a_gemm``) and recomputes the rest, unless that can be spared:
-            if the loss ``reduces`` and the exponentials of all tokens fit with what dweight's
-            memory can hold, or those of chunks and what dweight's accumulator takes beyond dweight,
-            it is ``in_forward``. ``cached`` caches what fits, but everything unless a budget is
-            given; ``recompute`` caches nothing; ``in_forward`` takes all tokens at once if they
-            fit with what dweight's own memory can hold, else token chunks that fit.
-        max_logits_bytes: bound on cache plus window, per rank. The smallest piece, 256 columns or
-            tokens, is used even where it exceeds the bound.
+        schedule: ``cached`` caches what fits, everything if no budget is given; ``recompute``
+            nothing; ``in_forward`` takes all tokens at once if they fit with what dweight's own
+            memory can hold, else chunks of them that fit.
+        max_logits_bytes: bound on cache plus window, per rank. 256 columns or tokens are taken even
+            where they exceed it.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
         converts: whether cached columns pass through a window of the operands' dtype (fp16).
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
@@ -99,8 +88,6 @@ def plan(
 
 
 class _Shape(NamedTuple):
-    """What ``plan`` is told of a call, and the unit of its chunks."""
-
     T: int
     V: int
     itemsize: int
@@ -115,22 +102,17 @@ class _Shape(NamedTuple):
 
 
 def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
-    """Return the least bytes of exponentials with which ``auto`` computes no logits again.
-
-    Half of what the fp32 logits of up to 16,384 tokens take: as many 16-bit exponentials.
-    In_forward takes less: half of dweight holds some of them, in one window, or, of twice as many
-    tokens, chunks of 8192 accumulate dweight.
-    """
+    """Return the least bytes with which ``auto`` computes no logits again."""
     T, V, itemsize = shape.T, shape.V, shape.itemsize
     window = _widest_window(shape) if shape.converts else 0
-    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]
+    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]  # exponentials of 16 bits
     if reduces and not shape.converts:
+        # In_forward takes less: half of dweight holds some of them, or chunks accumulate dweight.
         budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
         if T >= 2 * _MANY_TOKENS:
             chunk = _MANY_TOKENS // 2 * itemsize
-            budgets.append(
-                V * max(chunk + shape.accumulator_row - shape.row, shape.accumulator_row)
-            )
+            most = max(chunk + shape.accumulator_row - shape.row, shape.accumulator_row)
+            budgets.append(V * most)
     return min(budgets)
 
 
@@ -173,8 +155,7 @@ def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
 def _in_forward(shape: _Shape, budget: int) -> InForward:
     """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
 
-    A first chunk that lends is longer than the others only where that saves a chunk, and only as
-    long as that needs: large chunks make fast GEMMs.
+    A first chunk that lends is longer than the others only as far as that saves a chunk.
     """
     T, V, itemsize, unit, converts = shape[:5]
     window = max(1, min(_MIN_WINDOW, V))
@@ -198,13 +179,10 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
 
 
 def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
-    """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit.
-
-    If it has all tokens, a few columns may be computed again.
-    """
+    """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit."""
     T, V, itemsize = shape[:3]
     row_bytes, most_recomputed, later_bytes = shape.row, round(V * _MOST_RECOMPUTED), 0
-    if first_t < T:
+    if first_t < T:  # only one of all tokens may compute columns again
         row_bytes, most_recomputed = shape.accumulator_row, 0
         later_bytes = chunk_t * V * itemsize
     column_bytes = first_t * itemsize
@@ -229,7 +207,6 @@ def _unit(P: int) -> int:
 
 
 def _round_down(n: int, unit: int | None = None) -> int:
-    """To a multiple of ``unit``, by default of a tile."""
     unit = unit or _TILE
     return n // unit * unit
 

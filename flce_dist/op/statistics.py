@@ -1,7 +1,4 @@
-"""One pass over this shard's logits: their statistics, merged over ranks, and the loss.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""One pass over this shard's logits: statistics and loss.  T = tokens, V = real rows here."""
 
 import torch
 from torch import Tensor
@@ -19,11 +16,8 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    Attributes:
-        gather: hidden of all ranks, [T, H], piece by piece; each piece is waited for just before
-            its logits are computed.
-        logits: this shard's logits of all tokens, whose hidden may still be arriving.
-        norm: what a mean divides by, a scalar on the device; None for other reductions.
+    ``gather`` brings hidden of all ranks, [T, H], piece by piece, and ``norm`` is what a mean
+    divides by, a scalar on the device.
     """
 
     def __init__(self, call: Call, operands: Operands):
@@ -44,15 +38,13 @@ class Pass:
     ) -> tuple[TokenStats, Tensor]:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
-        ``tokens`` (first, last) are whole pieces of the gather. All-reduces: SUM of label logits
-        [T] per piece, MAX of the other logits [T], SUM of 2 to 6 rows [T] fp64 (eager: 1 to 3 rows
-        in the dtype of statistics). They do not depend on whether any row needs the rescue, so
-        ranks never disagree.
+        ``tokens`` (first, last) are whole pieces of the gather. All-reduces, whether or not a row
+        needs the rescue: SUM of label logits [T] per piece, MAX of the other logits [T], SUM of 2
+        to 6 rows [T] fp64 (eager: 1 to 3 rows in the dtype of statistics).
 
-        ``cache`` receives D of its columns (``token_gradient_formulas``). D at the labels is
-        written now, not in backward: a saved tensor must not change between two backward passes.
-        ``tiles`` receives the statistics of tiles, ``named_x`` of all tokens x of this shard's
-        named ids, if given; D at these, the labels' among them, is then not written.
+        ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
+        between two backward passes. ``tiles`` receives the statistics of tiles, ``named_x``
+        of all tokens x of this shard's named ids, if given; D at these is then not written.
         """
         call, gather = self.call, self.gather
         options, kernels, group = call.options, call.kernels, call.tp_group
@@ -72,32 +64,23 @@ class Pass:
             # After the all-reduce: a group's collectives run in order, and the statistics wait.
             gather.start(piece + 1)
             kernels.linear_stats(
-                part,
-                pending.wait(),
-                cache=cache.tokens(start, end),
-                with_sum_z=with_sum_z,
-                with_entropy=with_entropy,
-                others_max=part_of(others_max, start, end),
-                sums=part_of(sums, start, end),
+                part, pending.wait(),
+                cache=cache.tokens(start, end), with_sum_z=with_sum_z, with_entropy=with_entropy,
+                others_max=part_of(others_max, start, end), sums=part_of(sums, start, end),
                 tiles=None if tiles is None else part_of(tiles, start, end),
                 named_x=named_x,
-            )
+            )  # fmt: skip
 
         others_max = collectives.all_reduce_max(others_max, group)
         sums = kernels.rescue(
             logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
         )
         sums = collectives.all_reduce_sum(sums, group)
+        weights = None if weights is None else part_of(weights, first, last)
         stats, loss, label_value = kernels.token_loss(
-            logits.labels,
-            None if weights is None else part_of(weights, first, last),
-            label_logit,
-            others_max,
-            sums,
-            call.loss_terms,
-            with_entropy=with_entropy,
-            inverse_temperature=logits.inverse_temperature,
-        )
+            logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
+            with_entropy=with_entropy, inverse_temperature=logits.inverse_temperature,
+        )  # fmt: skip
         if not call.rescales_cache and named_x is None:  # else backward writes D at the labels
             for start, window in cache.with_starts():
                 column, ignored = logits.vocab_start_index + start, options.ignore_index

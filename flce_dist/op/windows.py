@@ -1,7 +1,4 @@
-"""The schedules recompute and cached: backward takes the columns window by window.
-
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size.
-"""
+"""The schedules recompute and cached.  T = tokens of the group, V = real rows here, H = hidden."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,28 +29,18 @@ class WindowsSaved(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is held of the logits of T tokens and V rows, those of the largest even shard.
-
-    ``cached_v`` leading columns are held from the statistics to the gradients; the others are
-    computed again, ``window_v`` at a time. Together they take at most ``logits_bytes`` beside
-    ``lent`` columns, which lie in other memory. ``limit`` is the budget, if there is one; a cache
-    that ``converts`` needs a window, too.
-    """
+    """What is held of the logits of T tokens and V rows, those of the largest even shard."""
 
     T: int
     V: int
-    cached_v: int
-    window_v: int
-    logits_bytes: int
-    limit: int | None
-    converts: bool
+    cached_v: int  # leading columns, held from the statistics to the gradients
+    window_v: int  # of the others, computed again, at a time
+    logits_bytes: int  # of both, beside ``lent`` columns, which lie in other memory
+    limit: int | None  # the budget
+    converts: bool  # whether cached columns need a window, too
 
     def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
-        """Columns cached by a rank that holds ``V`` rows; who caches all of the largest, all.
-
-        Shards may be uneven: a rank with more rows than the plan, or too few for the columns that
-        it lends, caches what the limit allows beside a window.
-        """
+        """Columns that a rank of ``V`` rows caches: the plan's, or what the limit allows."""
         planned = V if self.cached_v >= self.V else min(self.cached_v, V)
         if self.limit is None or (V <= self.V and lent_as_planned):
             return planned
@@ -69,13 +56,10 @@ class Windows(Sizes):
     """Cached columns keep their D from forward to backward, which computes the others again.
 
     Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden in one or two
-    pieces, the second in flight during the logits of the first; then all-reduces: SUM of label
-    logits [T], MAX [T], SUM of sums [2 to 6, T] fp64 (eager: 1 to 3 rows in the dtype of
-    statistics).
+    pieces, the second in flight during the logits of the first; the all-reduces of ``chunk_loss``.
     Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
-    sequence parallelism a gather of hidden, in flight while cached columns make dhidden or while
-    dlogits of its first piece are computed; then the sum of dhidden over ranks (scattered, else
-    all-reduced), in flight during the last dweight.
+    sequence parallelism a gather of hidden, in flight during dhidden of cached columns or dlogits
+    of its first piece; the sum of dhidden over ranks, in flight during the last dweight.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -142,11 +126,12 @@ class Windows(Sizes):
         *,
         may_recompute: bool,
         overwrite: Callable[[Tensor, int], None] | None = None,
+        add: Callable[[Gradients, Chunk], None] = Gradients.add,
     ) -> Results:
         """Return the gradients of dlogits that ``rows`` describes.
 
-        ``may_recompute``: whether some upstream gradients would make cached columns useless. With
-        ``overwrite`` D is written where it says, after all of its columns (``Chunk``).
+        ``may_recompute``: whether some upstream gradients would make cached columns useless.
+        ``overwrite`` is that of ``Chunk``, and ``add`` adds its columns.
         """
         # Decided by facts that all ranks share, not by which upstream gradients this rank got.
         gather = logits = None
@@ -166,7 +151,7 @@ class Windows(Sizes):
             tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,
             operands.n_counted,
         )  # fmt: skip
-        gradients.add(chunk)
+        add(gradients, chunk)
         if gather is not None:
             gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
         return gradients.finished()

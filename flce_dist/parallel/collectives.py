@@ -1,7 +1,6 @@
-"""Collectives of a tensor-parallel group.  P ranks, T tokens, H hidden size.
+"""Collectives of a tensor-parallel group; None is one process.  P ranks, T tokens, H hidden size.
 
-``tp_group=None`` means one process: every function is then the identity and nothing is sent. All
-ranks must call the same functions in the same order with the same shapes.
+All ranks must call the same functions in the same order with the same shapes.
 """
 
 from collections.abc import Iterator
@@ -40,10 +39,7 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
 
 
 def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for messages between hosts: the CPU if the group has a CPU backend.
-
-    Otherwise the device of ``x`` if that is a GPU, else the current GPU.
-    """
+    """Return the device of messages between hosts: the CPU if it can, else x's or the current."""
     if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
         return torch.device("cpu")
     if x.is_cuda:
@@ -64,7 +60,6 @@ def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    """Start to sum ``x`` over ranks in place."""
     if tp_group is None or not x.numel():
         return Pending(x)
     return issued(_started_all_reduce, x, tp_group)
@@ -85,10 +80,7 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 class TokenGather:
-    """Gathers [T / P, H] of every rank into ``tokens`` [T, H], piece by piece.
-
-    This class is for one process: ``tokens`` is the caller's tensor, and nothing is sent.
-    """
+    """Gathers [T / P, H] of every rank into ``tokens`` [T, H] by pieces; here of one process."""
 
     owns_tokens = False
 
@@ -108,9 +100,8 @@ class TokenGather:
             self.start(piece)
 
     def arrivals(self, first: int, last: int) -> Iterator[slice]:
-        """Wait for tokens ``first <= t < last`` and yield slices of them, relative to ``first``.
-
-        The first time there is a slice per piece; once all have arrived, a single one.
+        """Wait for tokens ``first <= t < last``; yield slices relative to ``first``, each piece's
+        or, once all have arrived, a single one.
         """
         pieces = list(self._order.between(first, last))
         if all(piece in self._arrived for piece, _ in pieces):
@@ -130,11 +121,7 @@ class TokenGather:
 
 
 class CollectiveGather(TokenGather):
-    """Gathers by all-gathers. Each rank receives (P - 1) / P of ``tokens``.
-
-    A group's collectives run one after the other, so callers start a piece only after issuing the
-    collectives that they need before it.
-    """
+    """Gathers by all-gathers; callers first issue the collectives that they need before a piece."""
 
     owns_tokens = True
 
@@ -161,10 +148,7 @@ class CollectiveGather(TokenGather):
 
 
 class TokenSum:
-    """Sums [T, H] over ranks; ``tokens`` is the buffer of this rank's share.
-
-    This class is for one process: the sum is ``tokens`` itself, and nothing is sent.
-    """
+    """Sums [T, H], ``tokens`` being this rank's share, over ranks; this class over one process."""
 
     def __init__(self, tokens: Tensor):
         self.tokens = self._sum = tokens
@@ -193,10 +177,7 @@ class CollectiveSum(TokenSum):
 
 
 class CollectiveScatter(TokenSum):
-    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H].
-
-    Each rank sends (P - 1) / P of ``tokens``.
-    """
+    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H]."""
 
     def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
         super().__init__(tokens)

@@ -1,8 +1,4 @@
-"""Gather and sum of tokens by copies between GPUs of one host; ``peer_memory.py`` has the protocol.
-
-P ranks, T tokens, H hidden size. The classes do what ``CollectiveGather`` and ``CollectiveScatter``
-do, but the copies occupy no multiprocessors: they proceed while kernels fill the GPU.
-"""
+"""Gather and sum of tokens by copies between GPUs of one host.  P ranks, H hidden size."""
 
 from functools import partial
 
@@ -54,10 +50,7 @@ class PeerGather(TokenGather):
 
 
 class PeerScatter(TokenSum):
-    """Sums [T, H] over ranks: copies every rank's share of this rank's tokens, adds them in fp32.
-
-    ``tokens`` is a view of this rank's shared block.
-    """
+    """Sums [T, H] over ranks: copies all ranks' shares of this rank's tokens, adds them in fp32."""
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, order: TokenOrder, memory: PeerMemory
@@ -85,7 +78,7 @@ class PeerScatter(TokenSum):
         for piece, shares, arrival in self._copied:
             shares[rank].copy_(tokens[self._order.part(piece, rank)])
             arrival.wait()
-            # Adds in fp32 and rounds once, also for 16-bit shares.
+            # In fp32, rounded once
             torch.sum(shares, 0, out=out[self._order.local(piece)])
         self._memory.close()
         self._copied.clear()

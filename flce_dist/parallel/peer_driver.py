@@ -1,8 +1,4 @@
-"""CUDA as peer memory uses it: streams, their memory operations, memory shared between GPUs.
-
-``peer_memory.py`` has the protocol and uses CUDA through ``PeerDriver`` alone. Tests replace it by
-one that explores every order in which streams may run (tests/fake_ranks.py).
-"""
+"""CUDA as ``peer_memory.py`` uses it; in tests a driver explores all orders of streams instead."""
 
 import functools
 import time
@@ -24,12 +20,10 @@ class Block:
 
     def __init__(self, nbytes: int, device: torch.device, group: Any):
         self.nbytes = nbytes
-        self.in_graph = False
-        """Whether a CUDA graph of some rank uses it."""
+        self.in_graph = False  # whether a CUDA graph of some rank uses it
         self._memory, self._handle = torch_private.shared_memory(nbytes, device, group)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """View a rank's first bytes."""
         return self._handle.get_buffer(rank, shape, dtype)
 
     def address(self, rank: int) -> int:
@@ -38,13 +32,11 @@ class Block:
 
 
 class PeerDriver:
-    """CUDA on this rank's device, and the rendezvous store of its group."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
+        # Ranks wait for each other as long as the group's collectives may.
         self.limit_s = torch_private.timeout_of(group, device).total_seconds()
-        """How long ranks may wait for each other: the timeout of the group's collectives."""
         self._device, self._group_name = device, group.group_name
         store = torch_private.store_of(group)
         # A new group may get the store of a destroyed one, so keys begin with a running number.
@@ -59,7 +51,6 @@ class PeerDriver:
         return torch.cuda.Stream(self._device, priority=-1)
 
     def on(self, stream: torch.cuda.Stream) -> Any:
-        """Return a context in which ``stream`` is the current one."""
         return torch.cuda.stream(stream)
 
     def capture(self) -> int:
@@ -71,7 +62,6 @@ class PeerDriver:
         return int(capture) or -1
 
     def keep(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep ``x``'s memory from reuse until a stream has done its present work."""
         x.record_stream(stream)
 
     def shared(self, nbytes: int) -> Block:
@@ -79,10 +69,7 @@ class PeerDriver:
         return Block(nbytes, self._device, self._group_name)
 
     def host_words(self, n: int) -> Tensor:
-        """Return [n] words of pinned host memory, int32 zeros, which ``put`` can write.
-
-        They are never freed: a graph may still write them.
-        """
+        """Return [n] int32 zeros of pinned host memory; never freed, as a graph may write them."""
         _host_words.append(torch.zeros(n, dtype=torch.int32, pin_memory=True))
         return _host_words[-1]
 
@@ -95,7 +82,6 @@ class PeerDriver:
         return op
 
     def wait_for(self, address: int, value: int) -> Any:
-        """Wait until a word is ``value``."""
         driver = _driver()
         op = driver.CUstreamBatchMemOpParams()
         op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -104,15 +90,14 @@ class PeerDriver:
         return op
 
     def enqueue(self, operations: list[Any], stream: torch.cuda.Stream) -> None:
-        """Issue memory operations on a stream, in this order."""
         (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
         _check(error, "memory operations on a stream")
 
     def meet(self, message: str) -> list[str]:
         """Return every rank's message, once all ranks have called this and their GPUs are idle.
 
-        It uses the store, not a collective: an error can name the missing ranks, and a rank that
-        issues a collective instead cannot be mistaken for one that is here.
+        By the store: a rank that issues a collective instead cannot be mistaken for one that is
+        here, and an error names the missing ranks.
         """
         torch.cuda.synchronize(self._device)
         self._meetings += 1
@@ -129,10 +114,7 @@ class PeerDriver:
         return [self._store.get(key).decode() for key in keys]
 
     def snapshot(self, x: Tensor, out: Tensor) -> bool:
-        """Copy to host memory while other streams wait; return whether the copy succeeded.
-
-        Only for the message before the process ends: it would break the capture of a CUDA graph.
-        """
+        """Copy to host memory while other streams wait, if it can; breaks a graph's capture."""
         with torch.cuda.stream(self._snapshot_stream):
             out.copy_(x, non_blocking=True)
             done = self._snapshot_stream.record_event()
@@ -163,7 +145,6 @@ def _check(error: Any, what: str) -> None:
 
 
 def refuse_capture(capturing: bool, what: str) -> None:
-    """Raise if a CUDA graph is being captured, in which ``what`` is impossible."""
     if capturing:
         raise RuntimeError(
             f"{what}: not possible while a CUDA graph is captured; "

@@ -1,7 +1,7 @@
 """Memory on each GPU of a group from which the other ranks copy: the protocol.
 
 Copy engines and a stream's memory operations, which write a 32-bit word or wait for its value, need
-no multiprocessor. docs/design.md says why tokens [T, H] travel so (``peer_copies.py``).
+no multiprocessor (docs/design.md).
 
 Flags. Every rank publishes data in a block of its own, and has two flags for each peer r:
 
@@ -10,10 +10,9 @@ Flags. Every rank publishes data in a block of its own, and has two flags for ea
     FREE[r]    r has read this rank's block; it may be     r, in pull,       this rank, in acquire
                written                                     after its copies
 
-A flag lies in the memory of the rank that waits for it; only that rank clears it. Between two uses
-READY is 0 and FREE is 1.
+A flag lies in the memory of the rank that waits for it. Between two uses READY is 0, FREE 1.
 
-One use of a block. The current stream is the caller's; copies have a stream of their own:
+One use of a block; copies have a stream of their own:
 
     open      host only: see that the block is large enough, else all ranks meet and enlarge it
     acquire   current stream: wait for the copies of this rank's last use; wait for FREE of all
@@ -26,28 +25,21 @@ One use of a block. The current stream is the caller's; copies have a stream of 
     close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
 acquire, write and pull may repeat within one use. All ranks make the same uses in the same order.
-On an H200 copies from several peers run one after the other on any streams; one stream makes the
+Copies from several peers run one after the other on any streams (H200), so one stream makes the
 first piece arrive first.
 
 Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
 wait READY, set FREE. Every rank issues in this order, and each wait is for a flag that its peer
-sets earlier in the same order: FREE by the previous pull, READY by this one. So the first operation
-that is not done never waits, even if all streams of a GPU share one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``). Ranks issue NCCL's collectives at the same places of the order.
+sets earlier in it: FREE by the previous pull, READY by this one. So the first operation that is not
+done never waits, even if all streams of a GPU share one hardware queue. Ranks issue NCCL's
+collectives at the same places of the order.
 
-CUDA graphs. The waiting rank clears the flag, so a use ends in the state it began in and a graph
-can replay it. All ranks replay a graph or none does, on a stream that waits for earlier calls and
-that later calls wait for. Eager calls may be on any streams. A block that a graph uses is kept
-until its group is destroyed. Blocks only grow: a call that needs more than any before adds one,
-and from then on smaller calls use it, too.
+CUDA graphs. The waiting rank clears the flag, so a use ends in the state it began in. All ranks
+replay a graph or none does, on a stream that waits for earlier calls and that later ones wait for.
+A call that needs more bytes than any before adds a block, which smaller calls then use, too.
 
-Failures:
-
-* All ranks raise at the same place of a use: the next ``open`` lets all meet and reset their flags.
-* One rank raises alone: its next ``open`` waits for the others in vain and raises, naming them; the
-  others' streams wait for its flags until ``peer_watch.py`` ends their processes.
-* A capture fails: nothing of it has run, so the flags are as before. If a use raised in a capture
-  that was ended, its graph must not be replayed: it would leave the flags half set.
+Failures. After all ranks raised at the same place of a use, the next ``open`` lets all meet and
+reset their flags; if one raised alone, its next ``open`` waits for the others in vain.
 """
 
 import weakref
@@ -83,7 +75,6 @@ class Arrival:
         self._done = self._stream.record_event()
 
     def wait(self) -> None:
-        """Make the current stream wait for the copies."""
         self._done.wait()
         self._outs.clear()
 
@@ -93,23 +84,18 @@ class Arrival:
 
 
 class PeerMemory:
-    """A block of the same size on each rank of a group, which every rank can read.
-
-    All ranks must call the same methods in the same order with the same shapes.
-    """
+    """A block of the same size on each rank of a group, which every rank can read."""
 
     def __init__(self, driver: PeerDriver, holds: str):
         self.P, self.rank = driver.P, driver.rank
+        # Starting at the next rank, so that all links are used evenly.
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
-        """The other ranks, starting at the next one, so that all links are used evenly."""
         self._driver, self._holds = driver, holds
         self._stream = driver.side_stream()
         self._blocks: list[Block] = []  # the last is in use, earlier ones belong to graphs
-        self._capture: int | None = None
-        """The capture of the open use, 0 outside a capture; None if no use is open."""
+        self._capture: int | None = None  # of the open use, 0 outside one; None if no use is open
         self._writable = False
-        self._joined = 0
-        """The last capture that the copy stream was part of."""
+        self._joined = 0  # the last capture that the copy stream was part of
 
         self._flags = driver.shared(4 * 2 * self.P)
         self._flags_on_host = driver.host_words(2 * self.P)
@@ -122,7 +108,6 @@ class PeerMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory held, outside PyTorch's caching allocator."""
         return sum(block.nbytes for block in self._blocks)
 
     def open(self, nbytes: int) -> None:
@@ -146,7 +131,6 @@ class PeerMemory:
         self._blocks = [block for block in self._blocks if block.in_graph]
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """View the first bytes of a rank's block."""
         return self._blocks[-1].of(rank, tuple(shape), dtype)
 
     def acquire(self) -> None:
@@ -161,11 +145,7 @@ class PeerMemory:
         self._writable = True
 
     def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
-        """Publish this rank's block, and copy from those that the peers publish.
-
-        Returns the arrival of each of ``copies``, which complete in order. The caller must wait for
-        the last one.
-        """
+        """Publish this block, copy from the peers'; the caller must wait for the last arrival."""
         self.acquire()
         here = self._driver.current_stream()
         self._driver.enqueue(self._tell_ready, here)
@@ -207,7 +187,7 @@ class PeerMemory:
     def _meet(self, what: str) -> None:
         """Wait until all ranks are here for the same reason and their GPUs are idle.
 
-        Ranks also agree which blocks some rank's graph uses, so that all keep the same ones.
+        They also learn which blocks some rank's graph uses, so that all keep the same ones.
         """
         in_graph = sum(block.in_graph << i for i, block in enumerate(self._blocks))
         messages = self._driver.meet(f"{what} for {self._holds}|{in_graph}")
@@ -219,7 +199,6 @@ class PeerMemory:
             block.in_graph = any(int(mask) >> i & 1 for mask in masks)
 
     def _reset_flags(self) -> None:
-        """Set the flags to their values between two uses."""
         flags = self._flags.of(self.rank, (2, self.P), torch.int32)
         flags[READY], flags[FREE] = 0, 1
         self._meet("sets its flags")

@@ -1,9 +1,8 @@
 """Ends this process when a stream has waited too long for a peer, as NCCL's watchdog does.
 
-A stream's wait for a flag has no timeout. So each wait is enclosed by memory operations that write
-two words of pinned host memory: the stream waits, and it has passed a wait. A graph's replay writes
-them, too. A thread reads the words once a second. It calls CUDA only for the message before it ends
-the process, so it disturbs neither calls nor captures. The cost is three 32-bit writes per wait.
+A stream's wait for a flag has no timeout. So memory operations around it, in a graph's replay too,
+write two words of pinned host memory, which a thread reads once a second. It calls CUDA only for
+the message before it ends the process, so it disturbs neither calls nor captures.
 """
 
 import ctypes
@@ -20,12 +19,9 @@ _POLL_S = 1.0
 
 
 class Wait:
-    """A place in the protocol where a stream waits, with its two words of host memory, [2] int32.
+    """A place in the protocol where a stream waits, with two int32 words of host memory."""
 
-    WAITS is 1 while the stream waits; PASSED becomes 1 whenever it has passed.
-    """
-
-    WAITS, PASSED = 0, 1
+    WAITS, PASSED = 0, 1  # is 1 while the stream waits; becomes 1 whenever it has passed
 
     def __init__(self, words: Tensor, limit_s: float, describe: Callable[[], tuple[str, str]]):
         self._memory, self._limit_s, self._describe = words, limit_s, describe

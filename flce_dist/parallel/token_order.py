@@ -1,8 +1,7 @@
-"""The order of gathered tokens under sequence parallelism.
+"""The order of gathered tokens under sequence parallelism: by piece, then by rank.
 
-P ranks hold T / P tokens each. Tokens are gathered in pieces, so that work on the first piece
-begins while the others are in flight. A piece holds the same range of each rank's tokens. Gathered
-tokens are therefore ordered by piece, then by rank; the caller's are ordered by rank alone.
+P ranks hold T / P tokens each. A piece holds the same range of each rank's tokens. The caller's
+tokens are ordered by rank alone.
 """
 
 from collections.abc import Iterator
@@ -50,10 +49,7 @@ class TokenOrder:
         return torch.cat([x[start:end].view(self.P, -1) for start, end in self.pieces], 1).flatten()
 
     def gathered(self, T: int, device: torch.device) -> Tensor | None:
-        """Return the place of each of the caller's tokens among the gathered ones.
-
-        [T] int64; None if they have one order.
-        """
+        """Return the places of the caller's tokens among the gathered, [T] int64; None if equal."""
         return None if self._is_callers else self.restored(torch.arange(T, device=device))
 
     @property

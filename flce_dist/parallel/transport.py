@@ -1,8 +1,4 @@
-"""How tokens travel between ranks: by copies between GPUs of one host, else by collectives.
-
-P ranks, T tokens, H hidden size. Only this module decides which; all ranks of a group decide alike.
-At a group's first call it also checks that the ranks have the same tokens.
-"""
+"""How tokens travel: by copies between GPUs of one host, else by collectives.  P ranks."""
 
 import os
 import socket
@@ -36,10 +32,7 @@ from flce_dist.replay import issued
 def gather(
     x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None, places: Tensor | None = None
 ) -> TokenGather:
-    """Return the gather of [T / P, H] from every rank into [T, H]; without a group it is ``x``.
-
-    With ``places`` it is of the tokens there, and all of them have arrived.
-    """
+    """Return the gather of [T / P, H] of every rank into [T, H], or of the tokens at ``places``."""
     if places is not None:
         if group is not None:
             x = gather(x, _at_once(group, group_size(group) * len(x)), group).wait_all()
@@ -71,8 +64,8 @@ def token_sum(
 ) -> TokenSum:
     """Return the sum of [T, H] over ranks, with a buffer for this rank's share.
 
-    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens. With
-    ``places`` these are the places of the share's tokens among ``T_all``, which the sum has.
+    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
+    ``places`` are those of the share's tokens among ``T_all``, which the sum has.
     """
     if places is not None:
         new_sum = partial(
@@ -113,10 +106,8 @@ def check_same_labels(
 ) -> None:
     """Check at a group's first call that the labels [T] int64 are the same on all its ranks.
 
-    If they ``are_own``, not yet gathered, only that they are equally many.
-
-    One gather of 16 bytes per rank, for which hosts wait. ``FLCE_DIST_CHECK_LABELS=0`` on all ranks
-    does without. While a CUDA graph is captured nothing is checked: the next call does that.
+    If they ``are_own``, not yet gathered, only that they are equally many. One gather of 16 bytes
+    per rank, for which hosts wait, unless all have ``FLCE_DIST_CHECK_LABELS=0``; not in a capture.
     """
     if group is None or group in _have_called:
         return
@@ -156,13 +147,7 @@ _memories: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, PeerMemories 
 
 
 def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories | None:
-    """Return the memories that a group's ranks share, or None if some cannot read each other's.
-
-    They can if they are processes of one host over NCCL, each with its own GPU and peer access to
-    the others, each torch has symmetric memory, and no rank has ``FLCE_DIST_PEER_COPIES=0`` or
-    ``NCCL_P2P_DISABLE=1`` in its environment. This is determined once per group by a collective,
-    for which hosts wait.
-    """
+    """Return the memories that a group's ranks share, or None; hosts decide that together, once."""
     if device.type != "cuda":
         return None
     key = (group.group_name, device)
@@ -184,10 +169,7 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
 
 
 def shared_bytes() -> int:
-    """Return the memory that this process holds for other GPUs of its host to read, in bytes.
-
-    It is outside PyTorch's caching allocator.
-    """
+    """Return the bytes that other GPUs of the host may read, outside PyTorch's allocator."""
     _forget_destroyed()
     return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
 
@@ -195,10 +177,9 @@ def shared_bytes() -> int:
 def release_shared_memory() -> None:
     """Free the memory that GPUs of this host read from each other under sequence parallelism.
 
-    Otherwise it stays allocated, at the size of the largest call so far. The next call allocates
-    what it needs, for which hosts wait. Memory that captured CUDA graphs use is kept until their
-    process group is destroyed. All ranks of all such groups must call this; hosts wait for each
-    other.
+    Otherwise it stays, at the size of the largest call so far. Memory that captured CUDA graphs use
+    is kept until their process group is destroyed. All ranks of all such groups must call this;
+    hosts wait for each other, and once more in the next call.
     """
     _forget_destroyed()
     for _, both in _memories.values():

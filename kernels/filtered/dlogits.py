@@ -1,22 +1,19 @@
 """D of the kept tiles of filtered gradients, one round at a time.
 
 T = tokens, V = vocabulary rows here, H = hidden size. D of a round lies packed in the order of
-``tile_lists.py``: a [TILE_T, TILE_V] tile for each kept tile of the round, 0 beyond T and V. As a
-matrix it is [capacity * TILE_T, TILE_V], which one descriptor addresses.
+``tile_lists.py``: a [TILE_T, TILE_V] tile for each kept tile, 0 beyond T and V.
 """
 
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered import tiles
-from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
+from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import exp, label_columns, logits_tile, parts_of, store_tile
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-
-TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 
 
 @Kernel
@@ -74,10 +71,7 @@ def kept_dlogits(
     logits: ShardLogits, rows: RowGradient, scale: Tensor | None, lists: TileLists, round: int, *,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write D of the kept tiles of a round to ``out`` (``new_kept_buffer``), and return it.
-
-    It is relative to the reference of ``rows``, times scale [T] fp32; None is 1.
-    """
+    """Write D, relative to the reference of ``rows``, times scale [T] fp32, to out; return it."""
     launch = tile_launch(logits, out)
     parts = out.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](

@@ -1,10 +1,7 @@
 """Filtered gradients in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
 
-D lies in a dense window of columns in which the tiles that are not kept are 0. A round is the next
-window, whichever tiles are kept, so nothing is read on the host.
-
-T = tokens, V = vocabulary rows here, H = hidden size, W = columns of one window; blocks of tokens
-and tiles of rows are counted by ``tiles.py``.
+D lies in a dense window of columns, 0 in the tiles that are not kept. A round is the next window,
+so nothing is read on the host. T = tokens, V = vocabulary rows here, H = hidden size.
 """
 
 from dataclasses import dataclass
@@ -23,16 +20,12 @@ from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:
-    """Return uninitialised [2, tiles, T] for the maxima and sums of tiles in ``linear_stats``."""
     _, tiles = tile_grid(logits.T, logits.V)
     return logits.hidden.new_empty(2, tiles, logits.T, dtype=logits.stats_dtype)
 
 
 def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> None:
-    """Write to ``tiles`` each token's largest logit and its sum of exp(z - reference) in each tile.
-
-    Both are over the columns other than the label; reference is [T].
-    """
+    """Write the maxima and sums of exp(z - reference) in each tile, without the labels."""
     ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
     reference = reference.masked_fill(ignored, torch.inf)
     for start, z in windows(logits, TILE_V):
@@ -44,10 +37,9 @@ def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> N
 
 
 def kept_tiles(
-    logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
+    logits: ShardLogits, tile_stats: Tensor, stats: TokenStats, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``kept`` [blocks, tiles] bool, and ``mass`` [tiles, T] in hidden's dtype."""
-    maxima, sums = tiles
+    maxima, sums = tile_stats
     lse, counted = stats.lse, logits.counted
     blocks, J = tile_grid(logits.T, logits.V)
     mass = sums * (first_reference(stats.label_logit) - lse).exp()
@@ -64,7 +56,6 @@ def kept_tiles(
 def profile_sample(
     labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
 ) -> Tensor:
-    """Return [SAMPLE] int64: gathered tokens, -1 after the last."""
     ordinal = counts(labels, scale, ignore_index).cumsum(0)
     n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
     first = i * n // n.clamp(1, SAMPLE)
@@ -76,7 +67,6 @@ def profile_sample(
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:
-    """Return [V] in the dtype of statistics: what the sampled tokens have in rows not kept."""
     tokens = sample.clamp_min(0)
     of_tiles = kept[tokens // TILE_T] | (sample < 0)[:, None]
     total = lse.new_empty(logits.V)
@@ -90,7 +80,6 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
 def rank_one(
     logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *, with_means: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return q [V] in the dtype of statistics, the mean rows [tiles, H], and the scaled mass."""
     even = torch.ones_like(total) if logits.bias is None else (logits.bias != -torch.inf).to(total)
     q = total.where(_spread(_tile_sums(total) > 0, logits.V), even)
     q = q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
@@ -103,10 +92,8 @@ def rank_one(
 
 @dataclass(frozen=True)
 class TileLists:
-    """Which tiles are kept, and the columns of tiles of a round."""
-
     kept: Tensor
-    columns: int
+    columns: int  # of tiles of a round
 
     @property
     def rounds(self) -> int:
@@ -119,12 +106,10 @@ class TileLists:
 
 
 def tile_lists(kept: Tensor, capacity: int) -> TileLists:
-    """Cut the tiles into rounds of at most ``capacity`` of them."""
     return TileLists(kept, capacity // len(kept))
 
 
 def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
-    """Return an uninitialised buffer for D of one round."""
     blocks, _ = tile_grid(logits.T, logits.V)
     return logits.hidden.new_empty(logits.T, min(logits.V, capacity // blocks * TILE_V))
 
@@ -133,7 +118,6 @@ def kept_dlogits(
     logits: ShardLogits, rows: RowGradient, scale: Tensor | None, lists: TileLists, round: int, *,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write D of the kept tiles of a round to ``out``, and return its part that was written."""
     part = logits.columns(*lists.window(round, logits.V))
     d = out[:, : part.V]
     if scale is not None:
@@ -145,7 +129,6 @@ def kept_dlogits(
 
 
 def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
-    """Add ``D @ weight`` of the round's kept tiles to ``acc`` [T, H]; weight is [V, H]."""
     rows = slice(*lists.window(round, len(weight)))
     gemm.add_matmul(acc, d, weight[rows], first=False)
 
@@ -162,10 +145,6 @@ def kept_dweight(
     out: Tensor,
     accumulates: bool,
 ) -> None:
-    """Write ``D.T @ hidden + q[v] * hbar[tile of v] + row`` to the round's rows of ``out`` [V, H].
-
-    hbar and row are in the accumulation dtype.
-    """
     rows = torch.arange(*lists.window(round, len(out)), device=d.device)
     for part in gemm.slices(len(rows), 4 * hidden.shape[1]):
         v = rows[part]
@@ -179,7 +158,6 @@ def kept_dweight(
 def add_kept_dbias(
     d: Tensor, scale: Tensor | None, lists: TileLists, round: int, out: Tensor
 ) -> None:
-    """Add ``sum_t scale[t] * D[t]`` of the round's kept tiles to ``out`` [V]; scale None is 1."""
     scale = out.new_ones(len(d)) if scale is None else scale
     out[slice(*lists.window(round, len(out)))] += gemm.weighted_row_sum(scale, d)
 

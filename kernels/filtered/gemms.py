@@ -1,14 +1,11 @@
 """The GEMMs of filtered gradients: what D of the kept tiles adds to the gradients.
 
 T = tokens, V = vocabulary rows here, H = hidden size. ``d`` holds D of one round, packed as
-``dlogits.py`` says. So every tile of an operand is whole, and only the place of a tile is
-looked up, in the loop over the shared dimension. There the next entry of a list is loaded one step
-before it is needed and carried through the loop: an entry that is loaded where it is used costs the
-pipeline of the operands' loads half of its stages.
+``dlogits.py`` says, so every tile is whole, and only its place is looked up, in the loop over the
+shared dimension. There the next entry of a list is loaded one step before it is needed: loaded
+where it is used it costs the pipeline of the operands' loads half of its stages.
 
-Blocks of rows, of columns and of the shared dimension are as large as those of the logits. No
-element is written by two programs. Kernels of a round without tiles return at once. They are not
-specialised on the number of the round, which would compile them again.
+Blocks are as large as those of the logits. No element is written by two programs.
 """
 
 import triton.language as tl
@@ -16,12 +13,10 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
-from flce_dist.kernels.filtered.tile_lists import TileLists, list_pointers
+from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import has_tma, matrix
 from flce_dist.kernels.primitives import add_tile, dot, load_tile, parts_of, store_tile
-
-TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 
 
 @Kernel
@@ -78,11 +73,7 @@ def _kept_dweight_kernel(
     ACCUMULATES: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_H: tl.constexpr,
 ):  # fmt: skip
-    """A program computes every num_programs-th tile [BLOCK_V, BLOCK_H] of the round's columns.
-
-    All columns come for GROUP_H blocks of H, then for the next ones, so that the part of hidden
-    that is being read fits into L2.
-    """
+    """A program computes every num_programs-th tile; GROUP_H blocks of H keep hidden in L2."""
     stride_hidden_t, stride_hidden_h, stride_out_v = strides
     STEPS: tl.constexpr = parts_of(TILE_T, BLOCK_T)
     PARTS: tl.constexpr = parts_of(TILE_V, BLOCK_V)
@@ -160,10 +151,7 @@ def _add_kept_dbias_kernel(
 
 
 def _order(arch: str, itemsize: int) -> tuple[int, int]:
-    """Return how many blocks of H come for all columns before the next, and the most programs.
-
-    Both are of dweight, the programs per multiprocessor; measured on an H200 alone.
-    """
+    """Return GROUP_H of dweight and its most programs per multiprocessor, measured on an H200."""
     if arch == tuning.INTERPRETED:
         return 2, 4
     return (16, 16) if itemsize == 4 else (4, 4) if arch == "sm_90" else (8, 16)

@@ -18,10 +18,7 @@ def _sample_kernel(
     ignore_index,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A program takes those of its BLOCK_T tokens that are in the sample.
-
-    n tokens that count are cut into runs, as many as there are to be taken; run i gives one.
-    """
+    """A program takes those of its BLOCK_T tokens that are in the sample: one of each run."""
     mine = tl.program_id(0) * BLOCK_T
     before, n = tl.zeros((BLOCK_T,), tl.int64), tl.zeros((BLOCK_T,), tl.int64)
     for start in range(0, T, BLOCK_T):
@@ -54,10 +51,8 @@ def profile_sample(
     """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
 
     labels [T] int64 and scale [T], which is 0 where a token may not be taken, are in the caller's
-    order, the same for any number of ranks, as ``oracle.py`` says; ``gathered`` [T] int64 are the
-    places in the order of gathered tokens, None if they are the same. Places in a run move by the
-    golden ratio, so they share no period with sequences or masks. Integers, so all ranks find the
-    same tokens.
+    order, as ``oracle.py`` says; ``gathered`` [T] int64 are the places among gathered tokens, None
+    if they are the same. By the golden ratio places in a run share no period with sequences.
     """
     sample = labels.new_empty(SAMPLE)
     BLOCK_T = 2048

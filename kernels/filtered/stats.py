@@ -1,10 +1,4 @@
-"""What filtered gradients need beside D: which tiles are kept, the mass of the others, and the
-profile by which it spreads.
-
-T = tokens, V = vocabulary rows here, H = hidden size; a tile of ``tiles.py`` is TILE_T
-tokens by TILE_V rows, J = tiles of rows. The statistics kernel's tiles are BLOCK_V columns wide,
-which divides TILE_V.
-"""
+"""Kept tiles, the mass of the others, its profile.  T = tokens, V = rows, J = tiles, H = hidden."""
 
 import torch
 import triton.language as tl
@@ -12,6 +6,7 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
+from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import has_tma, matrix
 from flce_dist.kernels.primitives import (
@@ -29,7 +24,6 @@ from flce_dist.kernels.token_loss import log_total_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.kernels.tuning import next_power_of_2
 
-TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 _SAMPLE = tl.constexpr(tiles.SAMPLE)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -126,10 +120,7 @@ def _rank_one_kernel(
     stride_weight_v, stride_weight_h,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program sums BLOCK_H columns of a tile's rows, all loaded at once, and scales some masses.
-
-    If the tile's total is 0, all rows that are not banned share equally.
-    """
+    """A program sums BLOCK_H columns of a tile's rows, loaded at once, and scales some masses."""
     j = tl.program_id(1)
     offs_v = j * TILE_V + tl.arange(0, TILE_V)
     total = tl.load(total_ptr + offs_v, mask=offs_v < V, other=0.0)
@@ -177,10 +168,9 @@ def kept_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Return ``kept`` [blocks, J] bool, and ``mass`` [J, T] in hidden's dtype.
 
-    ``tile_stats`` holds what ``linear_stats`` left there. A tile is kept if it holds the label of
-    one of its counted tokens, or if one of them has a probability of ``eps`` or more in it; or if a
-    mass is not finite, as only tokens can have it that were rescued. The mass is each token's
-    probability in a tile that is not kept; in kept tiles and for ignored tokens it is 0.
+    ``tile_stats`` is from ``linear_stats``. A tile is kept if it holds the label of a counted
+    token, or such a token's probability of ``eps`` or more, or a mass that is not finite, as only
+    rescued tokens have. In kept tiles and for ignored tokens the mass is 0.
     """
     T, V = logits.T, logits.V
     blocks, J = tiles.tile_grid(T, V)
@@ -228,11 +218,10 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
 def rank_one(
     logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *, with_means: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return q [V] fp32, how mass spreads inside each tile, the mean rows [J, H] of weight, if
-    asked for, and ``mass`` [J, T] times scale [T] fp32; None is 1.
+    """Return q [V] fp32, rows of weight weighted by it [J, H], if asked for, and scaled ``mass``.
 
     q is ``total`` (``tile_profile``) divided by its sum over the tile. Where that is 0, rows that
-    no bias of -inf bans share the mass equally. The means are weighted by q, in weight's dtype.
+    no bias of -inf bans share the mass equally. scale is [T] fp32, None is 1.
     """
     (J, T), H = mass.shape, logits.H
     q, means = torch.empty_like(total), logits.weight.new_empty(J, H) if with_means else None

@@ -1,10 +1,9 @@
 """Lists of the kept tiles, in the orders in which the GEMMs of filtered gradients read them.
 
-A tile is (b, j): block b of tokens, column j of the vocabulary (``tiles.py``); J = columns.
-Tiles are numbered column by column, in each by block: the number of a tile minus that of the first
-of its round is its slot in the buffer of D. Rounds are ranges of columns. They are cut from the
-end, at every ``capacity - blocks`` kept tiles, so the last rounds are full and the first are empty
-where few tiles are kept. All sizes are fixed and nothing is read on the host.
+A tile is (b, j): block b of tokens, column j of the vocabulary; J = columns. Tiles are numbered
+column by column, in each by block: its number minus that of the first of its round is a tile's slot
+in the buffer of D. Rounds are ranges of columns. They are cut from the end, at every
+``capacity - blocks`` kept tiles, so the first are empty where few tiles are kept.
 
 N = blocks * J, the most tiles there can be. The lists are one int32 tensor of these parts::
 
@@ -30,7 +29,7 @@ from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.tuning import next_power_of_2
 
-_TILE_T, _TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
+TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
 
 
 class TileLists(NamedTuple):
@@ -45,7 +44,7 @@ class TileLists(NamedTuple):
 @triton.jit
 def list_pointers(lists_ptr, T, V, round):
     """Return where the parts begin: four, then that of the round, and that of the next one."""
-    blocks, J = tl.cdiv(T, _TILE_T), tl.cdiv(V, _TILE_V)
+    blocks, J = tl.cdiv(T, TILE_T), tl.cdiv(V, TILE_V)
     row_ptr = lists_ptr + 2 * blocks * J
     first_tile_ptr = row_ptr + 2 * blocks * J
     order_ptr = first_tile_ptr + J + 1
@@ -63,7 +62,7 @@ def _tile_lists_kernel(
     """Program i lists the tiles of block i and finds the place of column i; 0 lists the rounds."""
     i = tl.program_id(0)
     tile_ptr, row_ptr, first_tile_ptr, order_ptr, round_ptr, _ = list_pointers(
-        lists_ptr, blocks * _TILE_T, J * _TILE_V, 0
+        lists_ptr, blocks * TILE_T, J * TILE_V, 0
     )
     offs_j = tl.arange(0, BLOCK_J)
     mask_j = offs_j < J
@@ -119,7 +118,7 @@ def _block_order_kernel(
 ):  # fmt: skip
     """A program finds the places of BLOCK blocks of one round."""
     _, _, _, _, round_ptr, next_ptr = list_pointers(
-        lists_ptr, blocks * _TILE_T, J * _TILE_V, tl.program_id(0)
+        lists_ptr, blocks * TILE_T, J * TILE_V, tl.program_id(0)
     )
     begin_ptr, end_ptr, order_ptr = round_ptr + 2, next_ptr + 2, round_ptr + 2 + blocks
     mine = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -139,10 +138,7 @@ def _block_order_kernel(
 
 
 def tile_lists(kept: Tensor, capacity: int) -> TileLists:
-    """List the tiles of ``kept`` [blocks, J] bool in rounds of at most ``capacity`` of them.
-
-    capacity is at least ``2 * blocks``, or all tiles.
-    """
+    """List the tiles of ``kept`` [blocks, J] bool in rounds of ``capacity``, at least 2 blocks."""
     blocks, J = kept.shape
     N = blocks * J
     step = capacity - blocks if capacity < N else N + 1

@@ -1,7 +1,4 @@
-"""The tiles of filtered gradients.
-
-T = tokens, V = vocabulary rows here. A tile is ``TILE_T`` tokens by ``TILE_V`` rows.
-"""
+"""The tiles of filtered gradients: TILE_T tokens by TILE_V vocabulary rows."""
 
 TILE_T, TILE_V = 128, 256
 SAMPLE = 128  # tokens from which the profile of the tiles is taken, or all that count
