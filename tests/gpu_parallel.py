@@ -15,8 +15,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,39 +47,33 @@ CHECKS: dict[str, Check] = {
 }
 # On a CPU test_compiled.py and test_verify.py have two of them.
 GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
+# Those that have a meaning on one GPU, too.
+OF_ONE = ("memory", "gradients", "bits", "streams", "graphs", "heads", "checkpointing")
 # What one hardware queue for all streams could reorder or let hang: copies beside other work.
 BESIDE_OTHER_WORK = ("bits", "streams", "graphs", "subgroups", "heads")
-MOST_LINES = 12  # of one rank's findings that are printed
 
 
-@dataclass
-class Finding:
+class Finding(NamedTuple):
     """What one rank found in one check. ``raised`` names an exception's type."""
 
-    messages: list[str] = field(default_factory=list)
+    messages: list[str]
     raised: str = ""
-
-    def lines(self, rank: int) -> list[str]:
-        left_out = len(self.messages) - MOST_LINES
-        more = [f"and {left_out} more"] if left_out > 0 else []
-        return [f"  rank {rank}: {text}" for text in (*self.messages[:MOST_LINES], *more)]
 
 
 def run_check(check: Check, ranks: Ranks) -> Finding:
     """Run a check to its end, or to what it raises. On a CPU, problems and plans are small."""
-    found = Finding()
+    messages: list[str] = []
     try:
         with nullcontext() if ranks.on_gpu else small_pieces():
-            for message in check(ranks):
-                found.messages.append(message)
+            messages.extend(check(ranks))
         if ranks.on_gpu:
             torch.cuda.synchronize()
     except Exception as error:
-        found.raised = type(error).__name__
-        found.messages.append(traceback.format_exc().rstrip())
+        text = traceback.format_exc().rstrip()
         # At once: if the other ranks wait for this one now, there may be no later.
-        print(f"rank {ranks.rank} raised {found.messages[-1]}", file=sys.stderr, flush=True)
-    return found
+        print(f"rank {ranks.rank} raised {text}", file=sys.stderr, flush=True)
+        return Finding([*messages, text], type(error).__name__)
+    return Finding(messages)
 
 
 def run_checks(names: list[str], ranks: Ranks, group: dist.ProcessGroup) -> bool:
@@ -87,26 +82,21 @@ def run_checks(names: list[str], ranks: Ranks, group: dist.ProcessGroup) -> bool
     Stops where some ranks raised and others did not: they are no longer in step.
     """
     failed: list[str] = []
+    say = partial(print, sep="\n", flush=True) if ranks.rank == 0 else lambda *_: None
     for i, name in enumerate(names):
         started = time.monotonic()
-        if ranks.rank == 0:
-            print(f"{name}: ", end="", flush=True)
-        found = [Finding()] * ranks.P
+        found = [Finding([])] * ranks.P
         dist.all_gather_object(found, run_check(CHECKS[name], ranks), group=group)
-        lines = [line for rank, one in enumerate(found) for line in one.lines(rank)]
-        if ranks.rank == 0:
-            verdict = "FAILED" if lines else "ok"
-            print(f"{verdict} ({time.monotonic() - started:.1f} s)", *lines, sep="\n")
-            sys.stdout.flush()
+        lines = [f"  rank {rank}: {x}" for rank, one in enumerate(found) for x in one.messages]
+        verdict = "FAILED" if lines else "ok"
+        say(f"{name}: {verdict} ({time.monotonic() - started:.1f} s)", *lines)
         if lines:
             failed.append(name)
         if len({one.raised for one in found}) > 1:
             failed += names[i + 1 :]
             break
-    if ranks.rank == 0:
-        total = f"{len(names) - len(failed)} of {len(names)} checks passed on {ranks.P} ranks"
-        print(total, f"failed or not run: {', '.join(failed)}" if failed else "ok", sep="\n")
-        sys.stdout.flush()
+    say(f"{len(names) - len(failed)} of {len(names)} checks passed on {ranks.P} ranks")
+    say(f"failed or not run: {', '.join(failed)}" if failed else "ok")
     return not failed
 
 

@@ -9,91 +9,51 @@ wrong result raises. Without a GPU it runs eager, or the interpreted kernels by 
 """
 
 import argparse
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from flce_dist import filtered
-from flce_dist.options import ExtraSchedule, Schedule
 from tests import score_problem
-from tests.filtered_formula import check_filtered, definition
-from tests.problems import IGNORE, METRICS, Inputs, Upstream, check, make_inputs
-
-V = 507
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. Of H = 123, whose rows tensor descriptors refuse, it reads by pointers."""
-
-    T: int
-    H: int
-    dtype: torch.dtype
-    schedule: Schedule | ExtraSchedule
-    bias: bool = False
-    metrics: bool = False
-    tempered: bool = False
-    padding: int = 0
-    options: tuple[tuple[str, Any], ...] = ()
-
+from tests.filtered_formula import check_filtered, definition, zipf_inputs
+from tests.test_api_random_cases import Drawn, check_on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMOOTH = ("label_smoothing", 0.1)
 Z_LOSS = ("z_loss_weight", 1e-3)
 SOFTCAP = ("softcap", 15.0)
-EPS = 0.3
 BUDGET = ("max_logits_bytes", 1)  # the smallest pieces: 256 columns or tokens
+RECOMPUTE, CACHED, IN_FORWARD = (("schedule", x) for x in ("recompute", "cached", "in_forward"))
 
-# By what they add to those before: the first few take both paths, all schedules and the filter.
+# Of H = 123, whose rows tensor descriptors refuse, a call reads by pointers.
+case = partial(Drawn, batch=1, V_all=507, reduction="sum", bias=False, flagged=True)
+some, few, one = (partial(case, tokens=n) for n in (130, 3, 1))
+learns = {"metric_gradients": True}
+
+# By what they add to those before: the first few take both paths and all schedules.
 CASES = [
-    Case(130, 64, BF16, "cached", bias=True, options=(SMOOTH, Z_LOSS)),
-    Case(130, 123, BF16, "recompute", metrics=True),
-    Case(3, 64, BF16, "in_forward", padding=5),
-    Case(130, 64, FP16, "auto", options=(BUDGET,)),
-    Case(129, 64, BF16, filtered.schedule(EPS), bias=True, padding=5, options=(SMOOTH,)),
-    Case(1, 123, FP32, "cached", bias=True),
-    Case(130, 123, BF16, "recompute", options=(SOFTCAP, SMOOTH, BUDGET)),
-    Case(300, 64, FP32, "in_forward", options=(BUDGET,)),
-    Case(3, 123, FP16, "cached", metrics=True, options=(SOFTCAP,)),
-    Case(130, 64, BF16, "cached", metrics=True, bias=True, padding=5, options=(SMOOTH,)),
-    Case(1, 64, FP16, "recompute", options=(SOFTCAP, ("logit_scale", 0.5))),
-    Case(130, 123, FP32, "recompute", bias=True, metrics=True, options=(SMOOTH, SOFTCAP)),
-    Case(130, 123, FP16, "in_forward", bias=True, options=(SMOOTH, Z_LOSS)),
-    Case(130, 64, BF16, "cached", metrics=True, tempered=True, options=(SOFTCAP,)),
-    Case(130, 64, BF16, "recompute", bias=True, options=(SMOOTH, BUDGET, ("skip_ignored", True))),
+    some(H=64, dtype=BF16, how=(CACHED,), bias=True, options=(SMOOTH, Z_LOSS)),
+    some(H=123, dtype=BF16, how=(RECOMPUTE,), **learns),
+    few(H=64, dtype=BF16, how=(IN_FORWARD,), padding=5),
+    some(H=64, dtype=FP16, how=(BUDGET,)),
+    one(H=123, dtype=FP32, how=(CACHED,), bias=True),
+    some(H=123, dtype=BF16, how=(RECOMPUTE, BUDGET), options=(SOFTCAP, SMOOTH)),
+    some(H=64, dtype=FP32, tokens=300, how=(IN_FORWARD, BUDGET)),
+    few(H=123, dtype=FP16, how=(CACHED,), options=(SOFTCAP,), **learns),
+    some(H=64, dtype=BF16, how=(CACHED,), bias=True, padding=5, options=(SMOOTH,), **learns),
+    one(H=64, dtype=FP16, how=(RECOMPUTE,), options=(SOFTCAP, ("logit_scale", 0.5))),
+    some(H=123, dtype=FP32, how=(RECOMPUTE,), bias=True, options=(SMOOTH, SOFTCAP), **learns),
+    some(H=123, dtype=FP16, how=(IN_FORWARD,), bias=True, options=(SMOOTH, Z_LOSS)),
+    some(H=64, dtype=BF16, how=(CACHED,), temperature=None, options=(SOFTCAP,), **learns),
+    some(H=64, dtype=BF16, how=(BUDGET, ("skip_ignored", True)), bias=True, options=(SMOOTH,)),
 ]
 
 
-def make(case: Case) -> Inputs:
-    """With more than one token one row overflows and one, NaN, is ignored."""
-    inputs = make_inputs(
-        case.T, V + case.padding, case.H, case.dtype, spread=1.5, bias=case.bias,
-        temperature=case.tempered, ignored=0.0,
-    )  # fmt: skip
-    inputs.labels.remainder_(V)[-1] = V - 1
-    if case.T > 1:
-        # A label logit near -150: others are rescued.
-        inputs.hidden[0] = -70 * inputs.weight[inputs.labels[0]]
-        inputs.labels[1] = IGNORE
-        inputs.hidden[1] = torch.nan
-    inputs.weight[V:] = torch.nan
-    return inputs
-
-
-def run(case: Case, impl: str) -> None:
-    """Run one case; raise AssertionError if a result is beyond its budget."""
-    inputs = make(case)
-    options: dict[str, Any] = {"vocab_size": V, "reduction": "sum", **dict(case.options)}
-    if case.schedule == filtered.schedule(EPS):
-        kept = definition(inputs, EPS, vocab_size=V).kept
-        assert kept.any() and not kept.all(), "nothing to filter, or everything"
-        check_filtered(inputs, EPS, impl=impl, **options)
-        return
-    # Every metric gets an upstream gradient of its own.
-    metrics = {name: torch.full((case.T,), 2.0 + i) for i, name in enumerate(METRICS)}
-    upstream = Upstream(1.0, metrics if case.metrics else None)
-    check(inputs, upstream, impl=impl, schedule=case.schedule, **options)
+def filtered_case(impl: str, eps: float = 0.3) -> None:
+    inputs = zipf_inputs(129, 512, 64, BF16, bias=True)
+    inputs.labels.clamp_(max=506)
+    kept = definition(inputs, eps, vocab_size=507).kept
+    assert kept.any() and not kept.all(), "nothing to filter, or everything"
+    check_filtered(inputs, eps, impl=impl, vocab_size=507, label_smoothing=0.1)
 
 
 def main() -> None:
@@ -106,8 +66,10 @@ def main() -> None:
     impl = arguments.impl or ("triton" if arguments.device == "cuda" else "eager")
     cases = CASES[: arguments.cases]
     assert cases, f"--cases must be at least 1, got {arguments.cases}"
-    for case in cases:
-        run(case, impl)
+    for drawn in cases:
+        check_on_ranks(drawn, impl, arguments.device)
+    if len(cases) > 4:
+        filtered_case(impl)
     scored = score_problem.problem(BF16, over="ids", temperature=0.7, softcap=15.0)
     score_problem.check(scored, impl)
     if arguments.device == "cuda":

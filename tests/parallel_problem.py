@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flce_dist import api
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.problems import Inputs, Upstream, plan_sizes, run_reference, without_infinities
+from flce_dist.testing import run_ranks
+from tests import problems
+from tests.problems import Inputs, Upstream, plan_sizes, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 
@@ -26,6 +27,9 @@ class Outcome(NamedTuple):
     dweight: Tensor
     dbias: Tensor
     calls: Any = ()  # names of collectives, over threads
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(zip(self._fields[:4], self[:4], strict=True))
 
     def part(self, tokens: Any, rows: slice) -> "Outcome":
         """Only the gradients of these tokens and vocabulary rows."""
@@ -181,17 +185,8 @@ def misses(
     outcome: Outcome, problem: Problem, tokens: Any = slice(None), rows: slice = slice(None)
 ) -> list[str]:
     """Return the results of these tokens and rows whose error against fp64 exceeds their budget."""
-    oracle, eager = (whole.part(tokens, rows) for whole in problem.truth)
-    found = []
-    error = relative_rms(*without_infinities("loss", outcome.loss, oracle.loss))
-    if not error <= 1e-5:
-        found.append(f"loss: error {error:.3g} exceeds budget 1e-05")
-    for name in GRADIENTS:
-        mine, *expected = (getattr(x, name) for x in (outcome, oracle, eager))
-        budget = error_budget(mine, *expected, dtype=mine.dtype)
-        if not budget.met:
-            found.append(f"{name}: {budget}")
-    return found
+    truth, eager = (whole.part(tokens, rows).tensors() for whole in problem.truth)
+    return problems.misses(outcome.tensors(), truth, eager, problem.dtype)
 
 
 def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:

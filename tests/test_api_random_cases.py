@@ -53,6 +53,7 @@ class Drawn:
     layouts: tuple[str, str] = ("plain", "plain")  # of hidden and weight
     int32_labels: bool = False
     ignored: float = 0.2
+    flagged: bool = False  # the first token's label is so unlikely that its others are rescued
     bias: bool = True
     token_weight: bool = False
     temperature: float | None = 1.0  # None: one of each token
@@ -132,6 +133,9 @@ def inputs_of(drawn: Drawn) -> Inputs:
         temperature=drawn.temperature is None,
     )  # fmt: skip
     labels = flat.labels.where(flat.labels == IGNORE, flat.labels % drawn.V_all)
+    if drawn.flagged:
+        labels[0] = drawn.V_all - 1
+        flat.hidden[0] = -40 * flat.weight[labels[0]]
     weights = None if flat.token_weight is None else flat.token_weight.view(s, b)
     temperature: Any = drawn.temperature
     if isinstance(flat.temperature, Tensor):  # of ignored tokens it is not read

@@ -2,23 +2,20 @@
 
 import contextlib
 import importlib
+import io
+import itertools
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from flce_dist import api
 from tests import gpu_parallel, parallel_ranks
-from tests.parallel_mistakes import (
-    Plant,
-    another_loss_on_rank_1,
-    dhidden_not_summed,
-    never_the_same,
-    rank_1_raises,
-)
-from tests.parallel_problem import Problem, small_pieces
+from tests.parallel_problem import small_pieces
 from tests.parallel_ranks import Ranks, plan_of, problem, ways
 from tests.processes import LAST_RESORT_S, started, torchrun
 
@@ -27,37 +24,15 @@ CPU_CHECKS = [name for name in gpu_parallel.CHECKS if name not in gpu_parallel.G
 PROGRAM = "tests.gpu_parallel"
 
 
-def one_way_only(patch: pytest.MonkeyPatch) -> None:
-    """For heads; two ranks have all ways."""
-
-    def one_way(one: Problem, P: int) -> dict[str, Any]:
-        return {"part cached": ways(one, P)["part cached"]}
-
-    patch.setattr(parallel_ranks, "different_ways", one_way)
-
-
-def planted(plant: Plant) -> list[str]:
-    return ["tests.parallel_mistakes", plant.__name__]
-
-
-def on_gpus(count: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.gpu(count), pytest.mark.alone]
-
-
-def run_over_gloo(logs: Path, *program: str) -> tuple[int, str]:
-    # What torch.compile imports: by this process, once for all ranks.
-    importlib.import_module("torch._inductor.lowering")
-    command = torchrun("-m", *program, "--device", "cpu")
-    with started(command, logs, forks=True) as ranks:
-        (status,), (printed,) = ranks.finish()
-    return status, printed
+def gpus(count: int) -> Any:
+    return pytest.param(count, marks=[pytest.mark.gpu(count), pytest.mark.alone])
 
 
 def all_passed(names: list[str], world_size: int) -> str:
     return f"{len(names)} of {len(names)} checks passed on {world_size} ranks\nok\n"
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=on_gpus(n)) for n in (2, 4)])
+@pytest.mark.parametrize("world_size", [gpus(2), gpus(4)])
 @pytest.mark.parametrize("connections", [None, 1])
 def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
     """Every one, and over one connection those of copies beside other work."""
@@ -77,17 +52,30 @@ def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
 
 
 def test_every_check_passes_over_gloo(tmp_path):
-    status, printed = run_over_gloo(tmp_path, PROGRAM, *PATIENCE)
+    # What torch.compile imports: by this process, once for all ranks.
+    importlib.import_module("torch._inductor.lowering")
+    command = torchrun("-m", PROGRAM, *PATIENCE, "--device", "cpu")
+    with started(command, tmp_path, forks=True) as ranks:
+        (status,), (printed,) = ranks.finish()
     assert status == 0 and all_passed(CPU_CHECKS, 2) in printed, printed
     for name in CPU_CHECKS:
         assert f"{name}: ok (" in printed
 
 
-@pytest.mark.parametrize(
-    ("check", "plant"), [("subgroups", None), ("heads", one_way_only), ("check_ranks", None)]
-)
-def test_on_four_ranks(check, plant, pools):
-    assert pools[4].run(found_with, check, plant) == [[]] * 4
+def check_rank(group: dist.ProcessGroup, check: str) -> list[str]:
+    def one_way(one: Any, P: int) -> dict[str, Any]:  # two ranks have all
+        return {"part cached": ways(one, P)["part cached"]}
+
+    with mock.patch.object(parallel_ranks, "different_ways", one_way):
+        found = gpu_parallel.run_check(
+            gpu_parallel.CHECKS[check], Ranks(group, torch.device("cpu"))
+        )
+    return found.messages
+
+
+@pytest.mark.parametrize("check", ["subgroups", "heads", "check_ranks"])
+def test_on_four_ranks(check, pools):
+    assert pools[4].run(check_rank, check) == [[]] * 4
 
 
 @pytest.mark.parametrize("P", [2, 4])
@@ -105,47 +93,67 @@ def test_ways_are_what_they_are_called(fewer, device, P):
     assert len(plans["in_forward"].chunks()) == 1 < len(plans["in_forward, chunks"].chunks())
 
 
-# --- planted mistakes
-
-# For each comparison that checks share: a check, a mistake, and what the check says of it.
-MISTAKES: list[tuple[str, Plant, str]] = [
-    ("bits", never_the_same, "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not the"),
-    ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
-]
+# --- planted mistakes, one for each comparison that checks share
 
 
-def found_with(group: dist.ProcessGroup, check: str, plant: Plant | None) -> list[str]:
-    ranks = Ranks(group, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        if plant is not None:
-            plant(patch)
-        return gpu_parallel.run_check(gpu_parallel.CHECKS[check], ranks).messages
+def never_the_same() -> Any:
+    calls, op = itertools.count(), api.linear_cross_entropy
+    return lambda *args, **options: op(*args, **options) * (1 + 1e-3 * next(calls))
 
 
-@pytest.mark.parametrize(("check", "plant", "message"), MISTAKES)
+def another_loss_on_rank_1() -> Any:
+    op = api.linear_cross_entropy
+    return lambda *args, **options: op(*args, **options) * (1 + 3e-7 * dist.get_rank())
+
+
+def planted_rank(group: dist.ProcessGroup, check: str, plant: Any) -> list[str]:
+    with mock.patch.object(api, "linear_cross_entropy", plant()):
+        return check_rank(group, check)
+
+
+@pytest.mark.parametrize(
+    ("check", "plant", "message"),
+    [
+        (
+            "bits",
+            never_the_same,
+            "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not",
+        ),
+        ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
+    ],
+)
 def test_a_mistake_is_found(check, plant, message, pools):
-    for found in pools[2].run(found_with, check, plant):
+    for found in pools[2].run(planted_rank, check, plant):
         assert any(message in line for line in found), found
 
 
-def test_the_program_names_what_failed(tmp_path):
-    program = [*planted(dhidden_not_summed), "--checks", "gradients", "check_ranks"]
-    status, printed = run_over_gloo(tmp_path, *program, *PATIENCE)
-    assert status == 1
-    assert "gradients: FAILED (" in printed
-    for rank in range(2):
-        assert f"\n  rank {rank}: even, mean: recompute, SP: dhidden: error" in printed
-    assert "\ncheck_ranks: ok (" in printed
-    assert "1 of 2 checks passed on 2 ranks\nfailed or not run: gradients\n" in printed
+def wrong_rank(group: dist.ProcessGroup) -> tuple[bool, str]:
+    """A check that finds something on rank 1, one that finds nothing, one that raises there."""
+
+    def raises_on_rank_1(ranks: Ranks) -> Iterator[str]:
+        if ranks.rank == 1:
+            raise ArithmeticError("only here")
+        yield from ()
+
+    checks = {
+        "wrong": lambda ranks: iter(["off"] * ranks.rank),
+        "right": lambda ranks: iter([]),
+        "raises": raises_on_rank_1,
+        "later": lambda ranks: iter([]),
+    }
+    printed = io.StringIO()
+    with mock.patch.dict(gpu_parallel.CHECKS, checks), contextlib.redirect_stdout(printed):
+        passed = gpu_parallel.run_checks(list(checks), Ranks(group, torch.device("cpu")), group)
+    return passed, printed.getvalue()
 
 
-def test_a_rank_that_fails_alone_does_not_hang_the_others(tmp_path):
-    program = [*planted(rank_1_raises), "--checks", "bits", "memory"]
-    status, printed = run_over_gloo(tmp_path, *program)
-    assert status == 1
-    assert "FAILED (" in printed
-    assert "\n  rank 1: Traceback" in printed and "ArithmeticError: only here" in printed
-    assert "\n  rank 0: Traceback" in printed  # waited for rank 1 in a collective
-    assert "memory: " not in printed
-    assert "failed or not run: bits, memory" in printed
-    assert "rank 1 raised Traceback" in printed
+def test_the_program_names_what_failed_and_ends_where_ranks_are_out_of_step(ranks):
+    (passed, printed), other = ranks.run(wrong_rank)
+    assert not passed and other == (False, "")
+    wrong, rest = printed.split("right: ok (")
+    assert wrong.startswith("wrong: FAILED (") and wrong.endswith("\n  rank 1: off\n")
+    assert "\n  rank 1: Traceback" in rest and "ArithmeticError: only here" in rest
+    assert "later: " not in rest
+    assert rest.endswith(
+        "1 of 4 checks passed on 2 ranks\nfailed or not run: wrong, raises, later\n"
+    )

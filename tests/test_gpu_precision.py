@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.testing import relative_rms
-from tests.problems import SCHEDULES, Inputs, Outcome, Upstream, each_dtype, run
+from tests.problems import SCHEDULES, Inputs, Outcome, Upstream, each_dtype, misses, run
 from tests.test_gpu_oracle import (
     CUDA,
     aim,
-    assert_close,
     each_device,
     every_schedule,
     inputs_on,
@@ -44,7 +43,7 @@ def test_every_schedule_at_a_realistic_shape(schedule, dtype, device):
     # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
     counted = (inputs.labels >= 0).sum()
     actual = run(our_call, inputs, Upstream(counted), **options_of(schedule, inputs))
-    assert_close(actual, truth | {"loss": truth["loss"] / counted}, eager, dtype)
+    assert misses(actual, truth | {"loss": truth["loss"].sum() / counted}, eager, dtype) == []
 
 
 # --- beside logits kept in 16 bits
@@ -157,11 +156,16 @@ def first_beyond(device: str) -> int:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_more_than_two_to_the_31_logits(schedule, device):
     inputs, truth, eager = large(device)
-    total = schedule == "in_forward"
-    how = {"schedule": schedule, "reduction": "sum" if total else "none"}
+    of_tokens = {"dhidden": slice(first_beyond(device), None)}
+    if schedule == "in_forward":
+        truth = truth | {"loss": truth["loss"].sum()}
+    else:
+        of_tokens["loss"] = of_tokens["dhidden"]
+    how = {"schedule": schedule, "reduction": "sum" if schedule == "in_forward" else "none"}
     actual = run(our_call, inputs, Upstream(), **how)
-    of_tokens = ("dhidden",) if total else ("dhidden", "loss")
-    beyond, last = slice(first_beyond(device), None), slice(-LAST[device], None)
-    assert_close(actual, truth, eager, torch.bfloat16)
-    assert_close(actual, truth, eager, torch.bfloat16, of_tokens, beyond)
-    assert_close(actual, truth, eager, torch.bfloat16, (*of_tokens, "dweight"), last)
+    last = dict.fromkeys((*of_tokens, "dweight"), slice(-LAST[device], None))
+    for rows in (dict.fromkeys(actual, ...), of_tokens, last):
+        found, expected, rounded = (
+            {name: x[name][at] for name, at in rows.items()} for x in (actual, truth, eager)
+        )
+        assert misses(found, expected, rounded, torch.bfloat16) == []
