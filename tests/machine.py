@@ -18,10 +18,12 @@ EXTRAS = dict.fromkeys(TEST, "test") | {
     module: extra for extra in ("train", "bench") for module in MODULES[extra]
 }
 """The extra that brings a module."""
+EXTRAS["pydantic"] = "train"  # mistral_common is imported without it, but not its tokenizers
 OF_USERS = dict.fromkeys(("transformers", "peft", "accelerate"), "transformers-5")
 """The environment of tests/versions.py that has a module."""
 _MISSING = re.compile(
-    r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import) '(\w+)", re.MULTILINE
+    r"(?:^(?:E +)?ModuleNotFoundError: No module named|could not import|': No module named) '(\w+)",
+    re.MULTILINE,
 )
 
 
@@ -73,7 +75,7 @@ def name_what_is_missing(report: pytest.CollectReport | pytest.TestReport) -> No
     Also where a test skips itself by ``pytest.importorskip``.
     """
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    found = None if report.passed else _MISSING.search(text)
-    if found and found[1] in {**EXTRAS, **OF_USERS} and find_spec(found[1]) is None:
-        report.outcome = "skipped"
-        report.longrepr = ("pyproject.toml", None, f"Skipped: {missing(found[1])}")  # type: ignore[assignment]
+    for module in [] if report.passed else _MISSING.findall(text):
+        if module in {**EXTRAS, **OF_USERS} and find_spec(module) is None:
+            report.outcome = "skipped"
+            report.longrepr = ("pyproject.toml", None, f"Skipped: {missing(module)}")  # type: ignore[assignment]

@@ -193,7 +193,7 @@ def test_dweight_is_added_to_main_grad(impl: str, main_dtype: torch.dtype) -> No
     options: dict[str, Any] = {"impl": impl, "schedule": FILTERED, "vocab_size": 550}
     plain = run_op(problem, Upstream(), **options)
     given = problem.to(device_of(impl))
-    weight = parameter(given, main_dtype, flag=False)
+    weight = parameter(given, main_dtype, flag=False, apart=True)
     assert torch.equal(step(given, weight, **options).cpu(), plain["dhidden"])
     assert weight.grad is None
     before, after = weight.before.cpu(), weight.main_grad.cpu()

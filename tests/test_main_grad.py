@@ -150,13 +150,6 @@ def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name, few_by
     assert_rest_untouched(weight)
 
 
-def test_filtered_gradients_are_added_to_rows_that_are_apart():
-    inputs = problem().to(device_of("triton"))
-    weight, options = parameter(inputs, apart=True), {"schedule": filtered.schedule(0.1)}
-    step(inputs, weight, impl="triton", **options)
-    assert_added(weight, unfused(inputs, impl="triton", **options))
-
-
 @each_schedule
 def test_fp32_main_grad_exceeds_the_range_of_fp16(schedule):
     hidden = torch.rand(64, 8, generator=torch.Generator().manual_seed(0)).half()

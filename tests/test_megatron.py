@@ -20,16 +20,7 @@ from flce_dist.megatron import fused_layer, use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import LazyLogits
 from flce_dist.testing import relative_rms
 from tests.contract.models import B, uneven
-from tests.megatron_models import (
-    VOCAB,
-    H,
-    S,
-    batch,
-    inputs_of,
-    megatron,
-    plugged,
-    token_losses,
-)
+from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, plugged, token_losses
 from tests.on_ranks import on_ranks
 
 # --- lazy and real logits
@@ -75,13 +66,6 @@ def test_outside_the_models_loss_logits_are_real(group):
     assert isinstance(layer(hidden)[0], LazyLogits)
     layer.register_full_backward_hook(lambda *given: None)
     assert type(layer(hidden)[0]) is Tensor
-
-    # What 0.18 and later do in compute_mtp_single_step.
-    model = plugged(2, sp=False, tied=True, mtp=1)
-    weight = model.shared_embedding_or_output_weight()
-    with torch.inference_mode():
-        logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
-    assert type(logits) is Tensor and logits.shape == (S // 2, B, VOCAB)
 
 
 def tail_of(model: Any) -> Any:

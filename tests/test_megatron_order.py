@@ -137,20 +137,6 @@ def test_main_grad_has_the_same_rows(group, tied):
     compare(found[1], found[0], 1e-5)
 
 
-@on_ranks(2)
-def test_a_first_stage_with_a_tied_embedding(group):
-    """A stage of a pipeline without an output layer."""
-    expected = megatron(2, sp=False, tied=True)
-    (stage,) = use_linear_cross_entropy([first_stage(2)], vocab_order=order_of())
-    tokens, positions, _ = inputs_of(batch()[0])
-    words, theirs = (m.embedding.word_embeddings for m in (stage, expected))
-    assert not torch.equal(words.weight, theirs.weight)
-    assert torch.equal(stage.embedding(tokens, positions), expected.embedding(tokens, positions))
-    assert torch.equal(words(input_=tokens), words(tokens))
-    added = {"embedding.word_embeddings.row_of_token"}
-    assert stage.state_dict().keys() - expected.state_dict().keys() == added
-
-
 def traces(model: Any) -> Any:
     """What a plug-in could leave on a module: attributes, buffers and hooks."""
     return {
@@ -160,13 +146,20 @@ def traces(model: Any) -> Any:
 
 
 @on_ranks(2)
-def test_a_first_stage_without_an_order_is_left_alone(group):
-    stage = first_stage(2)
+def test_a_first_stage_with_a_tied_embedding(group):
+    """A stage of a pipeline without an output layer; without an order it is left alone."""
+    expected, stage = megatron(2, sp=False, tied=True), first_stage(2)
     before = traces(stage)
-    assert use_linear_cross_entropy(stage) is stage
-    assert traces(stage) == before
-    use_linear_cross_entropy(stage, vocab_order=order_of())  # which such traces show
+    assert use_linear_cross_entropy(stage) is stage and traces(stage) == before
+    use_linear_cross_entropy([stage], vocab_order=order_of())
     assert traces(stage) != before
+    tokens, positions, _ = inputs_of(batch()[0])
+    words, theirs = (m.embedding.word_embeddings for m in (stage, expected))
+    assert not torch.equal(words.weight, theirs.weight)
+    assert torch.equal(stage.embedding(tokens, positions), expected.embedding(tokens, positions))
+    assert torch.equal(words(input_=tokens), words(tokens))
+    added = {"embedding.word_embeddings.row_of_token"}
+    assert stage.state_dict().keys() - expected.state_dict().keys() == added
 
 
 @on_ranks(2)

@@ -130,6 +130,7 @@ def test_without_threaded_groups_threads_raise_and_forks_run(monkeypatch):
 
 
 def test_the_library_is_imported_without_any():
+    """Nor triton: eager needs none that works; what is interpreted is decided at its import."""
     program = """
 import sys
 import torch
@@ -151,7 +152,7 @@ hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8, requi
 for schedule in ("recompute", "cached", "in_forward"):
     loss = flce_dist.linear_cross_entropy(hidden, weight, torch.arange(4), schedule=schedule)
     loss.backward()
-print("ok")
+print("ok" * ("triton" not in sys.modules))
 """
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +12,18 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
-
-import json
-
-import pytest
+pytest.importorskip("tyro")
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.checkpoint import newest_whole
 from flce_dist.launch.train.compare import head_peak_mib
 from flce_dist.launch.train.config import TEXT_SHA256, HeadConfig, ParallelConfig, RunConfig
+from flce_dist.launch.train.data import Corpus
 from flce_dist.launch.train.log import RunLog
 from flce_dist.launch.train.run import Trainer, run
 from flce_dist.testing import RankPool, relative_rms
 from tests.on_ranks import on_ranks
-from tests.tiny_training import CONFIG, corpus, forget_earlier_runs, records
-
-pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
-pytest.importorskip("tyro")
-
-from flce_dist.launch.train.data import Corpus
-from tests.tiny_training import VOCAB
+from tests.tiny_training import CONFIG, VOCAB, corpus, forget_earlier_runs, records
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 

@@ -87,51 +87,19 @@ def test_tiles_and_labels_are_of_all_kinds():
 # --- mistakes
 
 
-@functools.cache
-def all_pass(dtype: torch.dtype) -> bool:
-    """Whether every case that filters passes; asked before the first mistake is planted."""
-    return not any(missed(case, dtype) for case in CASES if case.filter_eps)
-
-
-def without_mass(original: Callable[..., Any], *args: Any) -> Any:
-    kept, mass = original(*args)
-    return kept, torch.zeros_like(mass)
-
-
-def uniform_profile(original: Callable[..., Any], logits: Any, *args: Any) -> Tensor:
-    q = torch.ones_like(original(logits, *args))
-    return torch.cat([tile / len(tile) for tile in q.split(TILE_V)])
-
-
-def a_tile_of_zeros(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    d = original(*args, **kwargs)
-    if args[4] == 0:  # the first round
-        d[:TILE_T, :TILE_V] = 0.0
-    return d
-
-
-def a_tile_too_few(original: Callable[..., Any], *args: Any) -> Any:
-    """Of block 1 the tile with the likely row 4 * 256 + 128."""
-    kept, mass = original(*args)
-    kept[1, 4] = False
-    return kept, mass
-
-
-FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "mass is dropped": ("kept_tiles", without_mass),
-    "the profile is uniform": ("tile_profile", uniform_profile),
-    "D of a tile is zero": ("kept_dlogits", a_tile_of_zeros),
-    "a tile is not kept": ("kept_tiles", a_tile_too_few),
-}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_found(mutate, fault, dtype):
+def test_a_tile_that_is_not_kept_is_found(mutate, dtype):
     """In every case that filters; bf16 with many options may round more than dweight shows."""
+
+    def a_tile_too_few(original: Callable[..., Any], *args: Any) -> Any:
+        """Of block 1 the tile with the likely row 4 * 256 + 128."""
+        kept, mass = original(*args)
+        kept[1, 4] = False
+        return kept, mass
+
     filtering = [case for case in CASES if case.filter_eps]
-    assert all_pass(dtype)
-    mutate(eager_filter, *FAULTS[fault])
+    assert not any(missed(case, dtype) for case in filtering)
+    mutate(eager_filter, "kept_tiles", a_tile_too_few)
     for case in filtering:
         plain = case.variant.name == "filter_eps" or dtype != torch.bfloat16
         wanted = {"dhidden", "dweight"} if plain else {"dhidden"}
