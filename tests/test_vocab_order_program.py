@@ -12,6 +12,7 @@ pytest.importorskip("tyro")
 
 from flce_dist import LinearCrossEntropy, vocab_range
 from flce_dist.filtered import frequency_order
+from flce_dist.launch.program import RunError
 from flce_dist.launch.vocab_order.__main__ import main
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -178,3 +179,16 @@ def test_what_is_wrong_is_refused(tmp_path, order, command, message, monkeypatch
     with pytest.raises(ConfigError, match=message):
         run(*command.format(**to).split())
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, order):
+    half = {"weight": torch.ones(V // 2, 2)}
+    files = [saved(tmp_path / "old" / name, half) for name in ("0", "1")]
+    (tmp_path / "new" / "1").mkdir(parents=True)  # which no file can replace
+    (tmp_path / "file").touch()
+    to = ("--to", "ordered", "--order", order, "--out")
+    with pytest.raises(RunError, match=r"cannot write .*file/0"):
+        run("convert", *files, *to, tmp_path / "file")
+    with pytest.raises(RunError, match=r"cannot write .*new/1"):
+        run("convert", *files, *to, tmp_path / "new")
+    assert not list((tmp_path / "new").glob("*.tmp"))
