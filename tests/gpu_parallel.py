@@ -47,8 +47,6 @@ CHECKS: dict[str, Check] = {
 }
 # On a CPU test_compiled.py and test_verify.py have two of them.
 GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
-# Those that have a meaning on one GPU, too.
-OF_ONE = ("memory", "gradients", "bits", "streams", "graphs", "heads", "checkpointing")
 # What one hardware queue for all streams could reorder or let hang: copies beside other work.
 BESIDE_OTHER_WORK = ("bits", "streams", "graphs", "subgroups", "heads")
 

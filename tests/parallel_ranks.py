@@ -85,11 +85,10 @@ def different_ways(one: Problem, P: int) -> dict[str, Options]:
 def each_way(
     ranks: Ranks, one: Problem, of: Mapping[str, Options] | None = None
 ) -> Iterator[tuple[str, Options]]:
-    """Yield names and options of calls, by default of different ways, on ranks also with SP."""
+    """Yield names and options of calls, by default of different ways, without and with SP."""
     for way, options in (different_ways(one, ranks.P) if of is None else of).items():
         yield way, {"sequence_parallel": False, **options}
-        if ranks.group is not None:
-            yield f"{way}, SP", {"sequence_parallel": True, **options}
+        yield f"{way}, SP", {"sequence_parallel": True, **options}
 
 
 def said(where: str, messages: Iterable[str]) -> Iterator[str]:
@@ -98,10 +97,10 @@ def said(where: str, messages: Iterable[str]) -> Iterator[str]:
 
 
 def misses_of_share(
-    mine: Outcome, one: Problem, group: dist.ProcessGroup | None, sequence_parallel: bool
+    mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> list[str]:
     """``misses`` of what this rank of ``group`` holds."""
-    rank, P = (0, 1) if group is None else (group.rank(), group.size())
+    rank, P = group.rank(), group.size()
     tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
     return misses(mine, one, tokens, slice(*vocab_range(one.n_rows, rank, P)))
 
@@ -114,10 +113,8 @@ def differing(where: str, one: Outcome, other: Outcome) -> Iterator[str]:
         yield f"{where}: {', '.join(found)} not the same bits"
 
 
-def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup | None) -> bool:
+def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether every rank of ``group`` holds the bits of ``x``; collective."""
-    if group is None:
-        return True
     x = x.reshape(-1)
     everyone = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(everyone, x, group=group)

@@ -10,13 +10,15 @@ import triton
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
-from tests import gpu_parallel
-from tests.parallel_ranks import Ranks
+from tests.parallel_device_checks import memory, step_on_streams
+from tests.parallel_problem import rank_step
+from tests.parallel_ranks import Ranks, differing, problem
 from tests.problems import (
     METRICS,
     SCHEDULES,
     Upstream,
     assert_same,
+    each_schedule,
     make_inputs,
     run,
 )
@@ -89,10 +91,40 @@ def test_a_new_number_of_tokens_compiles_no_kernel(schedule, device):
 
 
 @each_device
-@pytest.mark.parametrize("check", gpu_parallel.OF_ONE)
-def test_checks_of_ranks_on_one_device(check, device):
+@each_schedule
+def test_on_a_side_stream(schedule, device):
     ranks = Ranks(None, torch.device(device))
-    assert gpu_parallel.run_check(gpu_parallel.CHECKS[check], ranks).messages == []
+    one, options = problem(ranks.device), {"schedule": schedule, "sequence_parallel": False}
+    expected = rank_step(None, one, **options)
+    stream = torch.cuda.Stream() if ranks.on_gpu else None
+    for turn in range(2):
+        mine = step_on_streams(ranks, one, turn, stream, stream, **options)
+        assert list(differing("", mine, expected)) == []
+
+
+@each_device
+@every_schedule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_runs_give_equal_bits(dtype, schedule, device):
+    """At a size that fills the GPU several times over, with other work in between."""
+    size = (2000, 40_000, 256) if device == "cuda" else SMALL[device]
+    inputs = inputs_on(device, *size, dtype, bias=True)
+    options = {**options_of(schedule, inputs), "label_smoothing": 0.1}
+    call = functools.partial(run, linear_cross_entropy_with_metrics, upstream=Upstream(), **options)
+    first, second = call(inputs=inputs), call(inputs=inputs)
+    assert_same(first, second)
+    moved = replace(inputs, hidden=inputs.hidden.roll(1, 0), labels=inputs.labels.roll(1, 0))
+    other = run(linear_cross_entropy_with_metrics, moved, Upstream(), **options)
+    assert not torch.equal(other["dweight"], first["dweight"])  # another order shows
+    assert_same(run(linear_cross_entropy_with_metrics, inputs, Upstream(), **options), first)
+
+
+# --- peak memory; test_peak_memory.py has more of it on a CPU
+
+
+@each_device
+def test_memory(device):
+    assert list(memory(Ranks(None, torch.device(device)))) == []
 
 
 @on_cuda
