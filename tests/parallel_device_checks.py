@@ -185,26 +185,24 @@ def no_waiting_host(ranks: Ranks) -> Iterator[str]:
 
 
 def memory(ranks: Ranks) -> Iterator[str]:
-    """recompute holds one window of logits, whatever the vocabulary, cached its exponentials."""
+    """recompute under sequence parallelism holds one window of logits, whatever the vocabulary."""
     if ranks.on_gpu:
         T, H, V, window, workspace = 4096, 1024, 32768, 64 * MIB, 64 * MIB
         small_temporaries: AbstractContextManager[Any] = nullcontext()
     else:
         T, H, V, window, workspace = 512, 32, 8192, MIB, 8 * MIB
         small_temporaries = mock.patch.object(eager_logits, "SCRATCH_BYTES", MIB)
-    one, sp = problem(ranks.device, T=T, H=H, V_all=V * ranks.P), ranks.group is not None
-    share = share_of(ranks.group, one, sequence_parallel=sp)
-    leaves, itemsize = share.leaves(), one.dtype.itemsize
-    for schedule, budget, logits in (("recompute", window, 0), ("cached", None, T * V * itemsize)):
-        options: Options = {"schedule": schedule, "max_logits_bytes": budget}
-        for _ in range(2):  # at first, workspaces that stay
-            release_shared_memory()
-            with small_temporaries, peak_memory(ranks.device) as peak:
-                loss = share.loss(ranks.group, one, sequence_parallel=sp, **options)
-                gradients = torch.autograd.grad(loss, leaves, one.upstream)
-                del loss, gradients
-        beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)
-        limit = T * H * itemsize * sp + 4 * T * H + (logits or window) + workspace
-        if not logits < beyond <= limit:
-            found = f"{beyond / MIB:.1f} MiB beyond gradients"
-            yield f"{schedule}: {found}, outside ({logits / MIB:.1f}, {limit / MIB:.1f}]"
+    one = problem(ranks.device, T=T, H=H, V_all=V * ranks.P)
+    share = share_of(ranks.group, one, sequence_parallel=True)
+    leaves = share.leaves()
+    options: Options = {"schedule": "recompute", "max_logits_bytes": window}
+    for _ in range(2):  # at first, workspaces that stay
+        release_shared_memory()
+        with small_temporaries, peak_memory(ranks.device) as peak:
+            loss = share.loss(ranks.group, one, sequence_parallel=True, **options)
+            gradients = torch.autograd.grad(loss, leaves, one.upstream)
+            del loss, gradients
+    beyond = peak.bytes + peak.shared_bytes - sum(leaf.nbytes for leaf in leaves)
+    limit = T * H * one.dtype.itemsize + 4 * T * H + window + workspace
+    if not 0 < beyond <= limit:
+        yield f"{beyond / MIB:.1f} MiB beyond gradients, outside (0, {limit / MIB:.1f}]"
