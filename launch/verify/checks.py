@@ -32,6 +32,11 @@ from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 FP32_BUDGET = 1e-5
 """Relative error that loss, lse, logprob and entropy may have: they are fp32 in every dtype."""
 
+OTHER_BUDGET = 1e-4
+"""The same of ``other`` of scores, which nears 0: there an error of a logit of 12 is relative to 1.
+Tensor cores truncate sums: 3.6e-5 in fp16 on an H100, with 1024 features.
+"""
+
 Results = dict[str, Tensor]
 """dhidden, dweight, dbias, and by the names of LossWithMetrics what a call returns."""
 
@@ -184,4 +189,5 @@ def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> Error
         return ErrorBudget(float((actual != oracle).sum()), 0.0)
     # A sum of masses that are rounded to the dtype under test, each relative to itself.
     rounding = torch.finfo(truth.dtype).eps if name == "rank_one_mass" else 0.0
-    return ErrorBudget(relative_rms(actual, oracle), FP32_BUDGET + rounding)
+    budget = OTHER_BUDGET if name == "other" else FP32_BUDGET
+    return ErrorBudget(relative_rms(actual, oracle), budget + rounding)
