@@ -72,10 +72,7 @@ class RunSpec:
             words.append("SP")
         if self.filter_eps is not None:
             words.append(f"eps {self.filter_eps:.2g}")
-        if self.max_counted:
-            words.append("max_counted")
-        if self.skip_ignored:
-            words.append("skip_ignored")
+        words += [name for name in ("max_counted", "skip_ignored") if getattr(self, name)]
         if self.over is not None:
             words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.mode == "forward" and self.impl not in FLOORS:
