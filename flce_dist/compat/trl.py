@@ -3,15 +3,14 @@
 TRL 1.16 scores tokens of all its trainers with ``trl.kernels.ChunkedLogProbFunction``.
 """
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist.api import LossWithMetrics, linear_cross_entropy_with_metrics
+from flce_dist.api import linear_cross_entropy_with_metrics
 
-Results = tuple[Tensor | None, ...]
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -29,41 +28,34 @@ class ChunkedLogProbFunction:
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
-    ) -> Results:
-        """Return ``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, [N] each.
+    ) -> tuple[Tensor | None, ...]:
+        """Return logprobs and ``OUTPUTS``, [N] each; logprobs and entropy are differentiable.
 
         The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``.
 
         Args:
             hidden: [N, H]. weight [V, H] and bias [V] are cast to its dtype, or all to autocast's.
                 Sharded by FSDP2 they are gathered, and their gradients averaged, by the call.
-            targets: [N] ids. -100 is ignored.
+            targets: [N] ids. -100 is ignored. One whose logit ties with another is top 1.
             temperature: of all tokens, or [N].
             chunk_size: not used: how much is held of the logits is chosen as ever.
-            outputs: of the results behind logprobs those that are wanted; others are None. A second
-                pass over the logits, without a gradient, makes log_sum_sq_probs and mean_logits.
-
-        logprobs and entropy are differentiable. A target whose logit ties with another is top 1.
+            outputs: those of ``OUTPUTS`` that are wanted; others are None. log_sum_sq_probs and
+                mean_logits take a second pass over the logits.
         """
         if not (isinstance(weight, DTensor) or torch.is_autocast_enabled(hidden.device.type)):
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
         if bias is not None and logit_scale != 1.0:
             bias = bias * logit_scale
-        options: dict[str, Any] = dict(
-            bias=bias, reduction="none", softcap=final_logit_softcapping, logit_scale=logit_scale
-        )
-
-        def scored(temperature: float | Tensor, **more: Any) -> LossWithMetrics:
-            return linear_cross_entropy_with_metrics(
-                hidden, weight, targets, temperature=temperature, **options, **more
-            )
-
-        out = scored(temperature)
+        scored = functools.partial(
+            linear_cross_entropy_with_metrics, hidden, weight, targets, bias=bias,
+            reduction="none", softcap=final_logit_softcapping, logit_scale=logit_scale,
+        )  # fmt: skip
+        out = scored(temperature=temperature)
         results = {"entropy": out.entropy, "is_top1": out.correct}
         if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
             with torch.no_grad():  # of logits twice as large
-                twice = scored(temperature / 2, label_smoothing=1.0)
+                twice = scored(temperature=temperature / 2, label_smoothing=1.0)
                 results["log_sum_sq_probs"] = 2 * out.logprob - twice.logprob
                 results["mean_logits"] = (twice.lse - twice.loss) / 2
         return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
@@ -72,8 +64,7 @@ class ChunkedLogProbFunction:
 def use_linear_cross_entropy() -> None:
     """Let the fused LM head of all trainers of this process call ``ChunkedLogProbFunction``.
 
-    Raises:
-        NotImplementedError: this TRL has no such function where TRL 1.16 has it.
+    Raises NotImplementedError if this TRL does not have the function where TRL 1.16 has it.
     """
     import trl
     from trl.trainer import utils

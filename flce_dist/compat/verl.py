@@ -1,12 +1,10 @@
 """verl's fused ``linear_cross_entropy``: log-probabilities and entropy of each token.
 
-verl 0.9 calls ``verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`` in the fused forward
-of Megatron's models, and of transformers' with ``impl_backend="triton"``.
+verl 0.9 calls it in fused forwards of Megatron, and of transformers with impl_backend="triton".
 """
 
 import sys
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,30 +29,28 @@ def linear_cross_entropy(
         weight: [V, H], this rank's rows of the vocabulary.
         labels: hidden's shape without H, or flat; global ids. -100 is ignored, with results 0.
         temperature: of all tokens, or labels' shape.
-        reduction: of logprobs alone: "none" [T], "sum" or "mean".
-        dist_process_group: ranks that share the vocabulary. dhidden is this rank's share: the
-            caller sums it over them, as Megatron's mappings around hidden do.
-        sequence_first: hidden is [S, B, H], labels and temperature are [B, S] and so, flattened,
-            are the results.
+        reduction: of logprobs alone.
+        dist_process_group: ranks that share the vocabulary. The caller sums dhidden over them, as
+            Megatron's mappings around hidden do.
+        sequence_first: hidden is [S, B, H]; labels and temperature are [B, S], as are flat results.
     """
     if sequence_first:
         hidden = hidden.transpose(0, 1)
     expected = hidden.shape[:-1]
-    if _sizes(labels.shape) not in (_sizes(expected), [expected.numel()]):
+    # Without ones: a batch of one sequence has its tokens in order anyway.
+    sizes, given = ([n for n in shape if n != 1] for shape in (expected, labels.shape))
+    if given not in (sizes, [expected.numel()]):
         raise ValueError(
             f"labels must be {tuple(expected)} from hidden with sequence_first={sequence_first}, "
             f"or flat, got {tuple(labels.shape)}: hidden [S, B, H] with labels [B, S] needs "
             "sequence_first=True"
         )
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)
     out = linear_cross_entropy_with_metrics(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
-        reduction=reduction,
-        tp_group=dist_process_group,
-        reduce_dhidden=False,
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature=temperature,
+        reduction=reduction, tp_group=dist_process_group, reduce_dhidden=False,
+    )  # fmt: skip
     return -out.loss, out.entropy
 
 
@@ -66,8 +62,3 @@ def use_linear_cross_entropy() -> None:
     for name, loaded in list(sys.modules.items()):
         if name.startswith("verl.") and vars(loaded).get("linear_cross_entropy") is theirs:
             loaded.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
-
-
-def _sizes(shape: torch.Size) -> list[int]:
-    """Return a shape without ones: a batch of one sequence has its tokens in order anyway."""
-    return [n for n in shape if n != 1]
