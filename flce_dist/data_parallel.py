@@ -27,10 +27,11 @@ def data_parallel_linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     **options: Any,
 ) -> Tensor:
-    """``linear_cross_entropy`` of this rank's tokens, with the vocabulary split over data ranks.
+    """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
 
     Hidden states are gathered, the weight never is. Gradients are as FSDP2 makes them: that of this
-    rank's loss for hidden, and the mean over ranks for this rank's rows of weight and bias.
+    rank's loss for hidden, and the mean over ranks for this rank's rows of weight and bias. All
+    ranks must call, and call backward.
 
     Args:
         hidden, labels, token_weight, temperature: of this rank's tokens, equally many on all ranks.
@@ -40,19 +41,17 @@ def data_parallel_linear_cross_entropy(
             on all ranks; otherwise gradients are NaN.
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
-
-    Returns:
-        This rank's loss, fp32 (fp64 for fp64 inputs). All ranks must call, and call its backward.
     """
-    fixed: dict[str, Any] = {"reduction": reduction, "sequence_parallel": data_group is not None}
-    given = {**fixed, "sequence_dim": 0, "reduce_dhidden": True}
-    chosen = checks.checked_options(
-        **keywords_of(data_parallel_linear_cross_entropy, options, **given)
-    )
+    given = keywords_of(
+        data_parallel_linear_cross_entropy, options, reduction=reduction, reduce_dhidden=True,
+        sequence_parallel=data_group is not None, sequence_dim=0,
+    )  # fmt: skip
+    chosen = checks.checked_options(**given)
     checks.check_group(data_group, False, "data_group")
     flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
-    of_tokens: dict[str, Any] = {"labels": labels, "token_weight": token_weight}
-    of_tokens["temperature"] = temperature
+    of_tokens: dict[str, Any] = dict(
+        labels=labels, token_weight=token_weight, temperature=temperature
+    )
     tensors = {name: x for name, x in of_tokens.items() if isinstance(x, Tensor)}
     checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)

@@ -11,8 +11,7 @@ _STEPS = _PRODUCTS | {"div", "__truediv__", "tanh", "float"}  # accelerate makes
 
 _KNOWN = {Tensor.size, Tensor.dim} | {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "grad_fn")
-}
-"""What is answered without values."""
+}  # needs no values
 
 
 class LazyLogits(Tensor):
@@ -48,33 +47,26 @@ class LazyLogits(Tensor):
         if name in _STEPS and isinstance(x, LazyLogits) and not x.computed and not kwargs:
             is_second = name == "tanh" and any(step.__name__ == name for step, *_ in x.steps)
             if not is_second and all(type(n) in (int, float) and n > 0 for n in numbers):
-                steps = (*x.steps, (func, *numbers))
                 dtype = torch.float32 if name == "float" else x.dtype
-                return _lazy(x.shape, dtype, x.head, x.hidden, steps)
+                return lazy_logits(x.head, x.hidden, dtype, (*x.steps, (func, *numbers)))
         why = f"{name} of its logits"
         return func(*real(args, why), **{key: real(y, why) for key, y in (kwargs or {}).items()})
 
 
-def lazy_logits(head: Any, hidden: Tensor) -> LazyLogits:
-    """Return what ``head`` makes of ``hidden`` [..., H], in the dtype that it has there."""
-    kind, shape = hidden.device.type, (*hidden.shape[:-1], head.out_features)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _lazy(shape, dtype, head, hidden, ())
-
-
-def _lazy(
-    shape: tuple[int, ...], dtype: torch.dtype, head: Any, hidden: Tensor, steps: tuple[Any, ...]
+def lazy_logits(
+    head: Any, hidden: Tensor, dtype: torch.dtype | None = None, steps: tuple[Any, ...] = ()
 ) -> LazyLogits:
+    """Return what ``head`` and ``steps`` make of ``hidden`` [..., H]; None: in their dtype."""
+    kind, shape = hidden.device.type, (*hidden.shape[:-1], head.out_features)
+    if dtype is None:
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(LazyLogits)
     logits.head, logits.hidden, logits.steps, logits.computed = head, hidden, steps, {}
     return logits
 
 
 def real(x: Any, why: str) -> Any:
-    """Return ``x``, or the list or tuple ``x``, with real logits for lazy ones.
-
-    They are computed as the model does; ``why``: what is asked of them.
-    """
+    """Return ``x`` with real logits for lazy ones, in lists and tuples too; warn with ``why``."""
     if isinstance(x, list | tuple):
         return type(x)([real(one, why) for one in x])
     if not isinstance(x, LazyLogits):
