@@ -2,7 +2,7 @@
 
 Forward decides which tiles are kept, and saves each token's probability in the others, its mass s
 [tiles, T]. There p is replaced by ``s[j, t] q[v]``, with the profile q of tile j, which sums to 1
-over its rows; docs/design.md has the gradients. T = tokens of the group, V = real rows here.
+over its rows. T = tokens of the group, V = real rows here.
 """
 
 import math
