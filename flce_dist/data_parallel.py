@@ -56,10 +56,13 @@ def data_parallel_linear_cross_entropy(
         transport.check_same_labels(labels.reshape(-1), data_group, are_own=True)
     for name, x in tensors.items():
         given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
-    norm = None
-    if reduction == "mean":
+    if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
         counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())
-        given["token_weight"], norm = _normalised(counted, given["token_weight"])
+        weights = counted if token_weight is None else given["token_weight"].view_as(counted)
+        weights = weights.double().where(counted, 0.0)
+        norms = weights.sum(1).where(weights.any(1), 1.0)
+        most = norms.abs().amax()  # not 1, since a gradient over T would underflow in fp16
+        given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
     if reduction != "none":
         chosen = replace(chosen, reduction=OWN_SUM)
     if flat.requires_grad:
@@ -70,19 +73,7 @@ def data_parallel_linear_cross_entropy(
         loss.register_hook(lambda dloss: _upstream_of_mean(dloss, data_group))
     if reduction == "none":
         return loss.view(P, *labels.shape)[collectives.group_rank(data_group)]
-    return loss if norm is None else loss / norm.to(loss.dtype)
-
-
-def _normalised(counted: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return weights [P T] and a scalar, over which a rank's sum of them is that rank's mean.
-
-    The weights of the rank with most are as given: a gradient over T would underflow in fp16.
-    """
-    weights = counted.double() if token_weight is None else token_weight.view_as(counted).double()
-    weights = weights.where(counted, 0.0)
-    norms = weights.sum(1).where(weights.any(1), 1.0)
-    most = norms.abs().amax()
-    return (weights * (most / norms)[:, None]).view(-1), most
+    return loss / most.to(loss.dtype) if reduction == "mean" else loss
 
 
 def _upstream_of_mean(dloss: Tensor, data_group: dist.ProcessGroup | None) -> Tensor:

@@ -105,9 +105,8 @@ class FusedModel:
         head = _head_of(self)
         if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != head.out_features:
             for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
-                if head.loss_keywords[name]:
-                    given = f"{name}={head.loss_keywords[name]}"
-                    raise NotImplementedError(f"the loss of real logits does not apply {given}")
+                if x := head.loss_keywords[name]:
+                    raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
             rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
             return ForCausalLMLoss(real(logits, "the loss of its logits"), *rest, **kwargs)
         if shift_labels is None:
