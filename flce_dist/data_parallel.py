@@ -1,7 +1,6 @@
 """The loss of data-parallel ranks that share the vocabulary.  T tokens of one rank, P ranks."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,50 +41,39 @@ def data_parallel_linear_cross_entropy(
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
     """
-    given = keywords_of(
+    keywords = keywords_of(
         data_parallel_linear_cross_entropy, options, reduction=reduction, reduce_dhidden=True,
         sequence_parallel=data_group is not None, sequence_dim=0,
     )  # fmt: skip
-    chosen = checks.checked_options(**given)
+    chosen = checks.checked_options(**keywords)
     checks.check_group(data_group, False, "data_group")
     flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
-    of_tokens: dict[str, Any] = dict(
-        labels=labels, token_weight=token_weight, temperature=temperature
-    )
-    tensors = {name: x for name, x in of_tokens.items() if isinstance(x, Tensor)}
+    given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)
     if not torch.compiler.is_compiling():
         transport.check_same_labels(labels.reshape(-1), data_group, are_own=True)
     for name, x in tensors.items():
-        of_tokens[name] = collectives.gather_tokens(x.reshape(-1), data_group)
-    norm = None
-    if reduction == "mean":
-        counted = (of_tokens["labels"] != chosen.ignore_index).view(P, labels.numel())
-        of_tokens["token_weight"], norm = _normalised(counted, of_tokens["token_weight"])
+        given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
+    if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
+        counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())
+        weights = counted if token_weight is None else given["token_weight"].view_as(counted)
+        weights = weights.double().where(counted, 0.0)
+        norms = weights.sum(1).where(weights.any(1), 1.0)
+        most = norms.abs().amax()  # not 1, since a gradient over T would underflow in fp16
+        given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
     if reduction != "none":
         chosen = replace(chosen, reduction=OWN_SUM)
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
-    call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **of_tokens)
+    call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **given)
     (loss,) = apply(call)
     if loss.requires_grad:
-        loss.register_hook(partial(_upstream_of_mean, data_group=data_group))
+        loss.register_hook(lambda dloss: _upstream_of_mean(dloss, data_group))
     if reduction == "none":
         return loss.view(P, *labels.shape)[collectives.group_rank(data_group)]
-    return loss if norm is None else loss / norm.to(loss.dtype)
-
-
-def _normalised(counted: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return weights [P T] and a scalar, over which a rank's sum of them is that rank's mean.
-
-    The weights of the rank with most are as given: a gradient over T would underflow in fp16.
-    """
-    weights = counted.double() if token_weight is None else token_weight.view_as(counted).double()
-    weights = weights.where(counted, 0.0)
-    norms = weights.sum(1).where(weights.any(1), 1.0)
-    most = norms.abs().amax()
-    return (weights * (most / norms)[:, None]).view(-1), most
+    return loss / most.to(loss.dtype) if reduction == "mean" else loss
 
 
 def _upstream_of_mean(dloss: Tensor, data_group: dist.ProcessGroup | None) -> Tensor:

@@ -1,7 +1,4 @@
-"""A loss of torchtitan's trainer: output layer and cross entropy in one.
-
-torchtitan 0.3 leaves its model's output layer to a ``ChunkedLossWrapper``, whose place this takes.
-"""
+"""A loss of torchtitan 0.3's trainer, which leaves its model's output layer to the loss."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +16,11 @@ from flce_dist.parallel.vocab import vocab_range
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
-    """The sum of this rank's losses over ``global_valid_tokens``, as in torchtitan.
-
-    ``Config.options`` are keywords of ``flce_dist.linear_cross_entropy``.
-    """
+    """The sum of this rank's losses over ``global_valid_tokens``, as in torchtitan."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        options: dict[str, Any] = field(default_factory=dict)
+        options: dict[str, Any] = field(default_factory=dict)  # of flce_dist.linear_cross_entropy
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.options = config.options
@@ -39,7 +33,6 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 f"{type(lm_head).__name__}: use ChunkedLossWrapper"
             )
         self.lm_head, logits = lm_head, lm_head.forward
-
         lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
 
     def __call__(

@@ -1,7 +1,4 @@
-"""The per-token log-probabilities of TRL's fused LM head, by ``linear_cross_entropy``.
-
-TRL 1.16 scores tokens of all its trainers with ``trl.kernels.ChunkedLogProbFunction``.
-"""
+"""What TRL 1.16's trainers score tokens with, ``trl.kernels.ChunkedLogProbFunction``, as ours."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""verl's fused ``linear_cross_entropy``: log-probabilities and entropy of each token.
-
-verl 0.9 calls it in fused forwards of Megatron, and of transformers with impl_backend="triton".
-"""
+"""verl 0.9's fused ``linear_cross_entropy``: log-probabilities and entropy of each token."""
 
 import sys
 

@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _PRODUCTS = {"mul", "__mul__", "__rmul__"}
 _STEPS = _PRODUCTS | {"div", "__truediv__", "tanh", "float"}  # accelerate makes outputs float
@@ -73,11 +73,9 @@ def real(x: Any, why: str) -> Any:
         return x
     mode = torch.is_grad_enabled()
     if mode not in x.computed:
-        is_lazy, x.head.is_lazy = x.head.is_lazy, False
-        if is_lazy:
+        if x.head.is_lazy:
             warn(f"the model asks for {why}")
-        logits = x.head(x.hidden)
-        x.head.is_lazy = is_lazy
+        logits = nn.Module.__call__(x.head, x.hidden)
         for step, *numbers in x.steps:
             logits = step(logits, *numbers)
         x.computed[mode] = logits

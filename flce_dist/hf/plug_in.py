@@ -1,10 +1,8 @@
 """``use_linear_cross_entropy``: where the plug-in meets a model of transformers.
 
-With labels these models call ``logits = self.lm_head(hidden)``, may scale or cap the logits, and
-call ``self.loss_function(logits, labels, ...)``. The classes of model and output layer become
-subclasses: in a forward with labels the layer returns ``LazyLogits``, which note what the model
-does to them, and the loss function reads that. So no forward is copied and no config interpreted,
-and what is not known reaches real logits; parameters, state dicts, hooks and signatures stay.
+The classes of model and output layer become subclasses. In a forward with labels the layer returns
+``LazyLogits``, which note what the model does to them; ``loss_function`` reads that. So no forward
+is copied, no config interpreted; parameters, state dicts, hooks and signatures stay.
 """
 
 import functools
@@ -20,22 +18,18 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_dist.api import linear_cross_entropy
 from flce_dist.hf.lazy_logits import LazyLogits, lazy_logits, real, warn
 from flce_dist.op import checks
-from flce_dist.options import LossOptions, keywords_of
+from flce_dist.options import keywords_of
 
-_FIXED: dict[str, Any] = dict(
+_FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
     reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,
     sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
 )  # fmt: skip
-"""Options that the model decides or the plug-in does not support."""
-
-_PARALLEL = ("torch.distributed.", "transformers.distributed.")
-"""Hooks from there move the layer's input, output and weight; others may look at the logits."""
-
+_PARALLEL = ("torch.distributed.", "transformers.distributed.")  # their hooks only move tensors
 _LOSS = "logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs"
 
 
 class FusedHead:
-    """What replaced output layers share, beside the layer's own class among their bases."""
+    """The first base of replaced output layers; the layer's own class is the second."""
 
     is_lazy = False  # set by the model while it computes its loss
     loss_keywords: dict[str, Any]
@@ -64,7 +58,29 @@ class FusedHead:
 
     def loss(self: Any, logits: LazyLogits, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss of ``labels``; under FSDP2 as a call, whose hooks gather the weight."""
-        compute = functools.partial(_loss_of, self, logits, labels, options)
+
+        def compute(hidden: Tensor) -> Tensor:  # [..., H]; LoRA of rank r makes that H + r
+            layer = _linear_of(self)
+            weight, bias = layer.weight, layer.bias
+            inputs, rows = [hidden], [weight]
+            for name in _adapters_of(self):
+                A, B, scaling = self.lora_A[name], self.lora_B[name], self.scaling[name]
+                low = A(self.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
+                inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
+                if B.bias is not None:
+                    bias = B.bias * scaling + (0.0 if bias is None else bias)
+            if len(inputs) > 1:
+                hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
+            is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+            scale, softcap = logits.scale_and_softcap()
+            return linear_cross_entropy(
+                hidden, weight, labels, softcap=softcap, logit_scale=scale,
+                bias=bias if bias is None or scale == 1.0 else bias * scale,
+                tp_group=weight.device_mesh.get_group() if is_split else None,
+                sequence_parallel=isinstance(hidden, DTensor) and hidden.placements == (Shard(1),),
+                **options, **self.loss_keywords,
+            )  # fmt: skip
+
         if not isinstance(self, FSDPModule):
             return compute(logits.hidden)
         own = {name: x for name, x in vars(self).items() if name == "forward"}
@@ -77,7 +93,7 @@ class FusedHead:
 
 
 class FusedModel:
-    """What replaced models share, beside the model's own class among their bases."""
+    """The first base of replaced models; the model's own class is the second."""
 
     def loss_function(
         self, logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
@@ -89,9 +105,8 @@ class FusedModel:
         head = _head_of(self)
         if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != head.out_features:
             for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
-                if head.loss_keywords[name]:
-                    given = f"{name}={head.loss_keywords[name]}"
-                    raise NotImplementedError(f"the loss of real logits does not apply {given}")
+                if x := head.loss_keywords[name]:
+                    raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
             rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
             return ForCausalLMLoss(real(logits, "the loss of its logits"), *rest, **kwargs)
         if shift_labels is None:
@@ -108,11 +123,10 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     """Make a causal language model compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it after ``get_peft_model``, before Trainer, accelerate, DDP, FSDP or torch.compile take
-    the model; again to change options, ``restore`` to undo. With labels the model returns its loss
-    as before (0, not NaN, if no label counts). Scale, softcap, bias, ties, LoRA on the output layer
-    and, from a weight that is a DTensor, the tensor-parallel group are the model's.
-    ``outputs.logits`` are computed when they are used. Logits with which a model does more, or that
-    hooks of the layer may see, are computed, and the loss is the model's own; a warning says so.
+    the model; again to change options. With labels the model returns its loss as before (0, not
+    NaN, if no label counts). Scale, softcap, bias, LoRA on the output layer and the tensor-parallel
+    group are the model's. ``outputs.logits`` are computed when they are used. Logits with which a
+    model does more, or that hooks see, are computed for its own loss; a warning says so.
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
@@ -120,16 +134,14 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
             schedule, max_logits_bytes, max_counted, skip_ignored and impl, as in
             ``linear_cross_entropy``.
 
-    Raises:
-        ValueError: an option is wrong.
-        NotImplementedError: the model is wrapped, its output layer is neither an ``nn.Linear`` nor
-            LoRA on one (but quantized, say), or its loss or forward is of its own.
+    Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
+    layer neither an ``nn.Linear`` nor LoRA on one, or its loss or forward of its own.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    given = LossOptions(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
-    chosen = vars(checks.check_options(given))
+    given = keywords_of(use_linear_cross_entropy, options, **_FIXED)
+    chosen = vars(checks.checked_options(**given))
     base, found = _base_of(restore(model)), ""
     if not isinstance(base, PreTrainedModel):
         found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
@@ -142,9 +154,8 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     if found:
         raise NotImplementedError(found)
     head.loss_keywords = {name: chosen[name] for name in chosen.keys() - {*_FIXED, "with_metrics"}}
-    for module, mixin in ((head, FusedHead), (base, FusedModel)):
-        kind: Any = type(module)
-        module.__class__ = _subclass(mixin, kind)
+    head.__class__ = _subclass(FusedHead, head.__class__)
+    base.__class__ = _subclass(FusedModel, base.__class__)
     return model
 
 
@@ -223,28 +234,3 @@ def _adapters_of(head: Any) -> list[str]:
     if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]
-
-
-def _loss_of(head: Any, logits: LazyLogits, labels: Tensor, options: Any, hidden: Tensor) -> Tensor:
-    """Return the loss from hidden [..., H]; LoRA of rank r makes that H + r."""
-    layer = _linear_of(head)
-    weight, bias = layer.weight, layer.bias
-    inputs, rows = [hidden], [weight]
-    for name in _adapters_of(head):
-        A, B, scaling = head.lora_A[name], head.lora_B[name], head.scaling[name]
-        low = A(head.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
-        inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
-        if B.bias is not None:
-            bias = B.bias * scaling + (0.0 if bias is None else bias)
-    if len(inputs) > 1:
-        hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
-    is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-    by_sequence = isinstance(hidden, DTensor) and hidden.placements == (Shard(1),)
-    scale, softcap = logits.scale_and_softcap()
-    return linear_cross_entropy(
-        hidden, weight, labels, softcap=softcap, logit_scale=scale,
-        bias=bias if bias is None or scale == 1.0 else bias * scale,
-        tp_group=weight.device_mesh.get_group() if is_split else None,
-        sequence_parallel=by_sequence, sequence_dim=int(by_sequence),
-        **options, **head.loss_keywords,
-    )  # fmt: skip
