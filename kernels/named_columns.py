@@ -13,6 +13,7 @@ from flce_dist.kernels.primitives import INTERPRET
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import next_power_of_2
 
+# A thread has a multiple of so many elements of any tile, or would store to undefined addresses.
 _PACK = tl.constexpr(16)
 
 

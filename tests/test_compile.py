@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flce_dist.kernels import tuning
+from flce_dist.kernels import named_columns, tuning
 
 ROOT = Path(__file__).parent.parent
 # KiB of shared memory that a block may use. A tile takes as much on all chips of a major version.
@@ -49,6 +49,12 @@ def test_shared_memory_fits(compiled):
 def test_hot_kernels_do_not_spill(compiled):
     spills = {describe(f): f["spilled"] for f in compiled if f["spilled"]}
     assert not spills
+
+
+def test_a_thread_has_whole_packs_of_any_tile():
+    for config in (*tuning.TILES.values(), *tuning._ONE_BLOCK.values()):
+        elements = config.BLOCK_T * config.BLOCK_V // (32 * config.num_warps)
+        assert elements > 0 and elements % named_columns._PACK.value == 0, config
 
 
 def test_hopper_and_blackwell_use_their_tensor_cores_and_tma(compiled):
