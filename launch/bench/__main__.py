@@ -17,6 +17,7 @@ import random
 import shlex
 import sys
 import time
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ from flce_dist.launch.yaml_config import ConfigError
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
 """How variables begin that decide how collectives run, and beside what."""
+
+_PROBLEM = attrgetter("T", "H", "V", "dtype", "flagged", "counted", "contiguous")
+"""What tells shapes apart, of a ``ShapeSpec`` or a ``Record``."""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -85,10 +89,10 @@ def _bench(
         "config": as_json(config),
     }
     records = [] if config.fresh else _records_so_far(config, facts, tp_group)
-    done = {(*r.shape, r.flagged, r.counted, r.contiguous) for r in records}
+    done = set(map(_PROBLEM, records))
     shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):
-        if (*shape.size.values(), shape.flagged, shape.counted, shape.contiguous) in done:
+        if _PROBLEM(shape) in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
