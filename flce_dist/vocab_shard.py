@@ -79,7 +79,7 @@ class VocabShard(nn.Module):
         self._initialize()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight and zero the bias. Two all-reduces per group, of 8 and 16 bytes."""
+        """Initialise the weight and zero the bias. Per group a gather and an all-reduce."""
         if not self.weight.is_meta:
             self._agreed(lambda: self.vocab_order)
             self._initialize()

@@ -225,7 +225,7 @@ class FusedLayer:
 def _by_sequence(x: Tensor, ranks: int) -> Tensor:
     """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
 
-    Its own inverse. A scalar stays as it is, and with ``ranks=0`` all does.
+    Its own inverse. A scalar stays as it is; so does any x with ``ranks=0``.
     """
     if x.dim() < 2 or not ranks:
         return x

@@ -43,8 +43,8 @@ def use_linear_cross_entropy(
 
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
     stage: one without output layer is left as it is, unless ``vocab_order`` moves the rows of its
-    tied embedding. Ranks of a tensor-parallel group compare their ``vocab_order``, also None, by an
-    all-reduce of 16 bytes. With labels [b, s] the model returns the loss [b, s] fp32 as before. The
+    tied embedding. Ranks of a tensor-parallel group compare their ``vocab_order``, also None, by a
+    gather of a few words. With labels [b, s] the model returns the loss [b, s] fp32 as before. The
     tensor-parallel group, sequence parallelism, tied embeddings, MuP's scale and
     gradient_accumulation_fusion are the model's; ``config``'s cross-entropy fusions are not used.
 

@@ -78,7 +78,7 @@ class PeerScatter(TokenSum):
         for piece, shares, arrival in self._copied:
             shares[rank].copy_(tokens[self._order.part(piece, rank)])
             arrival.wait()
-            # In fp32, rounded once
+            # Adds in fp32 and rounds once, also for 16-bit shares.
             torch.sum(shares, 0, out=out[self._order.local(piece)])
         self._memory.close()
         self._copied.clear()

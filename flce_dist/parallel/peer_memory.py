@@ -39,7 +39,8 @@ replay a graph or none does, on a stream that waits for earlier calls and that l
 A call that needs more bytes than any before adds a block, which smaller calls then use, too.
 
 Failures. After all ranks raised at the same place of a use, the next ``open`` lets all meet and
-reset their flags; if one raised alone, its next ``open`` waits for the others in vain.
+reset their flags; if one raised alone, its next ``open`` waits for the others in vain, and their
+streams wait for its flags until ``peer_watch.py`` ends their processes.
 """
 
 import weakref
