@@ -32,7 +32,8 @@ def environment() -> dict[str, str]:
     # torchrun's own store outlives a restart and has the addresses of the old ranks:
     # https://github.com/pytorch/pytorch/issues/135712
     mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | mine
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | mine
 
 
 def torchrun(*program: str, nodes: int = 1) -> list[str]:
