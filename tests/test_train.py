@@ -70,7 +70,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     with started([sys.executable, *program(folder), "--compare"], folder / "logs") as run:
         output = output_of(run)
-    assert "Warning" not in output and "everything is in" in output
+    warned = [line for line in output.splitlines() if "Warning" in line and "launch/" in line]
+    assert not warned and "everything is in" in output  # a package's own warnings may pass
     assert output.endswith("is loss.png, the comparison of heads compare.png\n")
     return folder / "run"
 
