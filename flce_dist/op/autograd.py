@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Upstream
+from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved, Sink, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.gradients import NewDweight
 from flce_dist.op.main_grad import captured
@@ -137,12 +137,13 @@ def run_backward(
         if operands is not None and call.needs.weight:
             accumulator = sink.opened(operands.weight)
         out, adds = accumulator or (None, False)
-        issue = partial(
-            call.schedule.backward, call, operands, saved, upstream, accumulator, is_last=is_last
-        )
         inputs = *(operands or ()), *saved, *upstream, out
-        gradients = _issued(call, (call.needs, adds, is_last), inputs, issue)
-        dhidden, dweight, dbias = gradients
+        dhidden, dweight, dbias = _issued(
+            call, (call.needs, adds, is_last), inputs,
+            lambda: call.schedule.backward(
+                Backward(call, operands, saved, upstream, accumulator, is_last)
+            ),
+        )  # fmt: skip
         if dweight is not None:
             dweight = sink.added(dweight) if accumulator is None else sink.closed(dweight)
         return dhidden, dweight, dbias

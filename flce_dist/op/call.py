@@ -75,6 +75,17 @@ class Accumulator(NamedTuple):
     adds: bool
 
 
+class Backward(NamedTuple):
+    """What a schedule's ``backward`` is given."""
+
+    call: Call
+    operands: Operands | None  # None unless the schedule keeps them
+    saved: Saved
+    upstream: Upstream  # not all None
+    accumulator: Accumulator | None  # of dweight, if it is needed and operands are kept
+    is_last: bool  # whether what was saved may be overwritten
+
+
 class Metrics(NamedTuple):
     """What one pass over the logits yields besides the loss; None if not asked for."""
 
@@ -103,22 +114,8 @@ class Schedule(Protocol):
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
-        """Return the gradients that the call needs.
-
-        operands is None unless they are kept; dweight, if needed, is then written to the
-        accumulator. At least one upstream gradient is not None. If this backward ``is_last``, what
-        was saved may be overwritten.
-        """
+    def backward(self, given: Backward) -> Results:
+        """Return the gradients that the call needs."""
 
 
 def extra_schedule(schedule: object) -> ModuleType | None:

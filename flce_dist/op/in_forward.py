@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
+from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, NewDweight
 from flce_dist.op.lending import LentWindows
@@ -99,28 +99,20 @@ class InForward(Sizes):
             new(bias, call.stats_dtype, call.needs.bias),
         )
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
+    def backward(self, given: Backward) -> Results:
+        call, upstream = given.call, given.upstream
         if upstream.loss is None or upstream.of_metrics:
             raise NotImplementedError(
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        norm, dhidden, dweight, dbias = SavedGradients(*saved)
+        norm, dhidden, dweight, dbias = SavedGradients(*given.saved)
         factor = upstream.loss if norm is None else upstream.loss / norm
 
         def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if gradient is None:
                 return None
-            in_place = is_last and gradient.dtype == dtype
+            in_place = given.is_last and gradient.dtype == dtype
             result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
             call.kernels.scale(gradient, factor, out=result)
             return result
