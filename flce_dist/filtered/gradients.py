@@ -109,7 +109,6 @@ class Filtered:
     recompute: Windows
 
     keeps_operands: ClassVar[bool] = True
-    schedule: ClassVar[str] = "filtered"
 
     @property
     def _is_exact(self) -> bool:

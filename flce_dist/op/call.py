@@ -1,6 +1,5 @@
-"""A call as the schedules know it, and the two protocols between which it runs.
+"""A call as the schedules know it, and their protocol.
 
-A ``Schedule`` decides where backward gets the probabilities from, a ``Sink`` where dweight goes.
 T = tokens on the tensor-parallel group (with max_counted those that are computed, of T_all),
 V = real vocabulary rows here, H = hidden size, P = ranks.
 """
@@ -125,19 +124,6 @@ def extra_schedule(schedule: object) -> ModuleType | None:
     from flce_dist.filtered import gradients
 
     return gradients
-
-
-class Sink(Protocol):
-    """Where dweight is accumulated. A sink remembers nothing: backward may run several times."""
-
-    def opened(self, weight: Tensor, /) -> Accumulator:
-        """Return what the GEMMs write."""
-
-    def closed(self, dweight: Tensor) -> Tensor | None:
-        """Return what autograd gets for the tensor that ``opened`` returned."""
-
-    def added(self, dweight: Tensor) -> Tensor | None:
-        """Take a dweight [V, H] that exists already; return what autograd gets."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +18,9 @@ from flce_dist.parallel.collectives import TokenSum
 from flce_dist.parallel.counted import chosen
 
 
-class NewDweight(NamedTuple):
-    """The sink that returns dweight to autograd, in the operands' dtype."""
-
-    dtype: torch.dtype
-
-    def opened(self, weight: Tensor) -> Accumulator:
-        contiguous = torch.contiguous_format
-        out = torch.empty_like(weight, dtype=self.dtype, memory_format=contiguous)
-        return Accumulator(out, False)
-
-    def closed(self, dweight: Tensor) -> Tensor:
-        return dweight
-
-    def added(self, dweight: Tensor) -> Tensor:
-        return dweight.to(self.dtype)
+def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
+    out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return Accumulator(out, False)
 
 
 def row_gradient(

@@ -9,7 +9,7 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
-from flce_dist.op.gradients import Gradients, NewDweight
+from flce_dist.op.gradients import Gradients, new_dweight
 from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
@@ -40,7 +40,6 @@ class InForward(Sizes):
     lending: LentWindows = ()  # columns of the first chunk that lie in dweight's own memory
 
     keeps_operands: ClassVar[bool] = False
-    schedule: ClassVar[str] = "in_forward"
 
     def chunks(self) -> list[tuple[int, int]]:
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
@@ -54,7 +53,7 @@ class InForward(Sizes):
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
-            accumulator = NewDweight(dtype).opened(operands.weight)
+            accumulator = new_dweight(operands.weight, dtype)
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 

@@ -64,10 +64,6 @@ class Windows(Sizes):
 
     keeps_operands: ClassVar[bool] = True
 
-    @property
-    def schedule(self) -> str:
-        return "cached" if self.cached_v else "recompute"
-
     def chunks(self) -> list[tuple[int, int]]:
         return [(0, self.T)]
 
