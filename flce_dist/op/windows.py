@@ -13,8 +13,7 @@ from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, row_gradient
-from flce_dist.op.statistics import Pass, shard_logits
-from flce_dist.parallel import transport
+from flce_dist.op.statistics import Pass, gathered_logits
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
@@ -118,11 +117,8 @@ class Windows(Sizes):
             call.options.vocab_range is not None and self.limit is not None  # the larger shards
         )
         if call.needs.weight or call.options.with_metrics or some_recompute:
-            gather = transport.gather(
-                operands.hidden, call.order, call.sequence_group, operands.places
-            )
+            gather, logits = gathered_logits(call, operands)
             gather.start_all()
-            logits = shard_logits(call, operands, gather.tokens)
 
         gradients = Gradients(call, operands, given.accumulator)
         tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
