@@ -10,10 +10,11 @@ from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, new_dweight
-from flce_dist.op.lending import LentWindows
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
 
 
 class SavedGradients(NamedTuple):
