@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import lending, plan, prepare
+from flce_dist.op import plan, prepare
 from flce_dist.op.call import Call
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
@@ -294,10 +294,7 @@ def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
-            if name == "first_lent":
-                patch.setattr(lending, "FIRST_LENT", value)
-            else:
-                patch.setattr(plan, f"_{name.upper()}", value)
+            patch.setattr(plan, f"_{name.upper()}", value)
         prepare.calls.clear()
         yield prepare.calls
     prepare.calls.clear()

@@ -174,6 +174,17 @@ def test_fakes_have_the_strides_of_results(schedule):
     assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in real]
 
 
+def test_gradients_of_fp16_have_the_dtype_of_their_fakes():
+    """In_forward saves dweight in fp32."""
+    hidden, weight, bias, labels = (x.detach() for x in inputs(9))
+    operands = (hidden.half(), weight.half(), labels, bias.half(), None, None)
+    spec = (*dataclasses.astuple(LossOptions("sum", schedule="in_forward")), None, [True] * 3)
+    loss, *saved = torch.ops.flce_dist.forward(*operands, *spec)
+    upstream = (torch.ones_like(loss), None, None, None)
+    gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *spec)
+    assert [x.dtype for x in gradients] == [torch.float16] * 3
+
+
 # --- two ranks: compiled as not compiled
 
 

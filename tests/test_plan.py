@@ -158,7 +158,9 @@ def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
 )
 def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunks):
     chosen = make(**arguments)
-    sizes = chosen.schedule, chosen.cached_v, chosen.window_v, len(chosen.chunks())
+    by_cache = "cached" if chosen.cached_v else "recompute"
+    name = "in_forward" if isinstance(chosen, InForward) else by_cache
+    sizes = name, chosen.cached_v, chosen.window_v, len(chosen.chunks())
     assert sizes == (schedule, cached_v, window_v, chunks)
 
 

@@ -157,7 +157,7 @@ def test_scores_do_not_depend_on_other_tokens() -> None:
         assert torch.equal(found[name][0], whole[name][7]), name
 
 
-# --- operands and sinks
+# --- operands and main_grad
 
 
 @both

@@ -176,7 +176,7 @@ def test_scores_do_not_depend_on_other_tokens_and_schedule() -> None:
         assert torch.equal(found[name][0], whole[name][7]), name
 
 
-# --- ranks and sinks
+# --- ranks and main_grad
 
 
 @pytest.mark.parametrize("P", [2, 3])

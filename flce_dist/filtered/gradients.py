@@ -19,7 +19,7 @@ from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, dweight_factor, row_gradient
 from flce_dist.op.statistics import Pass
@@ -109,7 +109,6 @@ class Filtered:
     recompute: Windows
 
     keeps_operands: ClassVar[bool] = True
-    schedule: ClassVar[str] = "filtered"
 
     @property
     def _is_exact(self) -> bool:
@@ -141,34 +140,20 @@ class Filtered:
         mass = operands.hidden.new_empty(tiles, call.T)
         return FilteredSaved(saved.norm, *saved[3:], kept, mass)
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
+    def backward(self, given: Backward) -> Results:
         if self._is_exact:
-            return self.recompute.backward(
-                call, operands, saved, upstream, accumulator, is_last=is_last
-            )
-        if upstream.of_metrics:
+            return self.recompute.backward(given)
+        if given.upstream.of_metrics:
             raise NotImplementedError(
                 "filtered.schedule has gradients of the loss only, and a gradient of lse, logprob "
                 "or entropy was asked for; use schedule='auto'"
             )
-        assert operands is not None
-        norm, *of_tokens, kept, mass = FilteredSaved(*saved)
+        norm, *of_tokens, kept, mass = FilteredSaved(*given.saved)
         stats = TokenStats(*of_tokens)
-        rows = row_gradient(call, operands, stats, norm, upstream, from_lse=True)
+        rows = row_gradient(given, stats, norm, from_lse=True)
         # Without columns there is a share of zeros, for which the other ranks wait.
-        add = partial(_add_tiles, kept=kept, mass=mass) if call.V else Gradients.add
-        return self.recompute.gradients(
-            call, operands, stats, rows, None, accumulator, may_recompute=True, add=add
-        )
+        add = partial(_add_tiles, kept=kept, mass=mass) if given.call.V else Gradients.add
+        return self.recompute.gradients(given, stats, rows, None, add=add)
 
 
 def _approximation(

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.op.call import Call, Operands, Outputs, Results, Saved, Sink, Upstream
+from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
 from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
-from flce_dist.op.gradients import NewDweight
-from flce_dist.op.main_grad import captured
+from flce_dist.op.gradients import new_dweight
+from flce_dist.op.main_grad import MainGrad, captured
 from flce_dist.op.prepare import as_stored
 from flce_dist.parallel import transport
 from flce_dist.replay import replayed
@@ -31,15 +31,15 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        """Of all ``Operands``, then call, sink and the caller's weight, as a weak reference.
+        """Of all ``Operands``, then call, main_grad and the caller's weight, as a weak reference.
 
         That may be a DTensor or of another dtype.
         """
-        *tensors, call, sink, given = arguments
+        *tensors, call, main_grad, given = arguments
         operands = Operands(*tensors)
         loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.sink, ctx.given, ctx.saved = call, sink, given, len(saved)
+        ctx.call, ctx.main_grad, ctx.given, ctx.saved = call, main_grad, given, len(saved)
         ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
         ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
         return loss, *metrics
@@ -72,8 +72,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tensors = ctx.saved_tensors
             saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
             gradients = run_backward(
-                call, Operands(*operands) if operands else None, saved, of_outputs, ctx.sink,
-                is_last=not torch_private.keeps_graph(),
+                call, Operands(*operands) if operands else None, saved, of_outputs,
+                ctx.main_grad, is_last=not torch_private.keeps_graph(),
             )  # fmt: skip
         return *gradients, *(None,) * len(Operands._fields)
 
@@ -84,8 +84,8 @@ def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tens
     ``weight`` is what the caller passed.
     """
     accumulates = call.needs.weight and call.options.accumulate_dweight
-    sink = captured(weight, call) if accumulates else NewDweight(call.dtype)
-    return LinearCrossEntropyFunction.apply(*operands, call, sink, weakref.ref(weight))
+    main_grad = captured(weight, call) if accumulates else None
+    return LinearCrossEntropyFunction.apply(*operands, call, main_grad, weakref.ref(weight))
 
 
 def refuse_transforms(name: str) -> None:
@@ -126,25 +126,34 @@ def run_backward(
     operands: Operands | None,
     saved: Saved,
     upstream: Upstream,
-    sink: Sink,
+    main_grad: MainGrad | None,
     *,
     is_last: bool,
 ) -> Results:
-    """Return the gradients of hidden, weight and bias, on the upstream gradients' device."""
+    """Return the gradients of hidden, weight and bias, on the upstream gradients' device.
+
+    With ``main_grad`` dweight is added to that.
+    """
     upstream = Upstream(*map(as_stored, upstream))
     with _computing_on(next(g for g in upstream if g is not None)):
         accumulator = None
         if operands is not None and call.needs.weight:
-            accumulator = sink.opened(operands.weight)
+            if main_grad is None:
+                accumulator = new_dweight(operands.weight, call.dtype)
+            else:
+                accumulator = main_grad.opened()
         out, adds = accumulator or (None, False)
-        issue = partial(
-            call.schedule.backward, call, operands, saved, upstream, accumulator, is_last=is_last
-        )
         inputs = *(operands or ()), *saved, *upstream, out
-        gradients = _issued(call, (call.needs, adds, is_last), inputs, issue)
-        dhidden, dweight, dbias = gradients
-        if dweight is not None:
-            dweight = sink.added(dweight) if accumulator is None else sink.closed(dweight)
+        dhidden, dweight, dbias = _issued(
+            call, (call.needs, adds, is_last), inputs,
+            lambda: call.schedule.backward(
+                Backward(call, operands, saved, upstream, accumulator, is_last)
+            ),
+        )  # fmt: skip
+        if dweight is not None and main_grad is not None:
+            dweight = main_grad.added(dweight) if accumulator is None else main_grad.closed()
+        elif dweight is not None and accumulator is None:
+            dweight = dweight.to(call.dtype)
         return dhidden, dweight, dbias
 
 

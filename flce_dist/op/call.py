@@ -1,6 +1,5 @@
-"""A call as the schedules know it, and the two protocols between which it runs.
+"""A call as the schedules know it, and their protocol.
 
-A ``Schedule`` decides where backward gets the probabilities from, a ``Sink`` where dweight goes.
 T = tokens on the tensor-parallel group (with max_counted those that are computed, of T_all),
 V = real vocabulary rows here, H = hidden size, P = ranks.
 """
@@ -75,6 +74,17 @@ class Accumulator(NamedTuple):
     adds: bool
 
 
+class Backward(NamedTuple):
+    """What a schedule's ``backward`` is given."""
+
+    call: Call
+    operands: Operands | None  # None unless the schedule keeps them
+    saved: Saved
+    upstream: Upstream  # not all None
+    accumulator: Accumulator | None  # of dweight, if it is needed and operands are kept
+    is_last: bool  # whether what was saved may be overwritten
+
+
 class Metrics(NamedTuple):
     """What one pass over the logits yields besides the loss; None if not asked for."""
 
@@ -103,22 +113,8 @@ class Schedule(Protocol):
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
-        """Return the gradients that the call needs.
-
-        operands is None unless they are kept; dweight, if needed, is then written to the
-        accumulator. At least one upstream gradient is not None. If this backward ``is_last``, what
-        was saved may be overwritten.
-        """
+    def backward(self, given: Backward) -> Results:
+        """Return the gradients that the call needs."""
 
 
 def extra_schedule(schedule: object) -> ModuleType | None:
@@ -128,19 +124,6 @@ def extra_schedule(schedule: object) -> ModuleType | None:
     from flce_dist.filtered import gradients
 
     return gradients
-
-
-class Sink(Protocol):
-    """Where dweight is accumulated. A sink remembers nothing: backward may run several times."""
-
-    def opened(self, weight: Tensor, /) -> Accumulator:
-        """Return what the GEMMs write."""
-
-    def closed(self, dweight: Tensor) -> Tensor | None:
-        """Return what autograd gets for the tensor that ``opened`` returned."""
-
-    def added(self, dweight: Tensor) -> Tensor | None:
-        """Take a dweight [V, H] that exists already; return what autograd gets."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 from flce_dist import torch_private
 from flce_dist.op.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.op.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
-from flce_dist.op.gradients import NewDweight
 from flce_dist.op.prepare import Arguments, counted_operands, prepare
 from flce_dist.options import DECLARED, Declared, LossOptions
 
@@ -120,7 +119,7 @@ def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
     hidden, weight, labels, bias = inputs[:4]
     call, operands = _prepare((*inputs, *spec))
-    operands = counted_operands(call, operands)
+    kept = counted_operands(call, operands) if call.schedule.keeps_operands else None
     needs = spec[-1]
     if needs[1]:
         check_not_resharded(weight)
@@ -130,9 +129,7 @@ def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
         tensors = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
-            gradients = run_backward(
-                call, operands, tensors, upstream, NewDweight(call.dtype), is_last=False
-            )
+            gradients = run_backward(call, kept, tensors, upstream, None, is_last=False)
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,41 +11,29 @@ from flce_dist.kernels import token_gradient_formulas as formulas
 from flce_dist.kernels.shard_logits import rows_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Accumulator, Call, Operands, Results, Upstream
+from flce_dist.op.call import Accumulator, Backward, Call, Operands, Results
 from flce_dist.op.dlogits import Chunk, dlogits, split_columns
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenSum
 from flce_dist.parallel.counted import chosen
 
 
-class NewDweight(NamedTuple):
-    """The sink that returns dweight to autograd, in the operands' dtype."""
-
-    dtype: torch.dtype
-
-    def opened(self, weight: Tensor) -> Accumulator:
-        contiguous = torch.contiguous_format
-        out = torch.empty_like(weight, dtype=self.dtype, memory_format=contiguous)
-        return Accumulator(out, False)
-
-    def closed(self, dweight: Tensor) -> Tensor:
-        return dweight
-
-    def added(self, dweight: Tensor) -> Tensor:
-        return dweight.to(self.dtype)
+def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
+    out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return Accumulator(out, False)
 
 
 def row_gradient(
-    call: Call,
-    operands: Operands,
+    given: Backward,
     stats: TokenStats,
     norm: Tensor | None,
-    upstream: Upstream,
     *,
     entropy: Tensor | None = None,
     from_lse: bool,
 ) -> RowGradient:
     """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
+    call, operands, upstream = given.call, given.operands, given.upstream
+    assert operands is not None
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else call.order.permuted(chosen(g, operands.places))
         for g in upstream

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, new_window
-from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
+from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
-from flce_dist.op.gradients import Gradients, NewDweight
-from flce_dist.op.lending import LentWindows
+from flce_dist.op.gradients import Gradients, new_dweight
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Sizes
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
 
 
 class SavedGradients(NamedTuple):
@@ -40,7 +41,6 @@ class InForward(Sizes):
     lending: LentWindows = ()  # columns of the first chunk that lie in dweight's own memory
 
     keeps_operands: ClassVar[bool] = False
-    schedule: ClassVar[str] = "in_forward"
 
     def chunks(self) -> list[tuple[int, int]]:
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
@@ -54,7 +54,7 @@ class InForward(Sizes):
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
-            accumulator = NewDweight(dtype).opened(operands.weight)
+            accumulator = new_dweight(operands.weight, dtype)
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
@@ -99,28 +99,20 @@ class InForward(Sizes):
             new(bias, call.stats_dtype, call.needs.bias),
         )
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
+    def backward(self, given: Backward) -> Results:
+        call, upstream = given.call, given.upstream
         if upstream.loss is None or upstream.of_metrics:
             raise NotImplementedError(
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        norm, dhidden, dweight, dbias = SavedGradients(*saved)
+        norm, dhidden, dweight, dbias = SavedGradients(*given.saved)
         factor = upstream.loss if norm is None else upstream.loss / norm
 
         def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if gradient is None:
                 return None
-            in_place = is_last and gradient.dtype == dtype
+            in_place = given.is_last and gradient.dtype == dtype
             result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
             call.kernels.scale(gradient, factor, out=result)
             return result

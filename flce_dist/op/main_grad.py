@@ -18,13 +18,17 @@ from flce_dist.op.call import Accumulator, Call
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The sink that adds dweight to the trainer's accumulator, which autograd must not save."""
+    """The trainer's accumulator of dweight, which autograd must not save.
+
+    It remembers nothing: backward may run several times.
+    """
 
     weight: Any  # what the caller passed, before autocast
     buffer: Tensor | None  # its main_grad in forward, [V, H]; None if backward calls get_main_grad
     dtype: torch.dtype  # of the operands
 
-    def opened(self, _: Tensor) -> Accumulator:
+    def opened(self) -> Accumulator:
+        """Return what the GEMMs write."""
         weight, main_grad = self.weight, self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
@@ -38,8 +42,8 @@ class MainGrad:
         weight._main_grad_written_in = task
         return Accumulator(main_grad, task == before)
 
-    def closed(self, dweight: Tensor) -> Tensor | None:
-        """Mark dweight as added; return a dummy, one expanded zero, which autograd copies later."""
+    def closed(self) -> Tensor | None:
+        """Mark dweight as added; return what autograd gets, one expanded zero, copied later."""
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
@@ -47,12 +51,13 @@ class MainGrad:
         return zero.expand(self.weight.shape)
 
     def added(self, dweight: Tensor) -> Tensor | None:
-        main_grad, accumulates = self.opened(self.weight)
+        """Add a dweight [V, H] that exists already; return what autograd gets."""
+        main_grad, accumulates = self.opened()
         if accumulates:
             main_grad += dweight
         else:
             main_grad.copy_(dweight)
-        return self.closed(main_grad)
+        return self.closed()
 
 
 def captured(weight: Tensor, call: Call) -> MainGrad:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from flce_dist import options
 from flce_dist.op.call import Schedule
-from flce_dist.op.in_forward import InForward
-from flce_dist.op.lending import lent_windows
+from flce_dist.op.in_forward import InForward, LentWindows
 from flce_dist.op.windows import Windows
 
 DEFAULT_LOGITS_BYTES = 1 << 30
@@ -24,6 +23,7 @@ _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows an
 _SPLIT_FROM = 2048  # gathered tokens of a first chunk
 _HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
+_FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
 Plan = Windows | InForward
@@ -189,7 +189,7 @@ def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward |
     columns = budget // column_bytes
     if columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None
-    windows = lent_windows(column_bytes, V, _round_up(V - columns), row_bytes, tile=_TILE)
+    windows = _lent_windows(column_bytes, V, _round_up(V - columns), row_bytes)
     lent = sum(columns for columns, _ in windows)
     cached, window = V, _MIN_WINDOW
     if V - lent > columns:
@@ -199,6 +199,37 @@ def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward |
     held = cached - lent + (window if cached < V else 0)
     sizes = (cached, window, max(held * column_bytes, later_bytes))
     return InForward(T, V, *sizes, budget, shape.converts, first_t, chunk_t, windows)
+
+
+def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> LentWindows:
+    """Place up to ``wanted`` columns in a dweight of V rows, in few windows in ascending order.
+
+    In_forward finishes columns in ascending order, and after column n rows 0 to n of dweight are
+    written. So a window may begin only at or beyond the row where the gradient of its last column
+    ends. The first is small, so that little is left free below it; each later one may be as wide as
+    what lies before it.
+    """
+
+    def rows_of(columns: int) -> int:
+        return -(-columns * column_bytes // (16 * row_bytes)) * 16
+
+    windows: list[tuple[int, int]] = []
+    done = end = 0  # columns placed, rows taken
+    while done < wanted:
+        width = min(wanted - done, _round_down(end - done))
+        if not windows:
+            # All at once, or as wide as leaves enough rows for the rest.
+            whole = wanted + rows_of(wanted) <= V
+            rest = _round_down(V - rows_of(wanted) - _TILE)
+            width = wanted if whole else max(_FIRST_LENT, rest)
+        row = max(end, done + width)
+        if row + rows_of(width) > V:
+            width = _round_down((V - row - 16) * row_bytes // column_bytes)
+        if width < _TILE:
+            break
+        windows.append((width, row))
+        done, end = done + width, row + rows_of(width)
+    return tuple(windows)
 
 
 def _unit(P: int) -> int:

@@ -50,20 +50,14 @@ def sequence_first(arguments: Arguments) -> Arguments:
 
     [B, S / P, H] of each rank then follow one another, as [S / P, B, H], in the order of labels.
     """
-    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
+    options = arguments.options
     if not (options.sequence_parallel and options.sequence_dim):
         return arguments
-    checks.check_group(tp_group, options.sequence_parallel)
-    of_tokens = {"token_weight": token_weight, "temperature": temperature}
-    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
-    checks.check_tokens(hidden, labels, options, collectives.group_size(tp_group))
-    return arguments._replace(
-        hidden=hidden.transpose(0, 1),
-        labels=labels.transpose(0, 1),
-        token_weight=None if token_weight is None else token_weight.transpose(0, 1),
-        temperature=None if temperature is None else temperature.transpose(0, 1),
-        options=replace(options, sequence_dim=0),
-    )
+    _check_tensors(arguments)
+    names = ("hidden", "labels", "token_weight", "temperature")
+    given = {name: getattr(arguments, name) for name in names}
+    turned = {name: x.transpose(0, 1) for name, x in given.items() if x is not None}
+    return arguments._replace(**turned, options=replace(options, sequence_dim=0))
 
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
@@ -185,20 +179,17 @@ def _checked_call(
     scores: Callable[[Any], Schedule] | None,
 ) -> Call:  # fmt: skip
     """Check the arguments, and decide everything about the call that their facts decide."""
-    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
-    checks.check_group(tp_group, options.sequence_parallel)
-    of_tokens = {"token_weight": token_weight, "temperature": temperature}
-    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
-    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
-    V = len(weight)
-    checks.check_tokens(hidden, labels, options, P)
+    hidden, weight, labels, *_, options, tp_group = arguments
+    P = _check_tensors(arguments)
+    V, rank, T_all = len(weight), collectives.group_rank(tp_group), labels.numel()
+    T = T_all if options.max_counted is None else torch.sym_min(T_all, options.max_counted)
     checks.check_rows(V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen, order = _plan(arguments, needs, P, auto_in_forward, converts=scores is not None)
+    chosen, order = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
-        chosen, order = scores(chosen), replace(order, pieces=((0, labels.numel()),))
+        chosen, order = scores(chosen), replace(order, pieces=((0, T_all),))
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -207,8 +198,8 @@ def _checked_call(
     return Call(
         options=options,
         dtype=hidden.dtype,
-        T=_computed_tokens(labels, options),
-        T_all=labels.numel(),
+        T=T,
+        T_all=T_all,
         vocab_start_index=start,
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
@@ -221,21 +212,26 @@ def _checked_call(
     )
 
 
-def _computed_tokens(labels: Tensor, options: LossOptions) -> int:
-    T = labels.numel()
-    return T if options.max_counted is None else torch.sym_min(T, options.max_counted)
+def _check_tensors(arguments: Arguments) -> int:
+    """Check the group, and the tensors as far as its size P tells; return P."""
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
+    checks.check_group(tp_group, options.sequence_parallel)
+    of_tokens = {"token_weight": token_weight, "temperature": temperature}
+    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
+    P = collectives.group_size(tp_group)
+    checks.check_tokens(hidden, labels, options, P)
+    return P
 
 
 def _plan(
-    arguments: Arguments, needs: list[bool], P: int, auto_in_forward: bool, *, converts: bool
+    arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
 ) -> tuple[Schedule, TokenOrder]:
     """Return the schedule, and the order of tokens that follows from its pieces.
 
     ``converts``: whether cached columns are copied window by window, as in fp16.
     """
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
-    T, (V, H) = _computed_tokens(arguments.labels, options), weight.shape
-    itemsize = weight.element_size()
+    (V, H), itemsize = weight.shape, weight.element_size()
     if options.vocab_range is not None:
         V = -(-(options.vocab_size or 0) // P)
     elif options.vocab_size is not None:

@@ -22,10 +22,7 @@ class Pass:
 
     def __init__(self, call: Call, operands: Operands):
         self.call, self.token_weight, self.places = call, operands.token_weight, operands.places
-        self.gather = transport.gather(
-            operands.hidden, call.order, call.sequence_group, operands.places
-        )
-        self.logits = shard_logits(call, operands, self.gather.tokens)
+        self.gather, self.logits = gathered_logits(call, operands)
         self.norm = _loss_norm(call, operands)
 
     def chunk_loss(
@@ -126,11 +123,12 @@ def _loss_norm(call: Call, operands: Operands) -> Tensor | None:
     return call.kernels.loss_norm(labels, token_weight, call.options.ignore_index, call.stats_dtype)
 
 
-def shard_logits(call: Call, operands: Operands, hidden: Tensor) -> ShardLogits:
-    """Describe this shard's logits over its real rows; hidden is [T, H] of all tokens."""
-    options, bias = call.options, operands.bias
-    return ShardLogits(
-        hidden=hidden,
+def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:
+    """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
+    options, bias, hidden = call.options, operands.bias, operands.hidden
+    gather = transport.gather(hidden, call.order, call.sequence_group, operands.places)
+    return gather, ShardLogits(
+        hidden=gather.tokens,
         weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],
         bias=None if bias is None else bias[: call.V].contiguous(),
         labels=operands.labels,

@@ -10,11 +10,10 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Accumulator, Call, Metrics, Operands, Results, Saved, Upstream
+from flce_dist.op.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.op.dlogits import Chunk
 from flce_dist.op.gradients import Gradients, row_gradient
-from flce_dist.op.statistics import Pass, shard_logits
-from flce_dist.parallel import transport
+from flce_dist.op.statistics import Pass, gathered_logits
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
@@ -64,10 +63,6 @@ class Windows(Sizes):
 
     keeps_operands: ClassVar[bool] = True
 
-    @property
-    def schedule(self) -> str:
-        return "cached" if self.cached_v else "recompute"
-
     def chunks(self) -> list[tuple[int, int]]:
         return [(0, self.T)]
 
@@ -92,60 +87,40 @@ class Windows(Sizes):
             new(T), new(T), new(T),
         )  # fmt: skip
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
-        assert operands is not None
-        norm, cache, entropy, *of_tokens = WindowsSaved(*saved)
-        stats = TokenStats(*of_tokens)
-        rows = row_gradient(
-            call, operands, stats, norm, upstream, entropy=entropy, from_lse=call.is_from_lse
-        )
-        if not call.is_expressible(upstream):
+    def backward(self, given: Backward) -> Results:
+        norm, cache, entropy, *of_tokens = WindowsSaved(*given.saved)
+        stats, from_lse = TokenStats(*of_tokens), given.call.is_from_lse
+        rows = row_gradient(given, stats, norm, entropy=entropy, from_lse=from_lse)
+        if not given.call.is_expressible(given.upstream):
             cache = None
-        return self.gradients(
-            call, operands, stats, rows, cache, accumulator,
-            may_recompute=call.options.with_metrics,
-        )  # fmt: skip
+        return self.gradients(given, stats, rows, cache)
 
     def gradients(
         self,
-        call: Call,
-        operands: Operands,
+        given: Backward,
         stats: TokenStats,
         rows: RowGradient,
         cache: Tensor | None,
-        accumulator: Accumulator | None,
         *,
-        may_recompute: bool,
         overwrite: Callable[[Tensor, int], None] | None = None,
         add: Callable[[Gradients, Chunk], None] = Gradients.add,
     ) -> Results:
         """Return the gradients of dlogits that ``rows`` describes.
 
-        ``may_recompute``: whether some upstream gradients would make cached columns useless.
         ``overwrite`` is that of ``Chunk``, and ``add`` adds its columns.
         """
-        # Decided by facts that all ranks share, not by which upstream gradients this rank got.
-        gather = logits = None
+        call, operands, gather, logits = given.call, given.operands, None, None
+        assert operands is not None
+        # Decided by facts that all ranks share, not by which upstream gradients this rank got:
+        # those of metrics make cached columns useless.
         some_recompute = self.cached_v < self.V or (
             call.options.vocab_range is not None and self.limit is not None  # the larger shards
         )
-        if call.needs.weight or may_recompute or some_recompute:
-            gather = transport.gather(
-                operands.hidden, call.order, call.sequence_group, operands.places
-            )
+        if call.needs.weight or call.options.with_metrics or some_recompute:
+            gather, logits = gathered_logits(call, operands)
             gather.start_all()
-            logits = shard_logits(call, operands, gather.tokens)
 
-        gradients = Gradients(call, operands, accumulator)
+        gradients = Gradients(call, operands, given.accumulator)
         tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
             tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,

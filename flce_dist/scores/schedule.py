@@ -14,7 +14,7 @@ from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
-from flce_dist.op.call import Accumulator, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.op.gradients import Gradients
 from flce_dist.op.statistics import Pass
 from flce_dist.op.windows import Windows
@@ -91,21 +91,13 @@ class Scores:
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         raise NotImplementedError("scores are not supported under torch.compile")
 
-    def backward(
-        self,
-        call: Call,
-        operands: Operands | None,
-        saved: Saved,
-        upstream: Upstream,
-        accumulator: Accumulator | None,
-        *,
-        is_last: bool,
-    ) -> Results:
+    def backward(self, given: Backward) -> Results:
+        call, operands, saved = given.call, given.operands, given.saved
         assert operands is not None and operands.offsets is not None
         of = ScoresSaved(*saved[:7])
         ids = TokenIds(of.ids, operands.offsets, of.token, of.first, of.place)
         rest = None if self.over == "ids" else RestSaved(*saved[7:])
-        dlogprob, dlse, dother, dentropy = upstream
+        dlogprob, dlse, dother, dentropy = given.upstream
         if rest is not None and dother is not None:
             dother = dother.where(rest.others > 0, 0.0)  # else a constant
             dlse = -dother if dlse is None else dlse - dother
@@ -115,7 +107,7 @@ class Scores:
             softcap=call.options.softcap, logit_scale=scale,
         )  # fmt: skip
         if rest is None:
-            return _gradients_over_ids(call, operands, ids, factor, accumulator)
+            return _gradients_over_ids(given, ids, factor)
 
         def overwrite(d: Tensor, start: int) -> None:
             start += call.vocab_start_index
@@ -125,11 +117,10 @@ class Scores:
         slope = scale if inverse is None else scale * inverse
         affine = tuple(x * slope for x in _affine(rest, of.entropy, dtotal, dother, dentropy))
         return self.windows.gradients(
-            call, operands._replace(labels=rest.labels),
+            given._replace(operands=operands._replace(labels=rest.labels)),
             TokenStats(rest.reference, rest.reference, rest.others),
             RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None),
-            rest.cache if dentropy is None else None, accumulator,
-            may_recompute=call.options.with_metrics, overwrite=overwrite,
+            rest.cache if dentropy is None else None, overwrite=overwrite,
         )  # fmt: skip
 
 
@@ -181,15 +172,15 @@ def _affine(
     return a, -dentropy * p_scale, torch.zeros_like(a)
 
 
-def _gradients_over_ids(
-    call: Call, operands: Operands, ids: TokenIds, factor: Tensor, accumulator: Accumulator | None
-) -> Results:
+def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Results:
     """Return the gradients from those of each entry's product ``h . w``, factor [N]."""
+    call, operands = given.call, given.operands
+    assert operands is not None
     kernels, start, gather = call.kernels, call.vocab_start_index, None
     if call.needs.weight:
         gather = transport.gather(operands.hidden, call.order, call.sequence_group)
         gather.start_all()
-    gradients = Gradients(call, operands, accumulator)
+    gradients = Gradients(call, operands, given.accumulator)
     if gradients.dhidden is not None:
         gradients.dhidden.acquire()
         kernels.dhidden_of_ids(
