@@ -30,11 +30,10 @@ def _scale_kernel(
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
     N, block = x.numel(), 8192
-    if N:
-        _, programs = tuning.device_arch(x.device)
-        _scale_kernel[(min(8 * programs, -(-N // block)),)](
-            x, factor,
-            out,
-            N,
-            IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
-        )  # fmt: skip
+    _, programs = tuning.device_arch(x.device)
+    _scale_kernel[(min(8 * programs, -(-N // block)),)](
+        x, factor,
+        out,
+        N,
+        IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
+    )  # fmt: skip
