@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
+from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_logits import (  # noqa: F401
-    SCRATCH_BYTES,
     dlogits,
     leave_out_named,
     logits_at,
@@ -73,13 +73,12 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     if logits.V == 0:
         out.zero_()
         return
-    step = max(1, SCRATCH_BYTES // (4 * logits.H))
-    for start in range(0, logits.T, step):
-        part = logits.tokens(start, start + step)
+    for t in gemm.slices(logits.T, 8 * logits.H):
+        part = logits.rows(t)
         column = part.labels - part.vocab_start_index
         owned = (column >= 0) & (column < part.V) & part.counted
         z = logits_at(part, slice(None), column.where(owned, 0))
-        out[start : start + step] = z.where(owned, 0.0)
+        out[t] = z.where(owned, 0.0)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
