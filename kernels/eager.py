@@ -12,7 +12,6 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_logits import (  # noqa: F401
     dlogits,
-    leave_out_named,
     logits_at,
     named_in,
     slope_of,
@@ -100,13 +99,11 @@ def linear_stats(
     named_x: Tensor | None = None,
 ) -> None:
     reference = first_reference(label_logit)
-    if named_x is not None:
-        for start, z in windows(logits):
-            n, token, column = named_in(logits, start, z.shape[1])
-            named_x[n] = z[token, column] - reference[token]
     if tiles is not None:
         write_tile_stats(logits, reference, tiles)
-    _statistics(logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums)
+    _statistics(
+        logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_x
+    )
 
 
 def rescue(
@@ -133,21 +130,28 @@ def rescue(
 def _statistics(
     logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
     with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
+    named_x: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
     sums.zero_()
     ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
-    reference = reference.masked_fill(ignored, torch.inf)  # so that e of an ignored row is 0
+    # So that e of an ignored row is 0.
+    relative_to = reference.masked_fill(ignored, torch.inf)[:, None]
     for start, z in windows(logits):
         slope = slope_of(z, logits)
+        if logits.named is not None:
+            n, token, column = named_in(logits, start, z.shape[1])
+            if named_x is not None:
+                named_x[n] = z[token, column] - reference[token]
         if with_sum_z:
             write_at_labels(z, logits, start, reference)
-            sums[-1] += (z - reference[:, None]).sum(1)
+            sums[-1] += (z - relative_to).sum(1)
         write_at_labels(z, logits, start, none)
-        leave_out_named(z, logits, start)
+        if logits.named is not None:
+            z[token, column] = -torch.inf
         torch.maximum(others_max, z.amax(1), out=others_max)
-        x = z.sub_(reference[:, None])
+        x = z.sub_(relative_to)
         e = x.exp() if with_entropy else x.exp_()
         sums[0] += e.sum(1)
         if with_entropy:
