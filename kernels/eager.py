@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
+from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.eager_logits import (  # noqa: F401
-    SCRATCH_BYTES,
     dlogits,
-    leave_out_named,
     logits_at,
     named_in,
     slope_of,
@@ -28,7 +27,20 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
     token_loss,
     write_label_value,
 )
-from flce_dist.kernels.filtered.eager import write_tile_stats
+from flce_dist.kernels.filtered.eager import (  # noqa: F401
+    add_kept_dbias,
+    add_kept_dhidden,
+    kept_dlogits,
+    kept_dweight,
+    kept_tiles,
+    new_kept_buffer,
+    new_tile_stats,
+    profile_sample,
+    rank_one,
+    tile_lists,
+    tile_profile,
+    write_tile_stats,
+)
 from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
 from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,
@@ -60,13 +72,12 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     if logits.V == 0:
         out.zero_()
         return
-    step = max(1, SCRATCH_BYTES // (4 * logits.H))
-    for start in range(0, logits.T, step):
-        part = logits.tokens(start, start + step)
+    for t in gemm.slices(logits.T, 8 * logits.H):
+        part = logits.rows(t)
         column = part.labels - part.vocab_start_index
         owned = (column >= 0) & (column < part.V) & part.counted
         z = logits_at(part, slice(None), column.where(owned, 0))
-        out[start : start + step] = z.where(owned, 0.0)
+        out[t] = z.where(owned, 0.0)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
@@ -88,13 +99,11 @@ def linear_stats(
     named_x: Tensor | None = None,
 ) -> None:
     reference = first_reference(label_logit)
-    if named_x is not None:
-        for start, z in windows(logits):
-            n, token, column = named_in(logits, start, z.shape[1])
-            named_x[n] = z[token, column] - reference[token]
     if tiles is not None:
         write_tile_stats(logits, reference, tiles)
-    _statistics(logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums)
+    _statistics(
+        logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_x
+    )
 
 
 def rescue(
@@ -121,21 +130,28 @@ def rescue(
 def _statistics(
     logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
     with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
+    named_x: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
     sums.zero_()
     ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
-    reference = reference.masked_fill(ignored, torch.inf)  # so that e of an ignored row is 0
+    # So that e of an ignored row is 0.
+    relative_to = reference.masked_fill(ignored, torch.inf)[:, None]
     for start, z in windows(logits):
         slope = slope_of(z, logits)
+        if logits.named is not None:
+            n, token, column = named_in(logits, start, z.shape[1])
+            if named_x is not None:
+                named_x[n] = z[token, column] - reference[token]
         if with_sum_z:
             write_at_labels(z, logits, start, reference)
-            sums[-1] += (z - reference[:, None]).sum(1)
+            sums[-1] += (z - relative_to).sum(1)
         write_at_labels(z, logits, start, none)
-        leave_out_named(z, logits, start)
+        if logits.named is not None:
+            z[token, column] = -torch.inf
         torch.maximum(others_max, z.amax(1), out=others_max)
-        x = z.sub_(reference[:, None])
+        x = z.sub_(relative_to)
         e = x.exp() if with_entropy else x.exp_()
         sums[0] += e.sum(1)
         if with_entropy:

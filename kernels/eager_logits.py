@@ -99,12 +99,5 @@ def named_in(logits: ShardLogits, start: int, W: int) -> tuple[Tensor, Tensor, T
     return n[here], token[here], column[here]
 
 
-def leave_out_named(z: Tensor, logits: ShardLogits, start: int) -> None:
-    """Write -inf to the columns of named ids of z [T, W], columns from ``start`` on."""
-    if logits.named is not None:
-        _, token, column = named_in(logits, start, z.shape[1])
-        z[token, column] = -torch.inf
-
-
 def capped(z: Tensor, softcap: float | None) -> Tensor:
     return z if softcap is None else softcap * torch.tanh(z / softcap)

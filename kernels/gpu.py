@@ -3,16 +3,19 @@
 
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.counted_tokens import counted_tokens
-from flce_dist.kernels.dlogits import dlogits
+from flce_dist.kernels.dlogits import dlogits, write_label_value
+from flce_dist.kernels.filtered.dlogits import kept_dlogits, new_kept_buffer
+from flce_dist.kernels.filtered.gemms import add_kept_dbias, add_kept_dhidden, kept_dweight
+from flce_dist.kernels.filtered.sample import profile_sample
+from flce_dist.kernels.filtered.stats import kept_tiles, new_tile_stats, rank_one, tile_profile
+from flce_dist.kernels.filtered.tile_lists import tile_lists
 from flce_dist.kernels.kernel import may_replay
 from flce_dist.kernels.label_logit import label_logit
-from flce_dist.kernels.label_value import write_label_value
 from flce_dist.kernels.linear_stats import linear_stats
 from flce_dist.kernels.merge_stats import new_sums
 from flce_dist.kernels.reduce_loss import loss_norm, reduce_loss
 from flce_dist.kernels.rescue import rescue
-from flce_dist.kernels.scale import scale
-from flce_dist.kernels.scale_rows import scale_rows
+from flce_dist.kernels.scale import scale, scale_rows
 from flce_dist.kernels.scores.at_ids import dhidden_of_ids, logits_at_ids, write_named
 from flce_dist.kernels.scores.id_sums import dweight_of_ids
 from flce_dist.kernels.scores.sets import set_scores

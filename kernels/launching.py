@@ -60,13 +60,8 @@ class TileLaunch:
 
     @property
     def constexprs(self) -> dict[str, Any]:
-        """Constexprs of ``logits_tile`` in a grid over all tiles, and launch options."""
+        """Constexprs of a kernel that computes tiles of logits, and launch options."""
         return {"TMA": self.tma, **vars(self.config)}
-
-    @property
-    def listed_constexprs(self) -> dict[str, Any]:
-        """The same in a grid over listed tiles."""
-        return {name: x for name, x in self.constexprs.items() if name != "GROUP_T"}
 
 
 def tile_launch(

@@ -4,6 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.counted_tokens import counts
 from flce_dist.kernels.kernel import Kernel
 
 
@@ -19,11 +20,7 @@ def _loss_norm_kernel(
     nonzero = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, T, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
-        mask = offs_t < T
-        label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
-        weight = tl.full((BLOCK_T,), 1.0, tl.float32)
-        if token_weight_ptr is not None:
-            weight = tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
+        _, label, weight = counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T)
         weight = tl.where(label != ignore_index, weight, 0.0)
         weights += weight
         nonzero |= (weight != 0.0).to(tl.int32)

@@ -1,4 +1,7 @@
-"""A tensor of N elements times a scalar on the device, in one pass and with one rounding."""
+"""A tensor times a factor on the device: one of all elements, or one of each row.
+
+T = tokens (rows), N = columns, or all elements of a tensor.
+"""
 
 import triton.language as tl
 from torch import Tensor
@@ -6,6 +9,7 @@ from torch import Tensor
 from flce_dist.kernels import tuning
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
+from flce_dist.kernels.tuning import next_power_of_2
 
 
 @Kernel
@@ -30,11 +34,65 @@ def _scale_kernel(
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
     N, block = x.numel(), 8192
-    if N:
-        _, programs = tuning.device_arch(x.device)
-        _scale_kernel[(min(8 * programs, -(-N // block)),)](
-            x, factor,
-            out,
-            N,
-            IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
-        )  # fmt: skip
+    _, programs = tuning.device_arch(x.device)
+    _scale_kernel[(min(8 * programs, -(-N // block)),)](
+        x, factor,
+        out,
+        N,
+        IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
+    )  # fmt: skip
+
+
+@Kernel
+def _scale_rows_kernel(
+    x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
+    out_ptr,  # out: [T, N]
+    N,
+    stride_x_t, stride_x_n, stride_out_t,
+    ignore_index,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program scales BLOCK_N columns of one row."""
+    # T * N passes 2**31 at 524k x 4k, along either dimension: x may be column-major.
+    t = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    counted = tl.load(labels_ptr + t) != ignore_index
+    mask_n = offs_n < N
+    mask_x = offs_n < tl.where(counted, N, 0)
+    x = tl.load(x_ptr + t * stride_x_t + offs_n * stride_x_n, mask=mask_x, other=0.0)
+    scaled = x.to(tl.float32)
+    if scale_ptr is not None:
+        scaled *= tl.load(scale_ptr + t)
+    if u_ptr is not None:
+        row = tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
+        scaled += tl.load(u_ptr + t) * row
+    scaled = tl.where(counted, scaled, 0.0)
+    tl.store(
+        out_ptr + t * stride_out_t + offs_n, cast(scaled, out_ptr.dtype.element_ty), mask=mask_n
+    )
+
+
+def scale_rows(
+    x: Tensor,
+    scale: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int,
+    plus: tuple[Tensor, Tensor] | None = None,
+    out: Tensor,
+) -> None:
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
+
+    x is [T, N], out [T, N] with a unit last stride, or x itself. scale [T] is fp32, None is 1;
+    ``plus`` holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
+    """
+    T, N = x.shape
+    BLOCK_N = min(4096, next_power_of_2(N))
+    _scale_rows_kernel[(T, -(-N // BLOCK_N))](
+        x, scale, labels, *(plus or (None, None)),
+        out,
+        N,
+        *x.stride(), out.stride(0),
+        ignore_index,
+        BLOCK_N=BLOCK_N, num_warps=8,
+    )  # fmt: skip

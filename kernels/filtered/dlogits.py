@@ -73,7 +73,8 @@ def kept_dlogits(
 ) -> Tensor:  # fmt: skip
     """Write D, relative to the reference of ``rows``, times scale [T] fp32, to out; return it."""
     launch = tile_launch(logits, out)
-    parts = out.numel() // (launch.config.BLOCK_T * launch.config.BLOCK_V)
+    config = launch.config
+    parts = out.numel() // (config.BLOCK_T * config.BLOCK_V)
     _kept_dlogits_kernel[(min(launch.programs, parts),)](
         *launch.operands(logits), logits.labels,
         rows.reference, rows.label_value, scale,
@@ -82,7 +83,8 @@ def kept_dlogits(
         logits.T, logits.V, logits.H, len(out), round,
         logits.strides,
         logits.vocab_start_index, logits.scalars,
-        EVEN_V=logits.V % tiles.TILE_V == 0,
-        **launch.listed_constexprs,
+        EVEN_V=logits.V % tiles.TILE_V == 0, TMA=launch.tma,
+        BLOCK_T=config.BLOCK_T, BLOCK_V=config.BLOCK_V, BLOCK_H=config.BLOCK_H,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
