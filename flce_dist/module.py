@@ -5,6 +5,7 @@ V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ran
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
 
-
-def _normal(weight: Tensor) -> Tensor:
-    return nn.init.normal_(weight, mean=0.0, std=0.02)
+_normal = partial(nn.init.normal_, std=0.02)
 
 
 class LinearCrossEntropy(VocabShard):

@@ -143,11 +143,10 @@ class VocabShard(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tp_group is None:
             return
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                destination[prefix + name] = dtensor.whole_of_rows(
-                    destination[prefix + name], self.padded_vocab_size, self.tp_group
-                )
+        for name, _ in self.named_parameters(recurse=False):
+            destination[prefix + name] = dtensor.whole_of_rows(
+                destination[prefix + name], self.padded_vocab_size, self.tp_group
+            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -160,9 +159,8 @@ class VocabShard(nn.Module):
                 error_msgs.append(problem)
                 return
         state_dict = dict(state_dict)  # the caller's is not changed
-        for name, parameter in self._parameters.items():
-            value = state_dict.get(prefix + name)
-            if parameter is not None and value is not None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if (value := state_dict.get(prefix + name)) is not None:
                 state_dict[prefix + name] = self._own_part(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()
