@@ -1,10 +1,6 @@
 """Fused linear cross entropy for tensor- and sequence-parallel training of language models."""
 
-from flce_dist.api import (
-    LossWithMetrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.data_parallel import data_parallel_linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.op.plan import plan

@@ -21,13 +21,7 @@ from flce_dist.op.prepare import (
     sequence_first,
     tempered,
 )
-from flce_dist.options import (
-    ExtraSchedule,
-    Impl,
-    Reduction,
-    Schedule,
-    keywords_of,
-)
+from flce_dist.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -4,6 +4,8 @@ V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ran
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,7 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
 
-
-def _normal(weight: Tensor) -> Tensor:
-    return nn.init.normal_(weight, mean=0.0, std=0.02)
+_normal = partial(nn.init.normal_, std=0.02)
 
 
 class LinearCrossEntropy(VocabShard):
@@ -79,20 +79,24 @@ class LinearCrossEntropy(VocabShard):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        rows: dict[str, Any] = {"vocab_size": vocab_size, "vocab_range": None}
-        given = keywords_of(LinearCrossEntropy.__init__, options, **rows)
-        checks.check_group(tp_group, given.get("sequence_parallel", False))
-        super().__init__(hidden_size, vocab_size, padded_vocab_size, tp_group, init_method)
-        rows = {"vocab_size": self.vocab_size, "vocab_range": self.vocab_range}
-        self.options = checks.check_options(LossOptions(**{**given, **rows}))
-        self.sequence_parallel = self.options.sequence_parallel
-        if self.options.tp_invariant:
+        of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
+        given = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
+        chosen = checks.checked_options(**given)
+        checks.check_group(tp_group, chosen.sequence_parallel)
+        super().__init__(
+            hidden_size, vocab_size, bias=bias, padded_vocab_size=padded_vocab_size,
+            vocab_order=vocab_order, tp_group=tp_group, init_method=init_method, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        if chosen.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
-            checks.check_invariant(self.options.impl or "triton", shards)
-        self._make_parameters(bias, vocab_order, device, dtype)
-        self._ignored_row = self.options.ignore_index
+            checks.check_invariant(chosen.impl or "triton", shards)
+        self.options = replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
+        self.sequence_parallel = chosen.sequence_parallel
+        keywords = {name: getattr(self.options, name) for name in KEYWORDS}
         if self.vocab_order is not None:
-            self._ignored_row = row_of_id(self._ignored_row, self.vocab_order)
+            keywords["ignore_index"] = row_of_id(chosen.ignore_index, self.vocab_order)
+        self._keywords = {**keywords, "tp_group": tp_group}
 
     def forward(
         self,
@@ -164,13 +168,7 @@ class LinearCrossEntropy(VocabShard):
         return ", ".join(parts)
 
     def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
-        options = {name: getattr(self.options, name) for name in KEYWORDS}
-        options["ignore_index"] = self._ignored_row
-        return dict(
-            weight=self.weight,
-            labels=labels if self.row_of_token is None else rows_of(labels, self.row_of_token),
-            bias=self.bias,
-            token_weight=token_weight,
-            tp_group=self.tp_group,
-            **options,
-        )
+        if self.row_of_token is not None:
+            labels = rows_of(labels, self.row_of_token)
+        operands = {"weight": self.weight, "labels": labels, "bias": self.bias}
+        return {**operands, "token_weight": token_weight, **self._keywords}

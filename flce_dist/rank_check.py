@@ -24,7 +24,7 @@ from flce_dist.op.prepare import (
     sequence_first,
     tempered,
 )
-from flce_dist.options import LossOptions, keywords_of
+from flce_dist.options import keywords_of
 
 
 def check_ranks(
@@ -66,7 +66,7 @@ def check_ranks(
     group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
     failure: Exception | None = None
     try:
-        chosen = LossOptions(**keywords_of(check_ranks, options))
+        chosen = checks.checked_options(**keywords_of(check_ranks, options))
         mine = _summary(
             Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
         )
@@ -87,11 +87,8 @@ def check_ranks(
 
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return this rank's facts about the call; raise if the call would."""
-    given = arguments.weight
-    arguments = arguments._replace(options=checks.check_options(arguments.options))
-    arguments = in_autocast_dtype(tempered(localized(arguments)))
-    options = arguments.options
-    arguments = sequence_first(arguments)
+    given, arguments = arguments.weight, tempered(localized(arguments))
+    options, arguments = arguments.options, in_autocast_dtype(sequence_first(arguments))
     needs = gradients_needed(arguments)
     call, (_, weight, _, labels, token_weight, _, inverse, *_) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:

@@ -37,10 +37,16 @@ class VocabShard(nn.Module):
         self,
         hidden_size: int,
         vocab_size: int,
+        *,
+        bias: bool,
         padded_vocab_size: int | None,
+        vocab_order: VocabOrder | Tensor | None,
         tp_group: dist.ProcessGroup | None,
         init_method: Callable[[Tensor], Any],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
+        """Make the parameters and initialise them, unless on the meta device; collective."""
         super().__init__()
         padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
         self.hidden_size = checks.count("hidden_size", hidden_size)
@@ -54,15 +60,6 @@ class VocabShard(nn.Module):
         self.tp_group, self.init_method = tp_group, init_method
         self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
         self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
-
-    def _make_parameters(
-        self,
-        bias: bool,
-        vocab_order: VocabOrder | Tensor | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Make the parameters and initialise them, unless on the meta device; collective."""
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, self.hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
@@ -71,7 +68,7 @@ class VocabShard(nn.Module):
         def make_order() -> VocabOrder | None:
             return None if vocab_order is None else as_vocab_order(vocab_order, self.vocab_size)
 
-        self.vocab_order = make_order() if self.weight.is_meta else self._agreed(make_order)
+        self.vocab_order = agreed_order(make_order, self.weight, self._groups())
         rows = None
         if self.vocab_order is not None:
             rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
@@ -80,9 +77,8 @@ class VocabShard(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the weight and zero the bias. Per group a gather and an all-reduce."""
-        if not self.weight.is_meta:
-            self._agreed(lambda: self.vocab_order)
-            self._initialize()
+        agreed_order(lambda: self.vocab_order, self.weight, self._groups())
+        self._initialize()
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -110,11 +106,10 @@ class VocabShard(nn.Module):
             self.bias.zero_()
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups of all ranks that hold a part of the weight, one per dimension."""
+        """The groups of ranks that initialise a part of the weight each, one per dimension."""
+        if self.weight.is_meta:
+            return []
         return [self.tp_group, *dtensor.groups_of(self.weight)]
-
-    def _agreed(self, make: Callable[[], VocabOrder | None]) -> VocabOrder | None:
-        return agreed_order(make, self.weight, self._groups())
 
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
@@ -148,11 +143,10 @@ class VocabShard(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tp_group is None:
             return
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                destination[prefix + name] = dtensor.whole_of_rows(
-                    destination[prefix + name], self.padded_vocab_size, self.tp_group
-                )
+        for name, _ in self.named_parameters(recurse=False):
+            destination[prefix + name] = dtensor.whole_of_rows(
+                destination[prefix + name], self.padded_vocab_size, self.tp_group
+            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -165,9 +159,8 @@ class VocabShard(nn.Module):
                 error_msgs.append(problem)
                 return
         state_dict = dict(state_dict)  # the caller's is not changed
-        for name, parameter in self._parameters.items():
-            value = state_dict.get(prefix + name)
-            if parameter is not None and value is not None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if (value := state_dict.get(prefix + name)) is not None:
                 state_dict[prefix + name] = self._own_part(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()

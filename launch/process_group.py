@@ -1,15 +1,18 @@
-"""The process group of a measurement: torchrun's ranks, or none for one process alone."""
+"""The process group of a program: torchrun's ranks, or none for one process alone."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import require
 
+Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
 
 
@@ -57,3 +60,29 @@ def reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp
     if group is not None:
         dist.all_reduce(x, op, group=group)
     return x
+
+
+def together(work: Callable[[], Result]) -> list[Result]:
+    """Do ``work`` on every rank and return all results by rank; collective over all ranks.
+
+    Raises, on every rank, the ``RunError`` of the first rank whose work raised one.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except RunError as error:
+        failure = error
+    outcomes = gathered((result, failure), dist.group.WORLD)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """Do ``work`` on rank 0 alone; return its result, or raise its ``RunError``, on every rank.
+
+    Only one rank reads the disk and decides, because other hosts may see changes later.
+    """
+    is_first = rank_and_size(dist.group.WORLD)[0] == 0
+    return together(lambda: work() if is_first else None)[0]  # type: ignore[return-value]

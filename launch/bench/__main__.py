@@ -18,7 +18,6 @@ import shlex
 import sys
 import time
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +39,8 @@ from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, load_head, make_problem, make_truth
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
-from flce_dist.launch.process_group import Group, device_type_of, gathered, rank_and_size, start
+from flce_dist.launch.process_group import Group, device_type_of, on_rank_0, rank_and_size, start
 from flce_dist.launch.write import check_writable
-from flce_dist.launch.yaml_config import ConfigError
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
 """How variables begin that decide how collectives run, and beside what."""
@@ -88,7 +86,9 @@ def _bench(
         "peers": {package: version_of(package) for package in sorted(packages)},
         "config": as_json(config),
     }
-    records = [] if config.fresh else _records_so_far(config, facts, tp_group)
+    records: list[Record] = []
+    if not config.fresh:  # rank 0 alone writes, and other hosts may not see its files
+        records = on_rank_0(lambda: files.records_so_far(config.out, facts))
     done = set(map(_PROBLEM, records))
     shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):
@@ -160,19 +160,6 @@ def _bench_shape(
         torch.compiler.reset()
     free_memory(device)
     return records, profiles
-
-
-def _records_so_far(config: BenchConfig, facts: dict[str, Any], tp_group: Group) -> list[Record]:
-    """Read what rank 0 finds: it alone writes, and other hosts may not see its files."""
-    is_first = rank_and_size(tp_group)[0] == 0
-    try:
-        found: Any = files.records_so_far(config.out, facts) if is_first else None
-    except ConfigError as error:
-        found = error
-    found = gathered(found, tp_group)[0]
-    if isinstance(found, ConfigError):
-        raise found
-    return found
 
 
 if __name__ == "__main__":

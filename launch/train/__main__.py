@@ -14,6 +14,7 @@ import os
 import sys
 from contextlib import ExitStack
 
+from flce_dist.launch.process_group import on_rank_0
 from flce_dist.launch.program import run_program
 from flce_dist.launch.train import ranks
 from flce_dist.launch.train.config import load_config
@@ -36,9 +37,9 @@ def main() -> int:
         from flce_dist.launch.train.run import run
 
         # Before the folder is made: a text that will not do leaves none.
-        corpus = open_corpus(config, ranks.on_rank_0(lambda: tokenise(config)))
+        corpus = open_corpus(config, on_rank_0(lambda: tokenise(config)))
     with ExitStack() as stack:
-        ranks.on_rank_0(lambda: stack.enter_context(locked(config.out_dir)))
+        on_rank_0(lambda: stack.enter_context(locked(config.out_dir)))
         return run(config, corpus, device)
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.process_group import on_rank_0, together
 from flce_dist.launch.program import RunError
-from flce_dist.launch.train.ranks import on_rank_0, together
 from flce_dist.launch.write import write_synced, writing
 
 MANIFEST = "manifest.json"

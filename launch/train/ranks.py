@@ -1,7 +1,4 @@
-"""The ranks of a run: how they start and meet, what they do together, and that none is left over.
-
-Where one rank cannot go on, all stop with its error.
-"""
+"""The ranks of a run: how they start and meet, and that none is left over."""
 
 import ctypes
 import logging
@@ -10,20 +7,15 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flce_dist.launch.process_group import gathered
-from flce_dist.launch.program import RunError
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.yaml_config import require
-
-Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent is gone
 # What a rank runs first: seconds before it has imported torch its launcher may be killed.
@@ -120,31 +112,6 @@ def join_ranks(device: torch.device) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
-
-
-def together(work: Callable[[], Result]) -> list[Result]:
-    """Do ``work`` on every rank and return all results by rank; collective.
-
-    Raises, on every rank, the ``RunError`` of the first rank whose work raised one.
-    """
-    result, message = None, None
-    try:
-        result = work()
-    except RunError as error:
-        message = str(error)
-    outcomes = gathered((result, message), dist.group.WORLD)
-    for _, failure in outcomes:
-        if failure is not None:
-            raise RunError(failure)
-    return [result for result, _ in outcomes]
-
-
-def on_rank_0(work: Callable[[], Result]) -> Result:
-    """Do ``work`` on rank 0 alone; return its result, or raise its ``RunError``, on every rank.
-
-    Only one rank reads the disk and decides, because other hosts may see changes later.
-    """
-    return together(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def say(message: str) -> None:

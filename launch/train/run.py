@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.about import about
+from flce_dist.launch.process_group import on_rank_0, together
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import compare, model
 from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
@@ -17,7 +18,7 @@ from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import IGNORED, Corpus
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
 from flce_dist.launch.train.optimizer import Optimizer
-from flce_dist.launch.train.ranks import on_rank_0, said, say, together
+from flce_dist.launch.train.ranks import said, say
 from flce_dist.launch.write import write_json, writing
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.memory import shared_bytes
