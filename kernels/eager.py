@@ -27,20 +27,7 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
     token_loss,
     write_label_value,
 )
-from flce_dist.kernels.filtered.eager import (  # noqa: F401
-    add_kept_dbias,
-    add_kept_dhidden,
-    kept_dlogits,
-    kept_dweight,
-    kept_tiles,
-    new_kept_buffer,
-    new_tile_stats,
-    profile_sample,
-    rank_one,
-    tile_lists,
-    tile_profile,
-    write_tile_stats,
-)
+from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
 from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,

@@ -4,11 +4,6 @@
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.counted_tokens import counted_tokens
 from flce_dist.kernels.dlogits import dlogits, write_label_value
-from flce_dist.kernels.filtered.dlogits import kept_dlogits, new_kept_buffer
-from flce_dist.kernels.filtered.gemms import add_kept_dbias, add_kept_dhidden, kept_dweight
-from flce_dist.kernels.filtered.sample import profile_sample
-from flce_dist.kernels.filtered.stats import kept_tiles, new_tile_stats, rank_one, tile_profile
-from flce_dist.kernels.filtered.tile_lists import tile_lists
 from flce_dist.kernels.kernel import may_replay
 from flce_dist.kernels.label_logit import label_logit
 from flce_dist.kernels.linear_stats import linear_stats

@@ -1,12 +1,10 @@
 """The kernel interface as types: what ``gpu.py`` and ``eager.py`` both offer.
 
 ``kernels_of`` returns one of the two modules as a ``Kernels``, so that a type checker sees through
-it. The docstrings are those of the Triton functions.
-
-T = tokens, V = vocabulary rows here, H = hidden size.
+it. The docstrings are those of the Triton functions. T = tokens, V = vocabulary rows here.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +17,7 @@ from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
 class Kernels(Protocol):
-    """The passes over logits, [T, N] and [T] that schedules are made of.
-
-    Those of scores come last, then those of filtered gradients; ``lists`` are what ``tile_lists``
-    of the same implementation returns.
-    """
+    """The passes over logits, [T, N] and [T] that schedules are made of, those of scores last."""
 
     def may_replay(self) -> bool: ...
 
@@ -105,47 +99,6 @@ class Kernels(Protocol):
         self, factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
         vocab_start_index: int, out: Tensor, adds: bool,
     ) -> None: ...  # fmt: skip
-
-    def new_tile_stats(self, logits: ShardLogits) -> Tensor: ...
-
-    def kept_tiles(
-        self, logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def profile_sample(
-        self, labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
-    ) -> Tensor: ...
-
-    def tile_profile(
-        self, logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor
-    ) -> Tensor: ...
-
-    def rank_one(
-        self, logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *,
-        with_means: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]: ...  # fmt: skip
-
-    def tile_lists(self, kept: Tensor, capacity: int) -> Any: ...
-
-    def new_kept_buffer(self, logits: ShardLogits, capacity: int) -> Tensor: ...
-
-    def kept_dlogits(
-        self, logits: ShardLogits, rows: RowGradient, scale: Tensor | None,
-        lists: Any, round: int, *, out: Tensor,
-    ) -> Tensor: ...  # fmt: skip
-
-    def add_kept_dhidden(
-        self, d: Tensor, weight: Tensor, lists: Any, round: int, acc: Tensor
-    ) -> None: ...
-
-    def kept_dweight(
-        self, d: Tensor, hidden: Tensor, lists: Any, round: int, q: Tensor, hbar: Tensor,
-        row: Tensor | None, *, out: Tensor, accumulates: bool,
-    ) -> None: ...  # fmt: skip
-
-    def add_kept_dbias(
-        self, d: Tensor, scale: Tensor | None, lists: Any, round: int, out: Tensor
-    ) -> None: ...
 
 
 def kernels_of(impl: str) -> Kernels:

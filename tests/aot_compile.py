@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
+from flce_dist.kernels.filtered import gpu as filter_gpu
 from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
@@ -170,20 +171,22 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     token = torch.empty(T)
     of_d, scale = (None, token) if main_grad else (token, None)
     stats = TokenStats(token, token, token)
-    kept, mass = gpu.kept_tiles(logits, gpu.new_tile_stats(logits), stats, 0.1)
+    kept, mass = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
     gathered = logits.labels if main_grad else None
-    sample = gpu.profile_sample(logits.labels, token, gathered, ignore_index=-100)
-    total = gpu.tile_profile(logits, token, kept, sample)
-    q, *_ = gpu.rank_one(logits, total, mass, of_d, with_means=not main_grad)
-    lists = gpu.tile_lists(kept, 2 * len(kept))
+    sample = filter_gpu.profile_sample(logits.labels, token, gathered, ignore_index=-100)
+    total = filter_gpu.tile_profile(logits, token, kept, sample)
+    q, *_ = filter_gpu.rank_one(logits, total, mass, of_d, with_means=not main_grad)
+    lists = filter_gpu.tile_lists(kept, 2 * len(kept))
     rows = RowGradient(scale, token, token, (), None)
-    d = gpu.new_kept_buffer(logits, 2 * len(kept))
-    gpu.kept_dlogits(logits, rows, of_d, lists, 0, out=d)
-    gpu.add_kept_dhidden(d, weight, lists, 0, torch.empty(T, H))
+    d = filter_gpu.new_kept_buffer(logits, 2 * len(kept))
+    filter_gpu.kept_dlogits(logits, rows, of_d, lists, 0, out=d)
+    filter_gpu.add_kept_dhidden(d, weight, lists, 0, torch.empty(T, H))
     hbar, row = torch.empty(kept.shape[1], H), torch.empty(H) if main_grad else None
     out = torch.empty(V, H, dtype=torch.float32 if main_grad else weight.dtype)
-    gpu.kept_dweight(d, logits.hidden, lists, 0, q, hbar, row, out=out, accumulates=main_grad)
-    gpu.add_kept_dbias(d, scale, lists, 0, torch.empty(V))
+    filter_gpu.kept_dweight(
+        d, logits.hidden, lists, 0, q, hbar, row, out=out, accumulates=main_grad
+    )
+    filter_gpu.add_kept_dbias(d, scale, lists, 0, torch.empty(V))
 
 
 def spilled_bytes(cubin: bytes, ptx: str, capability: int) -> int:

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import eager, exact_sums, merge_stats, rescue
+from flce_dist.kernels import exact_sums, merge_stats, rescue
+from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.parallel import peer_memory
 from flce_dist.parallel.peer_memory import PeerMemory
 from tests.fake_ranks import Hung, Wrong, run
@@ -90,7 +91,7 @@ def test_a_wrong_order_of_streams(
 
 
 def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
-    mutate(eager, "tile_profile", lambda original, *args: original(*args).roll(1))
+    mutate(eager_filter, "tile_profile", lambda original, *args: original(*args).roll(1))
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
         check_filtered(zipf_inputs(300, 1300, 16, bias=True), 2.0**-7)
 

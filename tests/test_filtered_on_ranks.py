@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.kernels import eager
+from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.op.gradients import Gradients
 from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import vocab_range
@@ -154,7 +154,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
         return original(*args, **kwargs)
 
     for name in ("add_kept_dhidden", "kept_dweight"):
-        mutate(eager, name, partial(noting, name))
+        mutate(eager_filter, name, partial(noting, name))
     mutate(Gradients, "finish_dhidden", partial(noting, "finish_dhidden"))
 
     def step(group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, vocab_range
-from flce_dist.kernels import eager
+from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
 from flce_dist.launch.verify.cases import FILTER_EPS, Case, cases, filtered_shape, filtered_variants
@@ -99,7 +99,7 @@ def test_a_tile_that_is_not_kept_is_found(mutate, dtype):
 
     filtering = [case for case in CASES if case.filter_eps]
     assert not any(missed(case, dtype) for case in filtering)
-    mutate(eager, "kept_tiles", a_tile_too_few)
+    mutate(eager_filter, "kept_tiles", a_tile_too_few)
     for case in filtering:
         plain = case.variant.name == "filter_eps" or dtype != torch.bfloat16
         wanted = {"dhidden", "dweight"} if plain else {"dhidden"}

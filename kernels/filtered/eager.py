@@ -1,4 +1,4 @@
-"""Filtered gradients in plain PyTorch: those of ``kernels/gpu.py``, whose docstrings hold here.
+"""Filtered gradients in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
 
 D lies in a dense window of columns, 0 in the tiles that are not kept. A round is the next window,
 so nothing is read on the host. T = tokens, V = vocabulary rows here, H = hidden size.
