@@ -78,12 +78,13 @@ def counted_tokens(
     places, out_labels = labels.new_empty(T), labels.new_empty(T)
     out_weight = None if token_weight is None else token_weight.new_empty(T)
     count = labels.new_empty((), dtype=torch.int32)
-    _counted_tokens_kernel[(-(-T_all // 2048),)](
-        labels, token_weight,
-        places, out_labels, out_weight,
-        count,
-        T_all, T,
-        ignore_index,
-        BLOCK_T=2048, num_warps=8, sanitize_overflow=False,
-    )  # fmt: skip
+    if T_all:
+        _counted_tokens_kernel[(-(-T_all // 2048),)](
+            labels, token_weight,
+            places, out_labels, out_weight,
+            count,
+            T_all, T,
+            ignore_index,
+            BLOCK_T=2048, num_warps=8, sanitize_overflow=False,
+        )  # fmt: skip
     return places, out_labels, out_weight, count

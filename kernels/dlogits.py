@@ -106,6 +106,8 @@ def dlogits(
     hidden's dtype with a unit last stride.
     """
     T, V = logits.T, logits.V
+    if T == 0 or V == 0:
+        return
     launch = tile_launch(logits, out)
     _dlogits_kernel[launch.grid](
         *launch.operands(logits), logits.labels,
@@ -130,7 +132,7 @@ def write_label_value(
     [T] fp32. Rows of ignored tokens are left alone.
     """
     T, V = out.shape
-    if V == 0:
+    if T == 0 or V == 0:
         return
     _write_label_kernel[(-(-T // 128),)](
         labels, value,

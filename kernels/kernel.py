@@ -35,8 +35,7 @@ class Tiled(NamedTuple):
 class Kernel:
     """``kernel[grid](*args, **constexprs)`` launches ``fn`` as ``triton.jit(fn)`` does.
 
-    Arguments are passed by position, constexprs and launch options by keyword. A grid without
-    programs launches and compiles nothing, so launchers need not ask whether there is a token.
+    Arguments are passed by position, constexprs and launch options by keyword.
     """
 
     def __init__(self, fn: Callable[..., None], **options: Any) -> None:
@@ -46,8 +45,6 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
-        if 0 in grid:
-            return
         launch = partial(_as_triton, partial(self.jit[grid], **constexprs))
         noted, compiled = recorder(), None
         if noted is not None and hasattr(self.jit, "params"):  # else it is interpreted

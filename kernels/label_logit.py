@@ -59,6 +59,8 @@ def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
     error arrives with the next synchronisation.
     """
     T, V, H = logits.T, logits.V, logits.H
+    if T == 0:
+        return
     _label_logit_kernel[(T,)](
         logits.hidden, logits.weight, logits.bias, logits.labels,
         out,

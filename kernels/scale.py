@@ -34,13 +34,14 @@ def _scale_kernel(
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
     N, block = x.numel(), 8192
-    _, programs = tuning.device_arch(x.device)
-    _scale_kernel[(min(8 * programs, -(-N // block)),)](
-        x, factor,
-        out,
-        N,
-        IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
-    )  # fmt: skip
+    if N:
+        _, programs = tuning.device_arch(x.device)
+        _scale_kernel[(min(8 * programs, -(-N // block)),)](
+            x, factor,
+            out,
+            N,
+            IN_PLACE=out.data_ptr() == x.data_ptr(), BLOCK=block, num_warps=8,
+        )  # fmt: skip
 
 
 @Kernel
@@ -87,6 +88,8 @@ def scale_rows(
     ``plus`` holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
     """
     T, N = x.shape
+    if T == 0:
+        return
     BLOCK_N = min(4096, next_power_of_2(N))
     _scale_rows_kernel[(T, -(-N // BLOCK_N))](
         x, scale, labels, *(plus or (None, None)),

@@ -83,6 +83,8 @@ def row_gradient(
     uniform = torch.empty_like(scale) if terms.label_smoothing else None
     lse = torch.empty_like(scale) if from_lse else None
     rows = RowGradient(scale, stats.reference if lse is None else lse, label_value, (), uniform)
+    if T == 0:
+        return rows
     _row_gradient_kernel[(-(-T // 128),)](
         labels, token_weight, norm, dloss,
         inverse_temperature,

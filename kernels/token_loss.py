@@ -114,6 +114,8 @@ def token_loss(
     sum_z = torch.empty_like(label_logit) if terms.label_smoothing else None
     sum_ez = torch.empty_like(label_logit) if with_entropy else None
     stats = TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez)
+    if T == 0:
+        return stats, loss, label_value
     _token_loss_kernel[(-(-T // 128),)](
         labels, token_weight, inverse_temperature,
         label_logit, others_max, sums,

@@ -176,6 +176,8 @@ def kept_tiles(
     blocks, J = tiles.tile_grid(T, V)
     kept = logits.hidden.new_empty(blocks, J, dtype=torch.bool)
     mass = logits.hidden.new_empty(J, T)
+    if T == 0 or V == 0:
+        return kept, mass
     BLOCK_J = 16
     _kept_tiles_kernel[(blocks, -(-J // BLOCK_J))](
         tile_stats,

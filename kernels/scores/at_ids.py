@@ -59,15 +59,16 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
     """
     N = len(ids.ids)
     out = torch.empty(N, dtype=torch.float32, device=ids.ids.device)
-    _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
-        logits.hidden, logits.weight, logits.bias, logits.inverse_temperature,
-        ids.ids, ids.token,
-        out,
-        N, logits.V, logits.H,
-        logits.strides,
-        logits.vocab_start_index, logits.logit_scale, logits.softcap,
-        BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(logits.H)),
-    )  # fmt: skip
+    if N:
+        _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
+            logits.hidden, logits.weight, logits.bias, logits.inverse_temperature,
+            ids.ids, ids.token,
+            out,
+            N, logits.V, logits.H,
+            logits.strides,
+            logits.vocab_start_index, logits.logit_scale, logits.softcap,
+            BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(logits.H)),
+        )  # fmt: skip
     return out
 
 
@@ -106,7 +107,7 @@ def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index:
     out is [T, W]. The element is the sum of the entries that have the id; value is [N] fp32.
     """
     N = len(value)
-    if out.shape[1]:
+    if N and out.shape[1]:
         _write_named_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
             ids.ids, ids.token, ids.first, value,
             out,
@@ -154,11 +155,12 @@ def dhidden_of_ids(
     """
     T, H = out.shape
     BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
-    _dhidden_of_ids_kernel[(T, -(-H // BLOCK_H))](
-        factor, ids.ids, ids.offsets, weight,
-        out,
-        len(weight), H,
-        *weight.stride(), out.stride(0),
-        vocab_start_index,
-        BLOCK_N=_BLOCK_N, BLOCK_H=BLOCK_H,
-    )  # fmt: skip
+    if T:
+        _dhidden_of_ids_kernel[(T, -(-H // BLOCK_H))](
+            factor, ids.ids, ids.offsets, weight,
+            out,
+            len(weight), H,
+            *weight.stride(), out.stride(0),
+            vocab_start_index,
+            BLOCK_N=_BLOCK_N, BLOCK_H=BLOCK_H,
+        )  # fmt: skip

@@ -108,10 +108,11 @@ def set_scores(
     logprob, lse = torch.empty_like(z), z.new_empty(T)
     entropy = z.new_empty(T) if with_entropy else None
     other = None if rest is None else z.new_empty(T)
-    _set_scores_kernel[(T,)](
-        z, ids.ids, ids.offsets, ids.first, ids.place,
-        *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
-        logprob, lse, entropy, other,
-        BLOCK_N=_BLOCK_N, num_warps=1,
-    )  # fmt: skip
+    if T:
+        _set_scores_kernel[(T,)](
+            z, ids.ids, ids.offsets, ids.first, ids.place,
+            *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
+            logprob, lse, entropy, other,
+            BLOCK_N=_BLOCK_N, num_warps=1,
+        )  # fmt: skip
     return logprob, lse, other, entropy
