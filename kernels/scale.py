@@ -88,7 +88,7 @@ def scale_rows(
     ``plus`` holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
     """
     T, N = x.shape
-    if T == 0:
+    if T == 0 or N == 0:
         return
     BLOCK_N = min(4096, next_power_of_2(N))
     _scale_rows_kernel[(T, -(-N // BLOCK_N))](
