@@ -231,27 +231,23 @@ def linear_cross_entropy_with_metrics(
 
 def apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
-    weight = arguments.weight
+    weight = arguments.weight  # as the caller passed it
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):
         arguments = localized(arguments)
     arguments = tempered(arguments)
     ordered = sequence_first(arguments)
-    results = _run(in_autocast_dtype(ordered), weight)
+    cast = in_autocast_dtype(ordered)
+    needs = gradients_needed(cast)
+    refuse_transforms("linear_cross_entropy")
+    if torch.compiler.is_compiling():
+        results = compiled.apply(cast, needs)
+    else:
+        call, operands = prepare(cast, needs)
+        operands = counted_operands(call, operands)
+        loss, *metrics = differentiable(call, operands, weight)
+        shape = cast.labels.shape
+        loss = loss.reshape(shape) if call.options.reduction == "none" else loss
+        results = loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)
     if ordered is arguments:
         return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
-
-
-def _run(arguments: Arguments, weight: Tensor) -> tuple[Tensor, ...]:
-    """Run the call of plain tensors; ``weight`` is what the caller passed."""
-    needs = gradients_needed(arguments)
-    refuse_transforms("linear_cross_entropy")
-    if torch.compiler.is_compiling():
-        return compiled.apply(arguments, needs)
-
-    call, operands = prepare(arguments, needs)
-    operands = counted_operands(call, operands)
-    loss, *metrics = differentiable(call, operands, weight)
-    shape = arguments.labels.shape
-    loss = loss.reshape(shape) if call.options.reduction == "none" else loss
-    return loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)
