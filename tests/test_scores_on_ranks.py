@@ -1,4 +1,4 @@
-"""Scores over each token's own ids on several ranks."""
+"""Scores over the vocabulary, and over each token's own ids, on several ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from tests.score_problem import (
     T,
     V,
     compare,
+    each_over,
     on_ranks,
     problem,
     run_reference,
@@ -24,17 +25,18 @@ from tests.score_problem import (
 over_ids = partial(problem, over="ids")
 
 
+@each_over
 @pytest.mark.parametrize("P", [2, 3, 8])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_on_ranks(P: int, sequence_parallel: bool) -> None:
-    given = over_ids(torch.float64, vocab_size=V - 3)
+def test_on_ranks(over: str, P: int, sequence_parallel: bool) -> None:
+    given = problem(torch.float64, over=over, vocab_size=V - 3, with_entropy=over == "ids")
     given.ids.clamp_(max=V - 4)
     found = on_ranks(given, P, sequence_parallel=sequence_parallel)
     compare(found, given)
     assert not found["dweight"][V - 3 :].any()
 
 
-@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@each_over
 @pytest.mark.parametrize("K, first", [(3, 140), (40, 100)])
 def test_shards_without_an_id_and_sets_larger_than_a_shard(over: Any, K: int, first: int) -> None:
     """Eight shards of 19 rows or 17: ids of the last one alone, and more than one has."""
@@ -60,17 +62,22 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 
 
 @each_dtype
+@pytest.mark.parametrize(
+    "options",
+    [{"over": "ids", "reduce_in_fp32": True}, {"rows": 192, "vocab_size": V, "tp_invariant": True}],
+    ids=["ids", "vocabulary"],
+)
 @pytest.mark.usefixtures("one_launch_at_a_time")
-def test_interpreted_kernels_on_two_ranks(dtype: torch.dtype) -> None:
-    given = over_ids(dtype)
-    found = on_ranks(given, 2, "triton", sequence_parallel=True, reduce_in_fp32=True)
+def test_interpreted_kernels_on_two_ranks(options: dict[str, Any], dtype: torch.dtype) -> None:
+    given = problem(dtype, **options)
+    found = on_ranks(given, 2, "triton", sequence_parallel=True)
     compare(found, given)
     one = run_scores(given, "triton")
-    for name in ("logprob", "lse", "entropy"):
+    for name in given.upstream:
         assert torch.equal(found[name], one[name]), name  # for any number of ranks
 
 
-@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@each_over
 @pytest.mark.usefixtures("one_launch_at_a_time")
 def test_batches_of_any_size_on_any_number_of_ranks_have_the_same_bits(over: Any) -> None:
     """As a decoder scores a few tokens on all ranks, and a trainer all of them."""
@@ -83,7 +90,7 @@ def test_batches_of_any_size_on_any_number_of_ranks_have_the_same_bits(over: Any
         few = replace(given, hidden=given.hidden[here], ids=given.ids[here], upstream=upstream)
         for run in (run_scores, partial(on_ranks, P=2)):
             found = run(few, impl="triton", tp_invariant=True)
-            for name in ("logprob", "lse", "entropy"):
+            for name in given.upstream:
                 assert torch.equal(found[name], whole[name][here]), (name, size)
 
 
