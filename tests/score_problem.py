@@ -145,19 +145,26 @@ def check(given: Scored, impl: str, **options: Any) -> Outcome:
     return actual
 
 
-def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
-    """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
+def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list[dict[str, Any]]:
+    """Results of each of P ranks, and the names of its collectives as "calls"."""
     n_rows, split = len(given.weight), options.get("sequence_parallel", False)
 
     def one(group: dist.ProcessGroup) -> dict[str, Any]:
         start, end = vocab_range(n_rows, group.rank(), P)
-        hidden = given.hidden.tensor_split(P)[group.rank()] if split else given.hidden
+        parts = given.hidden.tensor_split(P, options.get("sequence_dim", 0))
+        hidden = parts[group.rank()] if split else given.hidden
         bias = None if given.bias is None else given.bias[start:end]
         mine = replace(given, hidden=hidden, weight=given.weight[start:end], bias=bias)
         mine = mine.changed(**{"vocab_size": n_rows, **given.options})
         found = run_scores(mine, impl, tp_group=group, vocab_range=(start, end), **options)
         return {**found, "calls": tuple(getattr(group, "calls", ()))}
 
-    found = joined_by_name(run_ranks(one, P), split)
+    return run_ranks(one, P)
+
+
+def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
+    """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
+    ranks = of_ranks(given, P, impl, **options)
+    found = joined_by_name(ranks, options.get("sequence_parallel", False))
     found.pop("calls")
     return found

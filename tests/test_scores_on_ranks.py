@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from flce_dist.testing import relative_rms, run_ranks
-from tests.problems import Outcome, each_dtype
+from flce_dist.testing import relative_rms
+from tests.problems import each_dtype
 from tests.score_problem import (
     T,
     V,
     compare,
     each_over,
+    of_ranks,
     on_ranks,
     problem,
     run_reference,
@@ -48,17 +47,9 @@ def test_shards_without_an_id_and_sets_larger_than_a_shard(over: Any, K: int, fi
 @pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
 def test_who_sums_dhidden(options: dict[str, Any]) -> None:
     given = over_ids(torch.float64)
-    truth = run_reference(given)["dhidden"]
-
-    def one(group: dist.ProcessGroup) -> Tensor:
-        half = slice(75 * group.rank(), 75 * group.rank() + 75)
-        assert given.bias is not None
-        mine = replace(given, weight=given.weight[half], bias=given.bias[half])
-        return run_scores(mine, "eager", tp_group=group, **options)["dhidden"]
-
-    parts = run_ranks(one, 2)
-    total = parts[0] if "reduce_in_fp32" in options else parts[0] + parts[1]
-    assert relative_rms(total, truth) <= 1e-11
+    first, second = (x["dhidden"] for x in of_ranks(given, 2, **options))
+    total = first if "reduce_in_fp32" in options else first + second
+    assert relative_rms(total, run_reference(given)["dhidden"]) <= 1e-11
 
 
 @each_dtype
@@ -100,15 +91,7 @@ def test_sequences_that_are_split_along_their_second_dimension() -> None:
     temperature = torch.rand(3, 4, generator=g) + 0.5
     given = over_ids(torch.float64, ids=ids, temperature=temperature)
     truth = run_reference(given)
-
-    def one(group: dist.ProcessGroup) -> Outcome:
-        half = slice(75 * group.rank(), 75 * group.rank() + 75)
-        assert given.bias is not None
-        hidden = given.hidden.tensor_split(2, 1)[group.rank()]
-        mine = replace(given, hidden=hidden, weight=given.weight[half], bias=given.bias[half])
-        return run_scores(mine, "eager", tp_group=group, sequence_parallel=True, sequence_dim=1)
-
-    found = run_ranks(one, 2)
+    found = of_ranks(given, 2, sequence_parallel=True, sequence_dim=1)
     for name in ("logprob", "lse", "entropy"):
         assert relative_rms(found[1][name], truth[name]) <= 1e-11, name
     for name, dim in (("dhidden", 1), ("dweight", 0), ("dbias", 0)):
