@@ -23,7 +23,7 @@ from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
+from tests.parallel_problem import Outcome, Problem, complaint, plan_sizes, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -37,7 +37,6 @@ from tests.parallel_ranks import (
     same_bits,
     ways,
 )
-from tests.problems import plan_sizes
 
 
 def problems(device: torch.device) -> dict[str, Problem]:

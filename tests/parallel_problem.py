@@ -1,20 +1,24 @@
 """One problem, whole and by ranks: what the tests of parallel runs share."""
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import api
+from flce_dist.op import plan, prepare
+from flce_dist.op.call import Call
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests import problems
-from tests.problems import Inputs, Upstream, plan_sizes, run_reference
+from tests.problems import Inputs, Upstream, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 
@@ -209,7 +213,19 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
     return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
 
 
-# --- tokens that are gathered in pieces
+# --- tokens that are gathered in pieces, and plans of several
+
+
+@contextmanager
+def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
+    """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(plan, f"_{name.upper()}", value)
+        prepare.calls.clear()
+        yield prepare.calls
+    prepare.calls.clear()
+
 
 IN_PIECES = Problem(T=48)
 FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks

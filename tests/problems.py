@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import plan, prepare
-from flce_dist.op.call import Call
 from flce_dist.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
@@ -103,7 +102,11 @@ def metric_upstream(T: int, *names: str) -> dict[str, Tensor]:
 
 
 def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
-    """Run ``call`` forward and backward on new leaves."""
+    """Run ``call`` forward and backward on new leaves.
+
+    With ``twice`` a second backward must give the same bits, and operands keep theirs.
+    """
+    twice = options.pop("twice", False)
     leaves = {
         name: x.detach().clone().requires_grad_()
         for name, x in (("hidden", inputs.hidden), ("weight", inputs.weight), ("bias", inputs.bias))
@@ -121,12 +124,17 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
     for name, g in (upstream.metrics or {}).items():
         heads.append(results[name])
         gradients.append(g.to(results[name]))
-    torch.autograd.backward(heads, gradients)
+    torch.autograd.backward(heads, gradients, retain_graph=twice)
     results = {name: x.detach() for name, x in results.items()}
     for name, leaf in leaves.items():
         assert leaf.grad is not None, f"d{name} is missing"
         assert leaf.grad.dtype == leaf.dtype
         results[f"d{name}"] = leaf.grad
+    if twice:
+        again = torch.autograd.grad(heads, [*leaves.values()], gradients)
+        for (name, leaf), gradient in zip(leaves.items(), again, strict=True):
+            assert torch.equal(gradient, results[f"d{name}"]), f"d{name} of a second backward"
+            assert_close(leaf.detach(), getattr(inputs, name), rtol=0, atol=0, equal_nan=True)
     return results
 
 
@@ -277,24 +285,8 @@ def with_logits(z: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -
     return Inputs(torch.eye(len(z)).to(dtype), z.T.contiguous().to(dtype), labels)
 
 
-def every_other(x: Tensor, dim: int) -> Tensor:
-    """``x`` again, as every other slice of a tensor twice as long."""
-    return x.repeat_interleave(2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
-
-
 def assert_same(one: Outcome, other: Outcome) -> None:
     """Check that two outcomes are bitwise equal."""
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
-
-
-@contextmanager
-def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
-    """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in sizes.items():
-            patch.setattr(plan, f"_{name.upper()}", value)
-        prepare.calls.clear()
-        yield prepare.calls
-    prepare.calls.clear()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +21,8 @@ from tests.problems import Outcome, device_of, without_infinities
 
 SCORES = ("logprob", "lse", "other", "entropy")
 T, V, H, K = 24, 150, 32, 5
+
+each_over = pytest.mark.parametrize("over", ["vocabulary", "ids"])
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,18 @@ def problem(
     dtype: torch.dtype = torch.float32,
     *,
     ids: Tensor | None = None,
-    scores: Collection[str] = ("logprob", "lse", "entropy"),
+    scores: Collection[str] | None = None,
     rows: int = V,
     seed: int = 0,
     **options: Any,
 ) -> Scored:
-    """Each row has a repeated id, some padding; token 3 has no ids and NaN as hidden state."""
+    """Each row has a repeated id, some padding; token 3 has no ids and NaN as hidden state.
+
+    ``scores`` are those that have an upstream gradient: all that the options give, by default.
+    """
+    if scores is None:
+        has = {"other": options.get("over") != "ids", "entropy": options.get("with_entropy", True)}
+        scores = [name for name in SCORES if has.get(name, True)]
     g = torch.Generator().manual_seed(seed)
     n_tokens = T
     if ids is None:
@@ -107,6 +116,7 @@ def run_scores(given: Scored, impl: str, **options: Any) -> Outcome:
 def run_reference(given: Scored) -> Outcome:
     names = (
         "with_entropy", "sequence_dim", "sequence_parallel", "schedule", "max_logits_bytes",
+        "reduce_in_fp32", "tp_invariant",
     )  # fmt: skip
     options = {k: x for k, x in given.options.items() if k not in names}
     return run(reference_linear_logprob, replace(given, options=options))
@@ -135,19 +145,26 @@ def check(given: Scored, impl: str, **options: Any) -> Outcome:
     return actual
 
 
-def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
-    """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
+def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list[dict[str, Any]]:
+    """Results of each of P ranks, and the names of its collectives as "calls"."""
     n_rows, split = len(given.weight), options.get("sequence_parallel", False)
 
     def one(group: dist.ProcessGroup) -> dict[str, Any]:
         start, end = vocab_range(n_rows, group.rank(), P)
-        hidden = given.hidden.tensor_split(P)[group.rank()] if split else given.hidden
+        parts = given.hidden.tensor_split(P, options.get("sequence_dim", 0))
+        hidden = parts[group.rank()] if split else given.hidden
         bias = None if given.bias is None else given.bias[start:end]
         mine = replace(given, hidden=hidden, weight=given.weight[start:end], bias=bias)
         mine = mine.changed(**{"vocab_size": n_rows, **given.options})
         found = run_scores(mine, impl, tp_group=group, vocab_range=(start, end), **options)
         return {**found, "calls": tuple(getattr(group, "calls", ()))}
 
-    found = joined_by_name(run_ranks(one, P), split)
+    return run_ranks(one, P)
+
+
+def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
+    """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
+    ranks = of_ranks(given, P, impl, **options)
+    found = joined_by_name(ranks, options.get("sequence_parallel", False))
     found.pop("calls")
     return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flce_dist import plan
+from tests.parallel_problem import plan_sizes
 from tests.problems import (
     DTYPES,
     METRICS,
@@ -18,7 +19,6 @@ from tests.problems import (
     metric_upstream,
     pairwise,
     per_token_upstream,
-    plan_sizes,
     poisoned_memory,
 )
 

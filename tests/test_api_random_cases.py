@@ -1,7 +1,8 @@
 """Random shapes, strides, dtypes, options and ranks: the op agrees with the reference.
 
-Windows and chunks are of a few columns and tokens, new memory holds NaN, and so do the hidden
-states of ignored tokens and the gaps between strided elements.
+Windows and chunks are of a few columns and tokens, new memory holds NaN, and so do the gaps between
+strided elements; the hidden states of ignored tokens hold infinities, too. test_backward.py has
+some cases by name.
 """
 
 from dataclasses import dataclass, replace
@@ -164,7 +165,9 @@ def rank_step(
     """Call the op on this rank's share of the whole inputs, which is moved to ``device``."""
     P, rank = (1, 0) if group is None else (group.size(), group.rank())
     rows = vocab_range(len(whole.weight), rank, P)
-    hidden = whole.hidden.masked_fill((whole.labels == IGNORE)[..., None], torch.nan)
+    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).repeat(drawn.H)[: drawn.H]
+    ignored = (whole.labels == IGNORE)[..., None]
+    hidden = anything.to(whole.dtype).where(ignored, whole.hidden)
     share = replace(
         whole,
         hidden=hidden.tensor_split(P)[rank] if drawn.sequence_parallel else hidden,
@@ -186,7 +189,7 @@ def rank_step(
         **dict(drawn.how),
         **options_of(drawn),
     }
-    found = run(call, share.to(torch.device(device)), upstream_of(drawn), **how)
+    found = run(call, share.to(torch.device(device)), upstream_of(drawn), twice=True, **how)
     return {name: x.cpu() for name, x in found.items()}
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +9,14 @@ import torch
 from flce_dist import plan
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.options import Schedule
-from flce_dist.testing import run_ranks
-from tests.parallel_problem import Outcome, Problem, joined, misses, share_of
-from tests.problems import both, plan_sizes
+from tests.parallel_problem import plan_sizes
+from tests.problems import both
+from tests.test_api_random_cases import Drawn, check_on_ranks
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16
 BUDGET = T * 4 * 160  # of 254 columns; windows are of 32
+OPTIONS = ("label_smoothing", 0.1), ("z_loss_weight", 1e-2), ("logit_scale", 0.5)
 
 CASES: dict[str, tuple[Schedule, int | None, torch.dtype]] = {
     "recompute": ("recompute", None, torch.float32),
@@ -51,43 +51,20 @@ def test_cases_are_what_they_are_called(case: str) -> None:
     assert bool(getattr(chosen, "lending", ())) == ("lent" in case)
 
 
-def problem_of(case: str) -> tuple[Problem, dict[str, Any]]:
-    """Return the problem, whose ignored tokens hold NaN and infinities, and how it is computed."""
-    schedule, budget, dtype = CASES[case]
-    options = {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "logit_scale": 0.5}
-    problem = Problem(T=T, H=H, V_all=254 * P - 1, dtype=dtype, options=options)
-    hidden, _, _, labels = problem.tensors
-    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0], dtype=dtype)
-    hidden[labels == -100] = anything.repeat(H // 4)
-    return problem, {"schedule": schedule, "max_logits_bytes": budget}
-
-
-def step(group: Any, problem: Problem, *, sequence_parallel: bool, **how: Any) -> Outcome:
-    """What a rank computes: twice, the same bits; operands keep theirs."""
-    share = share_of(group, problem, sequence_parallel=sequence_parallel)
-    given, leaves = [x.clone() for x in share[:3]], share.leaves()
-    loss = share.loss(group, problem, sequence_parallel=sequence_parallel, **how)
-    upstream = problem.upstream.to(loss.dtype)
-    first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves, upstream)
-    for one, other in (*zip(first, second, strict=True), *zip(leaves, given, strict=True)):
-        assert torch.equal(one.detach().view(torch.uint8), other.view(torch.uint8))
-
-    return Outcome(loss.detach(), *first)
-
-
+@pytest.mark.usefixtures("one_launch_at_a_time")
 @pytest.mark.parametrize(
     ("impl", "case", "sequence_parallel"),
     [*itertools.product(["eager"], CASES, [False, True])]
     + [("triton", case, True) for case in CASES if "fp16" not in case],
 )
 def test_gradients(impl: str, case: str, sequence_parallel: bool) -> None:
-    problem, how = problem_of(case)
-    how |= {"sequence_parallel": sequence_parallel, "impl": impl}
-    # Forked for Triton: the interpreter is not for threads.
-    backend: Any = "gloo" if impl == "triton" else "threads"
-    outcomes = run_ranks(lambda group: step(group, problem, **how), P, backend=backend)
-    assert misses(joined(outcomes, sequence_parallel=sequence_parallel), problem) == []
+    schedule, budget, dtype = CASES[case]
+    drawn = Drawn(
+        P=P, tokens=T // P, batch=1, H=H, V_all=254 * P - 1, dtype=dtype, reduction="sum",
+        sequence_parallel=sequence_parallel, options=OPTIONS,
+        how=(("schedule", schedule), ("max_logits_bytes", budget)),
+    )  # fmt: skip
+    check_on_ranks(drawn, impl)
 
 
 @both

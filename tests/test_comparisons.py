@@ -25,23 +25,16 @@ RESULTS = ["loss", "dhidden", "dweight", "dbias"]
 # --- problems.compare
 
 
-def mistakes(name: str, right: Tensor) -> list[Tensor]:
-    """A missing row is the largest; loss and metrics are fp32, whatever the operands are."""
-    if name == "correct":
-        return [~right]
-    wrong = [0.0 * right, -right, right * torch.nan]
-    if name not in RESULTS[1:]:
-        return [*wrong, right * 1.001]
-    without_a_row = right.clone()
-    without_a_row[right.float().reshape(len(right), -1).norm(dim=1).argmax()] = 0.0
-    return [*wrong, without_a_row, right * (1.01 if right.dtype == torch.float32 else 1.05)]
-
-
 @each_dtype
 @pytest.mark.parametrize("name", [*RESULTS, *METRICS, "correct"])
 def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
+    """Loss and metrics are fp32, whatever the operands are."""
     right = check(inputs(dtype), Upstream(), with_metrics=True)
-    for wrong in mistakes(name, right[name]):
+    factor = 1.001
+    if name in RESULTS[1:]:
+        factor = 1.01 if dtype == torch.float32 else 1.05
+    x = right[name]
+    for wrong in [~x] if name == "correct" else [0.0 * x, factor * x]:
         with pytest.raises(AssertionError, match=f"^{name}: "):
             compare({**right, name: wrong}, inputs(dtype), Upstream())
 
@@ -49,12 +42,11 @@ def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
 # --- parallel_problem: misses, joined
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.01, 4.0])
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_of_ranks(name: str, factor: float) -> None:
+def test_results_of_ranks(name: str) -> None:
     outcome = on_threads(4, UNEVEN)
     assert misses(outcome, UNEVEN) == []
-    changed: dict[str, Any] = {name: factor * getattr(outcome, name)}
+    changed: dict[str, Any] = {name: 1.01 * getattr(outcome, name)}
     assert [miss.split(":")[0] for miss in misses(outcome._replace(**changed), UNEVEN)] == [name]
 
 

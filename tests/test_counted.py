@@ -1,8 +1,9 @@
-"""max_counted: only tokens that count are computed, the others are as if they were not there.
+"""max_counted and skip_ignored: other tokens than those that count are as if they were not there.
 
-Here these hold NaN, or weight 0 and a wrong label. T tokens, V vocabulary rows, H hidden size.
-Memory, main_grad and replays with other masks are in test_peak_memory.py, test_main_grad.py and
-test_gpu_graphs.py.
+Here these hold NaN, as all memory that is allocated does, or weight 0 and a wrong label. What is
+not computed of them is in test_skip_ignored.py and test_peak_memory.py; main_grad and replays with
+other masks are in test_main_grad.py, test_replay.py and test_gpu_graphs.py. T tokens, V vocabulary
+rows, H hidden size.
 """
 
 import itertools
@@ -18,7 +19,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import counted_tokens, eager_rows
 from flce_dist.testing import RankPool, run_ranks
-from tests.parallel_problem import Problem, complaint, joined, misses, on_threads, rank_step
+from tests.parallel_problem import (
+    Problem,
+    complaint,
+    joined,
+    misses,
+    on_threads,
+    plan_sizes,
+    rank_step,
+)
 from tests.problems import (
     DTYPES,
     IGNORE,
@@ -33,7 +42,7 @@ from tests.problems import (
     metric_upstream,
     pairwise,
     per_token_upstream,
-    plan_sizes,
+    poisoned_memory,
     run_op,
 )
 from tests.test_sequence_dim import B, S, step_rank, whole
@@ -92,25 +101,39 @@ def upstream_of(loss: str) -> Upstream:
 
 
 EXACT = [name for name in EVERY if name != "filtered"]
-CASES = pairwise(itertools.product(EXACT, DTYPES, MASKS, LOSSES, [0, 5, 1000]))
+COUNTED = pairwise(itertools.product(EXACT, DTYPES, MASKS, LOSSES, [0, 5, 1000]))
+CASES = [
+    *((*case, False, "eager") for case in COUNTED),
+    *((*case, False, "triton") for case in COUNTED if case[1] == DTYPES[0] and case[4] < 1000),
+    *pairwise(
+        itertools.product(EVERY, DTYPES, MASKS, LOSSES, [None, 0, 40], [True], ["eager", "triton"])
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("impl", "schedule", "dtype", "mask", "loss", "more"),
-    [
-        *(("eager", *case) for case in CASES),
-        *(("triton", *case) for case in CASES if case[1] == DTYPES[0] and case[4] < 1000),
-    ],
-)
-def test_results_are_those_of_the_definition(impl, schedule, dtype, mask, loss, more):
-    """``max_counted`` exceeds the number of tokens that count by ``more``."""
-    if EVERY[schedule]["schedule"] == "in_forward" and LOSSES[loss]["reduction"] == "none":
+def check(
+    schedule: str, dtype: torch.dtype, mask: str, loss: str, more: int | None, skips: bool,
+    impl: str,
+) -> None:  # fmt: skip
+    """Compare with the definition; ``max_counted`` exceeds the tokens that count by ``more``."""
+    of_loss_only = EVERY[schedule]["schedule"] not in ("recompute", "cached")
+    if of_loss_only and LOSSES[loss]["reduction"] == "none":
         loss = "sum"
-    options = {**EVERY[schedule], **LOSSES[loss], "max_counted": bound(mask, more)}
+    options = {**EVERY[schedule], **LOSSES[loss], "skip_ignored": skips}
+    if more is not None:
+        options["max_counted"] = bound(mask, more)
     (given, meant), upstream = masked(mask, dtype), upstream_of(loss)
-    with plan_sizes(tile=8, min_window=8):
+    with plan_sizes(tile=8, min_window=8), poisoned_memory():
         found = run_op(given, upstream, impl=impl, **options)
-    compare(found, meant, upstream, **options)
+    if schedule == "filtered":  # which approximates
+        assert all(x.isfinite().all() for x in found.values())
+    else:
+        compare(found, meant, upstream, **options)
+
+
+@pytest.mark.parametrize(("schedule", "dtype", "mask", "loss", "more", "skips", "impl"), CASES)
+def test_results_are_those_of_the_definition(schedule, dtype, mask, loss, more, skips, impl):
+    check(schedule, dtype, mask, loss, more, skips, impl)
 
 
 def check_bits(name: str = "tenth", loss: str = "mean", **options: Any) -> None:
@@ -205,11 +228,15 @@ def n_of(problem: Problem) -> int:
         ("in_forward", ONE_RANK, 1, {"max_logits_bytes": 9000}),
         ("cached", LONG.changed(dtype=torch.bfloat16), 0, {}),
         ("auto", NONE, 1, {}),
+        ("cached", LONG, None, {"skip_ignored": True}),
+        ("in_forward", ONE_RANK, None, {"skip_ignored": True}),
+        ("recompute", NONE, None, {"skip_ignored": True}),
     ],
 )
 def test_on_ranks(schedule, problem, more, options, sp):
     """Whose shards of the vocabulary are uneven."""
-    options = {**options, "max_counted": n_of(problem) + more, "sequence_parallel": sp}
+    most = None if more is None else n_of(problem) + more
+    options = {**options, "max_counted": most, "sequence_parallel": sp}
     with plan_sizes(split_from=16, tile=8, min_window=8):
         outcome = on_threads(4, problem, schedule=schedule, **options)
     assert misses(outcome, problem) == []
@@ -247,19 +274,25 @@ def test_along_the_second_dimension(ranks: RankPool, kind: str) -> None:
     assert misses(whole(outcomes), BATCHED) == []
 
 
-def test_one_graph_for_other_masks_and_bounds():
+@pytest.mark.parametrize("skips", [False, True])
+def test_one_graph_for_other_masks_and_bounds(skips):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
-    for mask, more in (("tenth", 30), ("one per block", 30), ("half", 9), ("tenth", 1), ("all", 9)):
+    cases: Any = ("tenth", 30), ("one per block", 30), ("half", 9), ("tenth", 1), ("all", 9)
+    options: dict[str, Any] = {"reduction": "none"}
+    if skips:
+        cases, options = (("tenth", None), ("none", None), ("all", None)), {"skip_ignored": True}
+    for mask, more in cases:
         given, _ = masked(mask)
+        most = None if more is None else bound(mask, more)
         found = []
         for call in cast(Any, (compiled, linear_cross_entropy)):
             leaves = [x.clone().requires_grad_() for x in (given.hidden, given.weight)]
             loss = call(
                 *leaves, given.labels, token_weight=given.token_weight, schedule="recompute",
-                max_counted=bound(mask, more), reduction="none",
+                max_counted=most, **options,
             )  # fmt: skip
             found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
         assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
-    assert counter.frame_count <= 2, "one for the first bound, one for every other"
+    assert counter.frame_count <= 2 - skips, "one for the first bound, one for every other"

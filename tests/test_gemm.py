@@ -8,7 +8,7 @@ import torch
 from flce_dist import filtered
 from flce_dist.kernels import gemm
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import TINY, misses, on_threads
+from tests.parallel_problem import TINY, misses, on_threads, plan_sizes
 from tests.problems import (
     SCHEDULES,
     H,
@@ -16,7 +16,6 @@ from tests.problems import (
     both,
     each_dtype,
     make_inputs,
-    plan_sizes,
     run_op,
     run_reference,
 )

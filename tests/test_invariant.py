@@ -25,8 +25,8 @@ from tests.invariant_problem import (
     shards,
     statistics,
 )
-from tests.parallel_problem import complaint
-from tests.problems import Inputs, Upstream, compare, each_dtype, interpreted, plan_sizes, run_op
+from tests.parallel_problem import complaint, plan_sizes
+from tests.problems import Inputs, Upstream, compare, each_dtype, interpreted, run_op
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 

@@ -17,6 +17,7 @@ from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.memory import peak_memory
 from flce_dist.testing import error_budget, relative_rms
+from tests.parallel_problem import plan_sizes
 from tests.problems import (
     SCHEDULES,
     H,
@@ -28,7 +29,6 @@ from tests.problems import (
     each_schedule,
     make_inputs,
     pairwise,
-    plan_sizes,
     run_reference,
 )
 from tests.test_gpu_graphs import Replayed

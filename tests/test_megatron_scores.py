@@ -11,21 +11,12 @@ pytest.importorskip("megatron.core")
 from flce_dist import TokenScores
 from flce_dist.megatron import scores, use_linear_cross_entropy
 from flce_dist.testing import relative_rms
-from tests.contract.models import VOCAB, Setting, batch, gpt, in_ddp, uneven
+from tests.contract.models import VOCAB, Setting, batch, gpt, in_ddp, packing_of, uneven
 from tests.megatron_models import order_of
 from tests.on_ranks import on_ranks
 
 K = 3
 TEMPERATURE = 0.7
-
-
-def packing_of(tokens: Tensor) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    ends = torch.tensor([0, 5, 12, tokens.numel()], dtype=torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=20, max_seqlen_kv=20
-    )
 
 
 def inputs(cp: int, packed: bool) -> tuple[list[Any], dict[str, Any], Tensor]:

@@ -11,7 +11,8 @@ from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import DEFAULT_LOGITS_BYTES, Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.parallel.vocab import real_rows, vocab_range
-from tests.problems import Upstream, both, check, make_inputs, plan_sizes
+from tests.parallel_problem import plan_sizes
+from tests.problems import Upstream, both, check, make_inputs
 
 GIB = 1 << 30
 SMALLEST = 256  # columns or tokens of the smallest piece

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
-from tests.score_problem import (
-    T,
-    V,
-    problem,
-)
+from tests.score_problem import T, V, problem
 
 over_ids = partial(problem, over="ids")
 

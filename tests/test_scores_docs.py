@@ -47,6 +47,14 @@ def masked(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.where(named, -torch.inf).log_softmax(-1)
 
 
+def policy_loss(logprob: Tensor, chosen: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """The clipped ratio of the ``chosen`` ids, less a hundredth of the entropy."""
+    entropy = -(logprob.exp() * logprob.clamp_min(-1e30)).sum(-1)
+    ratio = (logprob[torch.arange(T), chosen] - old).exp()
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (policy - 0.01 * entropy).mean()
+
+
 def test_every_recipe_is_tested() -> None:
     assert set(re.findall(r"^def (\w+)", PAGE, re.M)) == {
         "ppo_loss",
@@ -64,10 +72,7 @@ def test_ratio_over_the_vocabulary() -> None:
 
     def dense(hidden: Tensor, weight: Tensor) -> Tensor:
         logprob = (hidden @ weight.T / 0.7).log_softmax(-1)
-        entropy = -(logprob.exp() * logprob).sum(-1)
-        ratio = (logprob[torch.arange(T), sampled] - old).exp()
-        policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        return (policy - 0.01 * entropy).mean()
+        return policy_loss(logprob, sampled, old, advantage)
 
     grpo = recipe("grpo_loss")
     check(lambda h, w: grpo(h, w, sampled, old, advantage, 0.7, 0.01), dense)
@@ -100,10 +105,7 @@ def test_ppo_over_a_samplers_mask() -> None:
 
     def dense(hidden: Tensor, weight: Tensor) -> Tensor:
         logprob = masked(hidden @ weight.T / temperature[:, None], padded)
-        entropy = -(logprob.exp() * logprob.clamp_min(-1e30)).sum(-1)
-        ratio = (logprob[torch.arange(T), padded[:, 0]] - old).exp()
-        policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        return (policy - 0.01 * entropy).mean()
+        return policy_loss(logprob, padded[:, 0], old, advantage)
 
     ppo = recipe("ppo_loss")
     ids, chosen = torch.cat(rows), offsets[:-1]

@@ -10,21 +10,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from flce_dist import linear_logprob
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
-from tests.score_problem import SCORES, T, V, problem, run_reference
+from tests.score_problem import T, V, each_over, problem, run_reference
 from tests.test_dtensor import mesh_of
 
 WHOLE = Replicate()
 
 
-@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@each_over
 @pytest.mark.parametrize(("P", "tokens"), [(2, WHOLE), (2, Shard(0)), (4, Shard(0))], ids=str)
 @on_ranks("P")
 def test_gradients_come_in_kind(group, P, tokens, over):
     """Of an uneven vocabulary; other dimensions of the mesh are replicated."""
-    names = SCORES if over == "vocabulary" else ("logprob", "lse", "entropy")
     temperature = torch.linspace(0.5, 2, T, dtype=torch.float64)
-    given = problem(torch.float64, rows=V + 1, scores=names, over=over, temperature=temperature)
-    truth = run_reference(given)
+    given = problem(torch.float64, rows=V + 1, over=over, temperature=temperature)
+    names, truth = list(given.upstream), run_reference(given)
     mesh = mesh_of(*[2] * (P // 2))
 
     def spread(x: Any, placement: Any) -> Any:
@@ -51,7 +50,7 @@ def test_gradients_come_in_kind(group, P, tokens, over):
         assert relative_rms(x, truth[name]) <= 1e-11, name
 
 
-@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+@each_over
 @on_ranks(2)
 def test_the_local_rows_have_a_main_grad(group, over):
     """A DTensor has none, and is refused; hidden may be one."""

@@ -14,14 +14,11 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_logprob
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
-from tests.score_problem import H, V, problem
+from tests.score_problem import H, V, each_over, problem
 
 
 def textbook(*args: Any, **options: Any) -> TokenScores:
     return TokenScores(*reference_linear_logprob(*args, **options))
-
-
-each_over = pytest.mark.parametrize("over", ["vocabulary", "ids"])
 
 
 @each_over

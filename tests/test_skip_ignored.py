@@ -1,72 +1,23 @@
-"""skip_ignored: the GPU's time follows the tokens that count; nothing else changes.
+"""skip_ignored: the GPU's time follows the tokens that count; test_counted.py has the results.
 
-What is allocated holds NaN here, as the hidden states of other tokens do, so that a read of what
-was skipped shows. T tokens, V vocabulary rows, H hidden size. main_grad is in test_main_grad.py,
-replays with other masks are in test_replay.py and test_gpu_graphs.py.
+T tokens, V vocabulary rows, H hidden size.
 """
 
 import itertools
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from flce_dist import linear_cross_entropy
 from flce_dist.kernels import gemm, gpu
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.testing import RankPool, relative_rms
-from tests.parallel_problem import joined, misses, on_threads, rank_step
-from tests.problems import (
-    DTYPES,
-    Patch,
-    compare,
-    device_of,
-    interpreted,
-    pairwise,
-    plan_sizes,
-    poisoned_memory,
-    run_op,
-)
-from tests.test_counted import (
-    EVERY,
-    LONG,
-    LOSSES,
-    MASKS,
-    NONE,
-    ONE_RANK,
-    bound,
-    masked,
-    n_of,
-    upstream_of,
-)
+from tests.parallel_problem import joined, misses, rank_step
+from tests.problems import Patch, device_of, interpreted, pairwise, run_op
+from tests.test_counted import MASKS, ONE_RANK, check, masked, n_of, upstream_of
 
 TILE = 32  # tokens of a tile of logits in the interpreter
-IMPLS = "eager", "triton"
-CASES = pairwise(itertools.product(EVERY, DTYPES, MASKS, LOSSES, [None, 0, 40], IMPLS))
-
-
-def check(schedule: str, dtype: torch.dtype, mask: str, loss: str, more: Any, impl: str) -> None:
-    """Compare with the definition; ``max_counted`` exceeds the tokens that count by ``more``."""
-    of_loss_only = EVERY[schedule]["schedule"] not in ("recompute", "cached")
-    if of_loss_only and LOSSES[loss]["reduction"] == "none":
-        loss = "sum"
-    options = {**EVERY[schedule], **LOSSES[loss], "skip_ignored": True}
-    if more is not None:
-        options["max_counted"] = bound(mask, more)
-    (given, meant), upstream = masked(mask, dtype), upstream_of(loss)
-    with plan_sizes(tile=8, min_window=8), poisoned_memory():
-        found = run_op(given, upstream, impl=impl, **options)
-    if schedule == "filtered":  # which approximates
-        assert all(x.isfinite().all() for x in found.values())
-    else:
-        compare(found, meant, upstream, **options)
-
-
-@pytest.mark.parametrize(("schedule", "dtype", "mask", "loss", "more", "impl"), CASES)
-def test_results_are_those_of_the_definition(schedule, dtype, mask, loss, more, impl):
-    check(schedule, dtype, mask, loss, more, impl)
 
 
 @pytest.mark.parametrize("mask", ["half", "one per block"])
@@ -93,19 +44,9 @@ def test_tiles_of_other_tokens_are_not_computed(mutate: Patch) -> None:
 
     mutate(gpu, "counted_gemm", noted)
     n = int(MASKS["tenth"].sum())
-    check("cached", torch.float32, "tenth", "mean", None, "triton")
+    check("cached", torch.float32, "tenth", "mean", None, True, "triton")
     for rows in seen:
         assert not rows[: -(-n // TILE) * TILE].any() and rows[-(-n // TILE) * TILE :].all()
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
-@pytest.mark.parametrize(
-    ("schedule", "problem"), [("cached", LONG), ("in_forward", ONE_RANK), ("recompute", NONE)]
-)
-def test_on_ranks(schedule, problem, sp):
-    options = {"schedule": schedule, "skip_ignored": True, "sequence_parallel": sp}
-    with plan_sizes(split_from=16, tile=8, min_window=8):
-        assert misses(on_threads(2, problem, **options), problem) == []
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -115,24 +56,6 @@ def test_kernels_on_ranks(ranks: RankPool, sp: bool) -> None:
     for most in (None, n_of(ONE_RANK) + 2):
         found = ranks.run(rank_step, ONE_RANK, max_counted=most, **options)
         assert misses(joined(found, sequence_parallel=sp), ONE_RANK) == []
-
-
-def test_one_graph_for_other_masks():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=counter)
-    for mask in ("tenth", "none", "all"):
-        given, _ = masked(mask)
-        found = []
-        for call in cast(Any, (compiled, linear_cross_entropy)):
-            leaves = [x.clone().requires_grad_() for x in (given.hidden, given.weight)]
-            loss = call(
-                *leaves, given.labels, token_weight=given.token_weight, schedule="recompute",
-                skip_ignored=True,
-            )  # fmt: skip
-            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-        assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
-    assert counter.frame_count == 1
 
 
 # --- the kernel

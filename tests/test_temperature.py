@@ -1,7 +1,8 @@
-"""temperature: a number or one of each token, with every schedule, option and split of the tokens.
+"""temperature: a number or one of each token, with every schedule and option.
 
-Random combinations with all other options are in test_api_random_cases.py, checks of tensors in
-test_checks.py, ranks that disagree in test_rank_check.py.
+Random combinations with all other options, also on ranks that split the tokens, are in
+test_api_random_cases.py, checks of tensors in test_checks.py, ranks that disagree in
+test_rank_check.py.
 """
 
 import math
@@ -16,7 +17,7 @@ from flce_dist import LinearCrossEntropy, linear_cross_entropy
 from flce_dist.op import prepare
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import differing, problem, statistics
-from tests.parallel_problem import FEW_BYTES, IN_PIECES, complaint, misses, on_threads, small_pieces
+from tests.parallel_problem import complaint
 from tests.problems import (
     IGNORE,
     Upstream,
@@ -122,21 +123,6 @@ def test_numbers_that_are_refused(value):
     given = torch.ones(4, 8), torch.ones(9, 8), torch.arange(4)
     said = complaint(linear_cross_entropy, *given, temperature=value)
     assert said == f"temperature must be a float that is finite and above 0 in fp32, got {value!r}"
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@each_schedule
-@pytest.mark.parametrize("counted", [None, 44])
-def test_two_ranks(sequence_parallel, schedule, counted):
-    temperature = torch.linspace(0.4, 2.0, IN_PIECES.T)
-    options = {"softcap": 4.0, "temperature": temperature}
-    given = IN_PIECES.changed(options=options, ignored=0.3)
-    with small_pieces():
-        found = on_threads(
-            2, given, schedule=schedule, sequence_parallel=sequence_parallel,
-            max_counted=counted, **FEW_BYTES,
-        )  # fmt: skip
-    assert not misses(found, given)
 
 
 @both

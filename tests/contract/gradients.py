@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.contract.compare import compared, need
-from tests.contract.models import agree, batch, uneven
+from tests.contract.models import agree, batch, packing_of, uneven
 
 
 def loss_and_gradients(model: Any) -> dict[str, Any]:
@@ -53,14 +53,8 @@ compared(
 
 def packed_loss_and_gradients(model: Any) -> dict[str, Any]:
     """The batch as one row of three sequences."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     tokens, positions, labels = (ids.reshape(1, -1) for ids in batch())
-    ends = torch.tensor([0, 5, 12, tokens.numel()], dtype=torch.int32)
-    packing = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=20, max_seqlen_kv=20
-    )
-    loss = model(tokens, positions, None, labels=labels, packed_seq_params=packing)
+    loss = model(tokens, positions, None, labels=labels, packed_seq_params=packing_of(tokens))
     return {"loss": loss.detach(), **gradients_of(model, loss)}
 
 

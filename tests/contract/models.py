@@ -143,6 +143,16 @@ def batch(step: int = 0, cp: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return ids[:, :-1], torch.arange(S // cp).expand(B, -1), ids[:, 1:].contiguous()
 
 
+def packing_of(tokens: Tensor) -> Any:
+    """Three sequences in one row."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, 5, 12, tokens.numel()], dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=20, max_seqlen_kv=20
+    )
+
+
 def uneven(loss: Tensor) -> Tensor:
     """A sum of all tokens' losses, each with a weight of its own."""
     return (loss * torch.arange(loss.numel()).view_as(loss)).mean()
