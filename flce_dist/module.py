@@ -5,7 +5,6 @@ V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ran
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
 
-_normal = partial(nn.init.normal_, std=0.02)
+
+def _normal(weight: Tensor) -> Tensor:  # deep copies of the layer share a function
+    return nn.init.normal_(weight, std=0.02)
 
 
 class LinearCrossEntropy(VocabShard):
@@ -96,7 +97,7 @@ class LinearCrossEntropy(VocabShard):
         keywords = {name: getattr(self.options, name) for name in KEYWORDS}
         if self.vocab_order is not None:
             keywords["ignore_index"] = row_of_id(chosen.ignore_index, self.vocab_order)
-        self._keywords = {**keywords, "tp_group": tp_group}
+        self._keywords = keywords
 
     def forward(
         self,
@@ -171,4 +172,5 @@ class LinearCrossEntropy(VocabShard):
         if self.row_of_token is not None:
             labels = rows_of(labels, self.row_of_token)
         operands = {"weight": self.weight, "labels": labels, "bias": self.bias}
-        return {**operands, "token_weight": token_weight, **self._keywords}
+        of_call = {"token_weight": token_weight, "tp_group": self.tp_group}
+        return {**operands, **of_call, **self._keywords}
