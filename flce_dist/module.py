@@ -94,10 +94,9 @@ class LinearCrossEntropy(VocabShard):
             checks.check_invariant(chosen.impl or "triton", shards)
         self.options = replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
         self.sequence_parallel = chosen.sequence_parallel
-        keywords = {name: getattr(self.options, name) for name in KEYWORDS}
+        self._ignored_row = chosen.ignore_index
         if self.vocab_order is not None:
-            keywords["ignore_index"] = row_of_id(chosen.ignore_index, self.vocab_order)
-        self._keywords = keywords
+            self._ignored_row = row_of_id(chosen.ignore_index, self.vocab_order)
 
     def forward(
         self,
@@ -171,6 +170,13 @@ class LinearCrossEntropy(VocabShard):
     def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
         if self.row_of_token is not None:
             labels = rows_of(labels, self.row_of_token)
-        operands = {"weight": self.weight, "labels": labels, "bias": self.bias}
-        of_call = {"token_weight": token_weight, "tp_group": self.tp_group}
-        return {**operands, **of_call, **self._keywords}
+        options = {name: getattr(self.options, name) for name in KEYWORDS}
+        options["ignore_index"] = self._ignored_row
+        return dict(
+            weight=self.weight,
+            labels=labels,
+            bias=self.bias,
+            token_weight=token_weight,
+            tp_group=self.tp_group,
+            **options,
+        )
