@@ -103,8 +103,10 @@ def async_tensors() -> tuple[type[Tensor], ...]:
 def fsdp_division(x: Tensor) -> tuple[int, float] | None:
     """Return of a parameter that FSDP2 has sharded: data ranks, and what their sum is divided by.
 
-    None for another tensor. Without the names below: None for each.
+    None for another tensor, and under torch.compile. Without the names below: None for each.
     """
+    if torch.compiler.is_compiling():
+        return None
     try:
         from torch.distributed._composable_state import _module_state_mapping as states
 

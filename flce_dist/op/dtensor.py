@@ -35,6 +35,10 @@ IN_FORWARD_OF_FSDP = (
     "call inside forward of the module that fully_shard was applied to, or in another method after "
     "register_fsdp_forward_method: FSDP2 gathers parameters only there"
 )
+_OF_FSDP = (  # the ranks of whose mesh are no tp_group
+    "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same tokens as "
+    f"tp_group, or {IN_FORWARD_OF_FSDP}"
+)
 
 _ASYNC = torch_private.async_tensors()
 DISTRIBUTED: tuple[type, ...] = (DTensor, *_ASYNC)
@@ -124,11 +128,12 @@ def local_of(
             want = expected if d == dim else Replicate()
             fits &= mesh.size(d) == 1 or (has.__class__ is want.__class__ and has == want)
         if not fits or mesh.get_coordinate() is None:
+            hint = _OF_FSDP if hint and torch_private.fsdp_division(x) else hint
             where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"
-                + (f"; {_fsdp_hint(x) or hint}" if hint else "")
+                + (f"; {hint}" if hint else "")
             )
         gradients = [Replicate() if has.is_partial() else has for has in x.placements]
         if gradient is not None and dim is not None:
@@ -153,21 +158,17 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(tp_group)
 
 
-def _fsdp_hint(x: DTensor) -> str:
-    """Return what to do if FSDP2 has sharded ``x``: the ranks of its mesh are no tp_group."""
-    if not torch.compiler.is_compiling() and torch_private.fsdp_division(x):
-        hint = "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same "
-        return f"{hint}tokens as tp_group, or {IN_FORWARD_OF_FSDP}"
-    return ""
-
-
 def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
-    """Return ``x``, or this rank's rows over ``tp_group``, in hidden's dtype, if FSDP2 has them."""
+    """Return ``x``; if FSDP2 has sharded it, this rank's rows over ``tp_group`` in hidden's dtype.
+
+    One all-gather. Backward sums in the dtype of ``x``, by a reduce-scatter and an all-reduce over
+    replicas, then divides as FSDP2 does.
+    """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
     mesh, V, rows = x.device_mesh, x.shape[0], _dimension(x.device_mesh, tp_group)
     data = [d for d in range(mesh.ndim) if d != rows]
-    known = None if torch.compiler.is_compiling() or not data else torch_private.fsdp_division(x)
+    known = torch_private.fsdp_division(x) if data else None
     if known is None or known[0] != math.prod(mesh.size(d) for d in data):
         return x
     if rows is not None:
@@ -175,32 +176,15 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
         mesh, V = mesh[tuple((mesh.mesh_dim_names or ())[d] for d in data)], end - start
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _Gathered.apply(x, mesh, [x.placements[d] for d in data], V, dtype, known[1])
-
-
-class _Gathered(torch.autograd.Function):
-    """Gather V rows of ``x`` over ``mesh``; sum their gradient over it in ``x.dtype``, and divide.
-
-    One all-gather of ``dtype`` in forward; a reduce-scatter in backward, and an all-reduce over
-    replicas. ``mesh`` leaves tensor parallelism out: torch 2.9 redistributes _StridedShard wrongly.
-    """
-
-    @staticmethod
-    def forward(ctx, x, mesh, placements, V, dtype, divisor):
-        held = [has if has.is_replicate() else Shard(has.dim) for has in placements]
-        size = {"shape": torch.Size((V, *x.shape[1:])), "stride": x.stride()}
-        ctx.like, ctx.mesh, ctx.held, ctx.size, ctx.divisor = x.detach(), mesh, held, size, divisor
-        own = DTensor.from_local(ctx.like.to_local(), mesh, held, run_check=False, **size)
-        whole = own.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
-        return whole.to_local()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dx):
-        dx, shares = dx.to(ctx.like.dtype), [Partial()] * ctx.mesh.ndim
-        dx = DTensor.from_local(dx, ctx.mesh, shares, run_check=False, **ctx.size)
-        dx = dx.redistribute(placements=ctx.held).to_local() / ctx.divisor
-        return in_kind(dx, ctx.like), None, None, None, None, None
+    local, shape = x.to_local(), torch.Size((V, *x.shape[1:]))
+    if local.requires_grad:
+        local.register_hook(lambda dx: dx / known[1])
+    held: list[Any] = [x.placements[d] for d in data]
+    # Without tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
+    held = [has if has.is_replicate() else Shard(has.dim) for has in held]
+    part = DTensor.from_local(local, mesh, held, run_check=False, shape=shape, stride=x.stride())
+    whole = part.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
+    return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
 
 
 class _Waited(torch.autograd.Function):
