@@ -1,22 +1,22 @@
 """``use_linear_cross_entropy``: where the plug-in meets a model of transformers.
 
 The classes of model and output layer become subclasses. In a forward with labels the layer returns
-``LazyLogits``, which note what the model does to them; ``loss_function`` reads that. So no forward
-is copied, no config interpreted; parameters, state dicts, hooks and signatures stay.
+``LazyLogits``, which note what the model does to them; their cross entropy contains that. So no
+forward is copied, no config interpreted; parameters, state dicts, hooks and signatures stay.
 """
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.hf.lazy_logits import LazyLogits, lazy_logits, real, warn
+from flce_dist.hf.lazy_logits import LazyLogits, lazy_logits
 from flce_dist.op import checks
 from flce_dist.options import keywords_of
 
@@ -25,7 +25,6 @@ _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does no
     sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
 )  # fmt: skip
 _PARALLEL = ("torch.distributed.", "transformers.distributed.")  # their hooks only move tensors
-_LOSS = "logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs"
 
 
 class FusedHead:
@@ -39,29 +38,41 @@ class FusedHead:
             return lazy_logits(self, args[0])
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def why_not_lazy(self: Any) -> str:
-        """Return why the loss needs real logits; empty if it does not."""
+    def may_be_lazy(self: Any, model: Any) -> bool:
+        """Whether the loss of the model needs no real logits."""
         layer, adapters = _linear_of(self), _adapters_of(self)
         hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
         for x in (self, layer):
             hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
             hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
-        if not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
-            return "a hook of the output layer, or a forward of its own, may look at them"
-        if adapters and isinstance(layer.weight, DTensor):
-            return "the weight of an output layer with LoRA is a DTensor"
-        if any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
-            return "the LoRA of the output layer is a variant, such as DoRA"
-        if layer is not self and self.merged and self.disable_adapters:
-            return "the merged LoRA of the output layer is disabled"
-        return ""
+        why = ""
+        if getattr(model, "_is_replica", False):
+            why = "DataParallel gathers them"
+        elif not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
+            why = "a hook of the output layer, or a forward of its own, may look at them"
+        elif adapters and isinstance(layer.weight, DTensor):
+            why = "the weight of an output layer with LoRA is a DTensor"
+        elif any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
+            why = "the LoRA of the output layer is a variant, such as DoRA"
+        elif layer is not self and self.merged and self.disable_adapters:
+            why = "the merged LoRA of the output layer is disabled"
+        if why:
+            self.warn(why)
+        return not why
+
+    def warn(self, why: str) -> None:
+        """Say why the loss is that of real logits; raise if an option is lost on them."""
+        for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
+            if x := self.loss_keywords.get(name):
+                raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
+        if not torch.compiler.is_compiling():
+            warnings.warn(f"the loss is computed from real logits: {why}", stacklevel=3)
 
     def loss(self: Any, logits: LazyLogits, labels: Tensor, **options: Any) -> Tensor:
-        """Return the loss of ``labels``; under FSDP2 as a call, whose hooks gather the weight."""
+        """Return the loss of labels [T]; under FSDP2 as a call, whose hooks gather the weight."""
 
         def compute(hidden: Tensor) -> Tensor:  # [..., H]; LoRA of rank r makes that H + r
-            layer = _linear_of(self)
-            weight, bias = layer.weight, layer.bias
+            weight, bias = _linear_of(self).weight, _linear_of(self).bias
             inputs, rows = [hidden], [weight]
             for name in _adapters_of(self):
                 A, B, scaling = self.lora_A[name], self.lora_B[name], self.scaling[name]
@@ -74,7 +85,7 @@ class FusedHead:
             is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
             scale, softcap = logits.scale_and_softcap()
             return linear_cross_entropy(
-                hidden, weight, labels, softcap=softcap, logit_scale=scale,
+                hidden, weight, labels.view(hidden.shape[:-1]), softcap=softcap, logit_scale=scale,
                 bias=bias if bias is None or scale == 1.0 else bias * scale,
                 tp_group=weight.device_mesh.get_group() if is_split else None,
                 sequence_parallel=isinstance(hidden, DTensor) and hidden.placements == (Shard(1),),
@@ -94,29 +105,6 @@ class FusedHead:
 
 class FusedModel:
     """The first base of replaced models; the model's own class is the second."""
-
-    def loss_function(
-        self, logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
-        ignore_index: int = -100, shift_labels: Any = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        """``ForCausalLMLoss``, which ignores other keywords; that of real logits is theirs."""
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        head = _head_of(self)
-        if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != head.out_features:
-            for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
-                if x := head.loss_keywords[name]:
-                    raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
-            rest = labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
-            return ForCausalLMLoss(real(logits, "the loss of its logits"), *rest, **kwargs)
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        labels = shift_labels.to(logits.hidden.device).reshape(logits.hidden.shape[:-1])
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = head.loss(logits, labels, reduction=reduction, ignore_index=ignore_index)
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
@@ -140,20 +128,19 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    given = keywords_of(use_linear_cross_entropy, options, **_FIXED)
-    chosen = vars(checks.checked_options(**given))
+    checks.checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     base, found = _base_of(restore(model)), ""
     if not isinstance(base, PreTrainedModel):
         found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
     elif (head := _head_of(base)) is None or not _is_linear(head):
         found = f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
-    elif "labels" not in _names(base.forward).split() or "forward" in vars(base):
+    elif "labels" not in inspect.signature(base.forward).parameters or "forward" in vars(base):
         found = f"forward must be that of the class and take labels, got {base.forward}"
-    elif base.loss_function is not ForCausalLMLoss or _names(ForCausalLMLoss) != _LOSS:
-        found = f"loss_function must be ForCausalLMLoss of {_LOSS}, got {base.loss_function}"
+    elif base.loss_function is not ForCausalLMLoss:
+        found = f"loss_function must be ForCausalLMLoss, got {base.loss_function}"
     if found:
         raise NotImplementedError(found)
-    head.loss_keywords = {name: chosen[name] for name in chosen.keys() - {*_FIXED, "with_metrics"}}
+    head.loss_keywords = options
     head.__class__ = _subclass(FusedHead, head.__class__)
     base.__class__ = _subclass(FusedModel, base.__class__)
     return model
@@ -180,7 +167,7 @@ def _subclass(mixin: Any, base: Any) -> Any:
 
 def _forward_of(base: Any) -> Any:
     """Return the model's forward, with a lazy output layer if there are labels."""
-    at = _names(base.forward).split().index("labels") - 1
+    at = [*inspect.signature(base.forward).parameters].index("labels") - 1
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,21 +177,13 @@ def _forward_of(base: Any) -> Any:
                 "the output layer must be the one that use_linear_cross_entropy has replaced, got "
                 f"another {type(head).__name__}; call it again, after get_peft_model"
             )
-        if labels is not None and not getattr(self, "_is_replica", False):  # of DataParallel
-            why = head.why_not_lazy()
-            head.is_lazy = not why
-            if why:
-                warn(why)
+        head.is_lazy = labels is not None and head.may_be_lazy(self)
         try:
             return base.forward(self, *args, **kwargs)
         finally:
             head.is_lazy = False
 
     return forward
-
-
-def _names(function: Any) -> str:
-    return " ".join(inspect.signature(function).parameters)
 
 
 def _base_of(model: Any) -> Any:
