@@ -15,17 +15,10 @@ from flce_dist.parallel import collectives, transport
 
 
 def data_parallel_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    data_group: dist.ProcessGroup | None,
-    bias: Tensor | None = None,
-    reduction: Reduction = "mean",
-    token_weight: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    **options: Any,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, data_group: dist.ProcessGroup | None,
+    bias: Tensor | None = None, reduction: Reduction = "mean", token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0, **options: Any,
+) -> Tensor:  # fmt: skip
     """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
 
     Hidden states are gathered, the weight never is. Gradients are as FSDP2 makes them: that of this

@@ -16,16 +16,11 @@ class ChunkedLogProbFunction:
 
     @staticmethod
     def apply(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float | Tensor,
-        chunk_size: int | None = None,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+        temperature: float | Tensor, chunk_size: int | None = None,
+        final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Return logprobs and ``OUTPUTS``, [N] each; logprobs and entropy are differentiable.
 
         The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``.
@@ -59,10 +54,7 @@ class ChunkedLogProbFunction:
 
 
 def use_linear_cross_entropy() -> None:
-    """Let the fused LM head of all trainers of this process call ``ChunkedLogProbFunction``.
-
-    Raises NotImplementedError if this TRL does not have the function where TRL 1.16 has it.
-    """
+    """Let the fused LM head of all trainers of this process call ``ChunkedLogProbFunction``."""
     import trl
     from trl.trainer import utils
 

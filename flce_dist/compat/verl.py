@@ -10,15 +10,10 @@ from flce_dist.options import Reduction
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor = 1.0,
-    reduction: Reduction = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
-    *,
-    sequence_first: bool = False,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0,
+    reduction: Reduction = "none", dist_process_group: dist.ProcessGroup | None = None,
+    *, sequence_first: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
 
     Args:
