@@ -64,15 +64,9 @@ def _counted_gemm_kernel(
 
 
 def counted_gemm(
-    d: Tensor,
-    b: Tensor,
-    count: Tensor,
-    *,
-    sums_tokens: bool,
-    row: Tensor | None = None,
-    out: Tensor,
-    adds: bool,
-) -> None:
+    d: Tensor, b: Tensor, count: Tensor, *,
+    sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
+) -> None:  # fmt: skip
     """Write ``out = d @ b`` in the first ``count`` rows alone, or with ``sums_tokens``
     ``out = d.T @ b + row`` over the first ``count`` rows of d and b; or add it if ``adds``.
 

@@ -91,13 +91,9 @@ def _write_label_kernel(
 
 
 def dlogits(
-    logits: ShardLogits,
-    reference: Tensor,
-    label_value: Tensor,
-    affine: tuple[Tensor, ...],
-    *,
-    out: Tensor,
-) -> None:
+    logits: ShardLogits, reference: Tensor, label_value: Tensor,
+    affine: tuple[Tensor, ...], *, out: Tensor,
+) -> None:  # fmt: skip
     """Write ``out[t, v] = (exp(x) * (a + b * x) + u) * softcap'(z)`` with ``x = z - reference``;
     at the label's column ``label_value[t]``, in ignored rows 0.
 

@@ -74,17 +74,11 @@ def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Te
 
 
 def linear_stats(
-    logits: ShardLogits,
-    label_logit: Tensor,
-    *,
-    cache: ColumnCache,
-    with_sum_z: bool,
-    with_entropy: bool,
-    others_max: Tensor,
-    sums: Tensor,
-    tiles: Tensor | None = None,
+    logits: ShardLogits, label_logit: Tensor, *,
+    cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
     named_x: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     reference = first_reference(label_logit)
     if tiles is not None:
         write_tile_stats(logits, reference, tiles)
@@ -94,14 +88,9 @@ def linear_stats(
 
 
 def rescue(
-    logits: ShardLogits,
-    label_logit: Tensor,
-    others_max: Tensor,
-    sums: Tensor,
-    *,
-    cache: ColumnCache,
-    with_entropy: bool,
-) -> Tensor:
+    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
+    cache: ColumnCache, with_entropy: bool,
+) -> Tensor:  # fmt: skip
     """Reads on the host which rows to compute again, so a GPU's host waits once in each forward."""
     reference = pick_reference(label_logit, others_max)
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)

@@ -15,13 +15,9 @@ SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 
 
 def dlogits(
-    logits: ShardLogits,
-    reference: Tensor,
-    label_value: Tensor,
-    affine: tuple[Tensor, ...],
-    *,
-    out: Tensor,
-) -> None:
+    logits: ShardLogits, reference: Tensor, label_value: Tensor,
+    affine: tuple[Tensor, ...], *, out: Tensor,
+) -> None:  # fmt: skip
     counted = logits.counted
     reference = reference.where(counted, torch.inf)  # so that D of an ignored row is 0
     rows = [row.where(counted, 0.0)[:, None] for row in affine]

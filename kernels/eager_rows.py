@@ -33,16 +33,10 @@ def counted_tokens(
 
 
 def token_loss(
-    labels: Tensor,
-    token_weight: Tensor | None,
-    label_logit: Tensor,
-    others_max: Tensor,
-    sums: Tensor,
-    terms: LossTerms,
-    *,
-    with_entropy: bool,
+    labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
+    others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
     inverse_temperature: Tensor | None = None,
-) -> tuple[TokenStats, Tensor, Tensor]:
+) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
     reference = pick_reference(label_logit, others_max)
     sum_z = sums[-1] if terms.label_smoothing else None
     sum_ez = sums[1] if with_entropy else None
@@ -88,14 +82,9 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
 
 
 def scale_rows(
-    x: Tensor,
-    scale: Tensor | None,
-    labels: Tensor,
-    *,
-    ignore_index: int,
-    plus: tuple[Tensor, Tensor] | None = None,
-    out: Tensor,
-) -> None:
+    x: Tensor, scale: Tensor | None, labels: Tensor, *,
+    ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
+) -> None:  # fmt: skip
     for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
         rows = x[t]
         if scale is not None:

@@ -55,15 +55,9 @@ def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def product(
-    d: Tensor,
-    b: Tensor,
-    count: Tensor | None = None,
-    *,
-    sums_tokens: bool,
-    row: Tensor | None = None,
-    out: Tensor,
-    adds: bool,
-) -> None:
+    d: Tensor, b: Tensor, count: Tensor | None = None, *,
+    sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
+) -> None:  # fmt: skip
     """``counted_gemm`` over all rows: D is 0 in those that do not count, or there are none."""
     a = d.T if sums_tokens else d
     if out.dtype != d.dtype or adds:

@@ -137,17 +137,11 @@ def _linear_stats_kernel(
 
 
 def linear_stats(
-    logits: ShardLogits,
-    label_logit: Tensor,
-    *,
-    cache: ColumnCache,
-    with_sum_z: bool,
-    with_entropy: bool,
-    others_max: Tensor,
-    sums: Tensor,
-    tiles: Tensor | None = None,
+    logits: ShardLogits, label_logit: Tensor, *,
+    cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
     named_x: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
     Both are over the columns other than the label: the largest logit, and sums of ``exp(x)`` with

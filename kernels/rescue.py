@@ -174,14 +174,9 @@ def _rescue_kernel(
 
 
 def rescue(
-    logits: ShardLogits,
-    label_logit: Tensor,
-    others_max: Tensor,
-    sums: Tensor,
-    *,
-    cache: ColumnCache,
-    with_entropy: bool,
-) -> Tensor:
+    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
+    cache: ColumnCache, with_entropy: bool,
+) -> Tensor:  # fmt: skip
     """Return what is to be summed over ranks: a view of ``sums``, written in place.
 
     others_max [T] fp32 is the maximum over all ranks, sums [rows, T] fp64 are those of

@@ -74,14 +74,9 @@ def _scale_rows_kernel(
 
 
 def scale_rows(
-    x: Tensor,
-    scale: Tensor | None,
-    labels: Tensor,
-    *,
-    ignore_index: int,
-    plus: tuple[Tensor, Tensor] | None = None,
-    out: Tensor,
-) -> None:
+    x: Tensor, scale: Tensor | None, labels: Tensor, *,
+    ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
+) -> None:  # fmt: skip
     """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
 
     x is [T, N], out [T, N] with a unit last stride, or x itself. scale [T] is fp32, None is 1;

@@ -63,16 +63,10 @@ def _row_gradient_kernel(
 
 
 def row_gradient(
-    stats: TokenStats,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    norm: Tensor | None,
-    dloss: Tensor | None,
-    terms: LossTerms,
-    *,
-    from_lse: bool,
+    stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
+    norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, *, from_lse: bool,
     inverse_temperature: Tensor | None = None,
-) -> RowGradient:
+) -> RowGradient:  # fmt: skip
     """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``; None is 1.
 
     dloss is [T] or a scalar. D is relative to the reference of stats, or to lse if ``from_lse``.

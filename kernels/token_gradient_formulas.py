@@ -81,16 +81,10 @@ def token_dloss(
 
 
 def row_gradient(
-    stats: TokenStats,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    norm: Tensor | None,
-    dloss: Tensor | None,
-    terms: LossTerms,
-    *,
-    from_lse: bool,
+    stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
+    norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, *, from_lse: bool,
     inverse_temperature: Tensor | None = None,
-) -> RowGradient:
+) -> RowGradient:  # fmt: skip
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
     dloss = dloss if inverse_temperature is None else dloss * inverse_temperature
     reference = stats.lse if from_lse else stats.reference

@@ -94,16 +94,10 @@ def _token_loss_kernel(
 
 
 def token_loss(
-    labels: Tensor,
-    token_weight: Tensor | None,
-    label_logit: Tensor,
-    others_max: Tensor,
-    sums: Tensor,
-    terms: LossTerms,
-    *,
-    with_entropy: bool,
+    labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
+    others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
     inverse_temperature: Tensor | None = None,
-) -> tuple[TokenStats, Tensor, Tensor]:
+) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
     """Return ``(stats, loss, label_value)``, each [T] fp32.
 
     label_logit, others_max and sums (what ``rescue`` returns) are those of all ranks. loss is

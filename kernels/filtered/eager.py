@@ -134,17 +134,9 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
 
 
 def kept_dweight(
-    d: Tensor,
-    hidden: Tensor,
-    lists: TileLists,
-    round: int,
-    q: Tensor,
-    hbar: Tensor,
-    row: Tensor | None,
-    *,
-    out: Tensor,
-    accumulates: bool,
-) -> None:
+    d: Tensor, hidden: Tensor, lists: TileLists, round: int, q: Tensor, hbar: Tensor,
+    row: Tensor | None, *, out: Tensor, accumulates: bool,
+) -> None:  # fmt: skip
     rows = torch.arange(*lists.window(round, len(out)), device=d.device)
     for part in gemm.slices(len(rows), 4 * hidden.shape[1]):
         v = rows[part]

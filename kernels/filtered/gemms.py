@@ -179,17 +179,9 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
 
 
 def kept_dweight(
-    d: Tensor,
-    hidden: Tensor,
-    lists: TileLists,
-    round: int,
-    q: Tensor,
-    hbar: Tensor,
-    row: Tensor | None,
-    *,
-    out: Tensor,
-    accumulates: bool,
-) -> None:
+    d: Tensor, hidden: Tensor, lists: TileLists, round: int, q: Tensor, hbar: Tensor,
+    row: Tensor | None, *, out: Tensor, accumulates: bool,
+) -> None:  # fmt: skip
     """Write to the round's rows of ``out`` [V, H] ``D.T @ hidden + q[v] * hbar[tile of v] + row``.
 
     hidden [T, H] is that of dweight's GEMM, 0 in ignored rows. q is [V], hbar [J, H] and row [H],

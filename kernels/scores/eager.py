@@ -73,15 +73,9 @@ def dhidden_of_ids(
 
 
 def dweight_of_ids(
-    factor: Tensor,
-    ids: TokenIds,
-    hidden: Tensor,
-    order: Tensor,
-    *,
-    vocab_start_index: int,
-    out: Tensor,
-    adds: bool,
-) -> None:
+    factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+    vocab_start_index: int, out: Tensor, adds: bool,
+) -> None:  # fmt: skip
     here = torch.zeros(len(out), dtype=torch.bool, device=out.device)
     for _, row in _here(ids, vocab_start_index, out):
         here[row] = True

@@ -112,15 +112,9 @@ def _run_sums_kernel(
 
 
 def dweight_of_ids(
-    factor: Tensor,
-    ids: TokenIds,
-    hidden: Tensor,
-    order: Tensor,
-    *,
-    vocab_start_index: int,
-    out: Tensor,
-    adds: bool,
-) -> None:
+    factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+    vocab_start_index: int, out: Tensor, adds: bool,
+) -> None:  # fmt: skip
     """Write the rows of out [V, H] that have entries: the sums of factor [N] times hidden [T, H].
 
     ``adds`` adds to what is there. order [N] sorts the entries by id. Accumulates in fp32 and
