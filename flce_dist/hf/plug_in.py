@@ -103,10 +103,6 @@ class FusedHead:
             vars(self).update(own)
 
 
-class FusedModel:
-    """The first base of replaced models; the model's own class is the second."""
-
-
 def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     """Make a causal language model compute its loss by ``linear_cross_entropy``, and return it.
 
@@ -141,28 +137,28 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     if found:
         raise NotImplementedError(found)
     head.loss_keywords = options
-    head.__class__ = _subclass(FusedHead, head.__class__)
-    base.__class__ = _subclass(FusedModel, base.__class__)
+    head.__class__ = _subclass(head.__class__, FusedHead)
+    base.__class__ = _subclass(base.__class__)
     return model
 
 
 def restore(model: Any) -> Any:
     """Undo ``use_linear_cross_entropy``, where it was called, and return the model."""
     base = _base_of(model)
-    if isinstance(base, FusedModel):
+    if "unfused" in vars(type(base)):
         for module in (_head_of(base), base):
             module.__class__ = vars(type(module)).get("unfused", type(module))
     return model
 
 
 @functools.cache
-def _subclass(mixin: Any, base: Any) -> Any:
-    """Return a class by the name of ``base`` that is ``mixin`` first."""
+def _subclass(base: Any, *mixin: Any) -> Any:
+    """Return a class by the name of ``base``, a layer's with ``mixin`` or a model's."""
     names = ("__module__", "__qualname__", "__doc__")
     members = {"unfused": base, **{name: getattr(base, name) for name in names}}
-    if mixin is FusedModel:
+    if not mixin:
         members["forward"] = _forward_of(base)
-    return type(base.__name__, (mixin, base), members)
+    return type(base.__name__, (*mixin, base), members)
 
 
 def _forward_of(base: Any) -> Any:
