@@ -34,18 +34,11 @@ class VocabShard(nn.Module):
     vocab_order: VocabOrder | None
 
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        bias: bool,
-        padded_vocab_size: int | None,
-        vocab_order: VocabOrder | Tensor | None,
-        tp_group: dist.ProcessGroup | None,
+        self, hidden_size: int, vocab_size: int, *, bias: bool, padded_vocab_size: int | None,
+        vocab_order: VocabOrder | Tensor | None, tp_group: dist.ProcessGroup | None,
         init_method: Callable[[Tensor], Any],
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+        device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         """Make the parameters and initialise them, unless on the meta device; collective."""
         super().__init__()
         padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size

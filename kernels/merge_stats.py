@@ -117,17 +117,10 @@ def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Te
 
 
 def merge_stats(
-    part: Tensor,
-    label_logit: Tensor,
-    launch: TileLaunch,
-    *,
-    n_counted: Tensor | None,
-    with_entropy: bool,
-    with_sum_z: bool,
-    first: bool,
-    others_max: Tensor,
-    sums: Tensor,
-) -> None:
+    part: Tensor, label_logit: Tensor, launch: TileLaunch, *,
+    n_counted: Tensor | None, with_entropy: bool, with_sum_z: bool, first: bool,
+    others_max: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
     """Merge ``part`` of ``launch`` into the results; tokens from n_counted on get -inf and 0."""
     T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v

@@ -62,13 +62,9 @@ def label_value(
 
 
 def token_dloss(
-    like: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    norm: Tensor | None,
-    dloss: Tensor | None,
-    terms: LossTerms,
-) -> Tensor:
+    like: Tensor, labels: Tensor, token_weight: Tensor | None,
+    norm: Tensor | None, dloss: Tensor | None, terms: LossTerms,
+) -> Tensor:  # fmt: skip
     """Return [T]: the gradient that reaches each token's unweighted loss, 0 where ignored."""
     total = torch.ones_like(like)
     if dloss is not None:
@@ -101,13 +97,9 @@ def row_gradient(
 
 
 def row_gradient_with_metrics(
-    stats: TokenStats,
-    dloss: Tensor,
-    dmetrics: Sequence[Tensor | None],
-    entropy: Tensor | None,
-    terms: LossTerms,
-    inverse_temperature: Tensor | None,
-) -> RowGradient:
+    stats: TokenStats, dloss: Tensor, dmetrics: Sequence[Tensor | None], entropy: Tensor | None,
+    terms: LossTerms, inverse_temperature: Tensor | None,
+) -> RowGradient:  # fmt: skip
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
     ``dloss`` comes from ``token_dloss``; ``dmetrics`` are those of lse, logprob and entropy. With

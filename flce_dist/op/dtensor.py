@@ -108,13 +108,9 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
 
 
 def local_of(
-    name: str,
-    x: Any,
-    expected: Placement,
-    tp_group: dist.ProcessGroup | None,
-    hint: str = "",
+    name: str, x: Any, expected: Placement, tp_group: dist.ProcessGroup | None, hint: str = "",
     gradient: Placement | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
 
     Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient

@@ -38,18 +38,10 @@ def pieces(schedule: Schedule, P: int) -> tuple[tuple[int, int], ...]:
 
 
 def plan(
-    *,
-    T: int,
-    V: int,
-    itemsize: int,
-    schedule: options.Schedule,
-    max_logits_bytes: int | None,
-    expressible: bool = True,
-    converts: bool = False,
-    dweight_row_bytes: tuple[int, int] = (0, 0),
-    reduces: bool = False,
-    gathers_from: int = 1,
-) -> Plan:
+    *, T: int, V: int, itemsize: int, schedule: options.Schedule, max_logits_bytes: int | None,
+    expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
+    reduces: bool = False, gathers_from: int = 1,
+) -> Plan:  # fmt: skip
     """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
 
     Args:

@@ -13,14 +13,9 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def flat_ids(
-    ids: Tensor,
-    offsets: Tensor | None,
-    tokens: torch.Size,
-    hidden: Tensor,
-    vocab_size: int,
-    *,
+    ids: Tensor, offsets: Tensor | None, tokens: torch.Size, hidden: Tensor, vocab_size: int, *,
     transposed: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Check ids; return ids [N] and offsets [T + 1], int64, of tokens in order.
 
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of

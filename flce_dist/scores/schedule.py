@@ -148,12 +148,9 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
 
 
 def _affine(
-    rest: RestSaved,
-    entropy: Tensor | None,
-    dtotal: Tensor,
-    dother: Tensor | None,
+    rest: RestSaved, entropy: Tensor | None, dtotal: Tensor, dother: Tensor | None,
     dentropy: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
 
     ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -

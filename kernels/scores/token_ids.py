@@ -53,16 +53,10 @@ def are_cut(ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def set_gradient(
-    z: Tensor,
-    ids: TokenIds,
-    logprob: Tensor,
-    entropy: Tensor | None,
+    z: Tensor, ids: TokenIds, logprob: Tensor, entropy: Tensor | None,
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
-    inverse_temperature: Tensor | None,
-    *,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Tensor, Tensor]:
+    inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return [N]: the gradient of each entry's product ``h . w``, 0 at padding; and G [T].
 
     Passes over [N] in PyTorch, for both implementations. upstream are gradients of logprob [N] in
