@@ -12,15 +12,7 @@ from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import DISTRIBUTED, localized
-from flce_dist.op.prepare import (
-    Arguments,
-    counted_operands,
-    gradients_needed,
-    in_autocast_dtype,
-    prepare,
-    sequence_first,
-    tempered,
-)
+from flce_dist.op.prepare import Arguments, counted_operands, prepare, settled
 from flce_dist.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
 
 _P = ParamSpec("_P")
@@ -234,20 +226,17 @@ def apply(arguments: Arguments) -> tuple[Tensor, ...]:
     weight = arguments.weight  # as the caller passed it
     if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):
         arguments = localized(arguments)
-    arguments = tempered(arguments)
-    ordered = sequence_first(arguments)
-    cast = in_autocast_dtype(ordered)
-    needs = gradients_needed(cast)
+    given, needs = settled(arguments)
     refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
-        results = compiled.apply(cast, needs)
+        results = compiled.apply(given, needs)
     else:
-        call, operands = prepare(cast, needs)
+        call, operands = prepare(given, needs)
         operands = counted_operands(call, operands)
         loss, *metrics = differentiable(call, operands, weight)
-        shape = cast.labels.shape
+        shape = given.labels.shape
         loss = loss.reshape(shape) if call.options.reduction == "none" else loss
         results = loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)
-    if ordered is arguments:
+    if given.options is arguments.options:  # else dimensions have been exchanged
         return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)

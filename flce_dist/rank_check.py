@@ -16,14 +16,7 @@ from torch import Tensor
 from flce_dist.op import checks
 from flce_dist.op.dtensor import localized
 from flce_dist.op.main_grad import captured
-from flce_dist.op.prepare import (
-    Arguments,
-    gradients_needed,
-    in_autocast_dtype,
-    prepare,
-    sequence_first,
-    tempered,
-)
+from flce_dist.op.prepare import Arguments, prepare, settled
 from flce_dist.options import keywords_of
 
 
@@ -87,9 +80,8 @@ def check_ranks(
 
 def _summary(arguments: Arguments) -> dict[str, Any]:
     """Return this rank's facts about the call; raise if the call would."""
-    given, arguments = arguments.weight, tempered(localized(arguments))
-    options, arguments = arguments.options, in_autocast_dtype(sequence_first(arguments))
-    needs = gradients_needed(arguments)
+    given, arguments = arguments.weight, localized(arguments)
+    options, (arguments, needs) = arguments.options, settled(arguments)
     call, (_, weight, _, labels, token_weight, _, inverse, *_) = prepare(arguments, needs)
     if needs[1] and options.accumulate_dweight:
         captured(given, call)

@@ -21,7 +21,7 @@ _TEMPERATURE = Declared(float, False, (), POSITIVE)
 
 
 class Arguments(NamedTuple):
-    """The arguments of ``linear_cross_entropy``; ``in_autocast_dtype`` settles their dtypes."""
+    """The arguments of ``linear_cross_entropy``, before and after they are ``settled``."""
 
     hidden: Tensor
     weight: Tensor
@@ -77,10 +77,14 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
     return arguments._replace(hidden=to(hidden), weight=to(weight), bias=to(bias))
 
 
-def gradients_needed(arguments: Arguments) -> list[bool]:
-    """Return whether hidden, weight and bias need a gradient in the current grad mode."""
-    operands = (arguments.hidden, arguments.weight, arguments.bias)
-    return [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in operands]
+def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
+    """Return the arguments with temperatures, order of dimensions and dtypes of the computation.
+
+    Also whether hidden, weight and bias need a gradient in the current grad mode.
+    """
+    arguments = in_autocast_dtype(sequence_first(tempered(arguments)))
+    operands, is_on = (arguments.hidden, arguments.weight, arguments.bias), torch.is_grad_enabled()
+    return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
 
 
 def as_stored(x: Any) -> Any:

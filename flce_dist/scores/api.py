@@ -13,14 +13,7 @@ from flce_dist.op import checks
 from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import local_of, localized
-from flce_dist.op.prepare import (
-    Arguments,
-    gradients_needed,
-    in_autocast_dtype,
-    prepare,
-    sequence_first,
-    tempered,
-)
+from flce_dist.op.prepare import Arguments, prepare, settled
 from flce_dist.options import DECLARED, Impl, LossOptions, Over, Schedule, declared
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import flat_ids
@@ -147,9 +140,9 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel and options.sequence_dim < len(tokens):
         tokens[options.sequence_dim] *= collectives.group_size(tp_group)
-    arguments = tempered(arguments._replace(labels=arguments.labels.expand(tokens)))
-    ordered = in_autocast_dtype(sequence_first(arguments))
-    call, operands = prepare(ordered, gradients_needed(ordered), scores=_SCHEDULES[over])
+    arguments = arguments._replace(labels=arguments.labels.expand(tokens))
+    ordered, needs = settled(arguments)
+    call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
     flat, cuts = flat_ids(
         ids, offsets, arguments.labels.shape, hidden, call.vocab_size, transposed=is_transposed
