@@ -108,16 +108,16 @@ def _summary(arguments: Arguments) -> dict[str, Any]:
         },
         "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
         "values": {
-            "hash of labels": _hash(labels),
-            "hash of token_weight": None if token_weight is None else _hash(token_weight),
-            "hash of temperature": None if inverse is None else _hash(inverse),
+            "hash of labels": hash_of(labels),
+            "hash of token_weight": None if token_weight is None else hash_of(token_weight),
+            "hash of temperature": None if inverse is None else hash_of(inverse),
         },
         "plan": {"plan": repr(call.schedule)},
         "weight": (len(weight), _hash_of_rows(weight), max(counted.tolist(), default=-1)),
     }
 
 
-def _hash(x: Tensor) -> str:
+def hash_of(x: Tensor) -> str:
     x = x.cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(x.data_ptr(), x.nbytes), digest_size=8).hexdigest()
 
@@ -131,7 +131,7 @@ def _hash_of_rows(weight: Tensor) -> str | None:
     if V == 0:
         return None
     sample = weight.detach()[torch.arange(16, device=weight.device) * V // 16]
-    return None if (sample == sample[0, 0]).all() else _hash(sample)
+    return None if (sample == sample[0, 0]).all() else hash_of(sample)
 
 
 def _complaint(summaries: list[dict[str, Any]]) -> str | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.filtered.vocab_order import VocabOrder
-from flce_dist.rank_check import on_ranks
+from flce_dist.rank_check import hash_of, on_ranks
 
 
 def agreed_order(
@@ -28,7 +28,7 @@ def agreed_order(
     order, failure = None, None
     try:
         order = make()
-        text = "None" if order is None else f"order {_digest(order):x}"
+        text = "None" if order is None else f"order {hash_of(order.row_of_token)}"
     except Exception as error:  # of any type: other ranks wait for this one
         failure, text = error, f"an invalid one ({error})"
     meshed = [group for group in groups if group is not None]
@@ -46,11 +46,6 @@ def agreed_order(
     if failure is not None:
         raise failure
     return order
-
-
-def _digest(order: VocabOrder) -> int:
-    factors = torch.arange(1, 2 * len(order.row_of_token), 2, device="cpu") * 0x9E3779B1
-    return int((order.row_of_token * factors).sum()) % (1 << 62)
 
 
 def mismatch(saved: Any, own: VocabOrder | None, key: str) -> str | None:
