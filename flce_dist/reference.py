@@ -90,16 +90,10 @@ def reference_linear_logprob(
 
 
 def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    counted: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,
-    vocab_size: int | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, counted: Tensor, *,
+    bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0, vocab_size: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return logits [..., V_all], computed in the dtype of hidden, in fp32 or fp64."""
     # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
     logits = hidden.where(counted[..., None], 0.0) @ weight[:vocab_size].T * logit_scale

@@ -118,13 +118,10 @@ class FusedLayer:
     vocab_order: VocabOrder | None
 
     def forward(
-        self: Any,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        *,
+        self: Any, input_: Tensor, weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None, *,
         compute: Callable[[Any, Tensor, Tensor], Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return lazy or real logits with a bias, or what ``compute`` does."""
         if compute is not None:
             return compute(self, input_, self.weight if weight is None else weight)
@@ -150,14 +147,9 @@ class FusedLayer:
         return logits if softcap is None else softcap * (logits / softcap).tanh(), bias
 
     def token_loss(
-        self: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        scale: float = 1.0,
+        self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0,
         **changes: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the loss of ``labels`` [s, b], by default as [s, b] fp32.
 
         For an ``ExtraSchedule``, whose blocks of tokens should be of one sequence each, ``hidden``

@@ -26,13 +26,9 @@ class Pass:
         self.norm = _loss_norm(call, operands)
 
     def chunk_loss(
-        self,
-        tokens: tuple[int, int],
-        cache: ColumnCache,
-        *,
-        tiles: Tensor | None = None,
-        named_x: Tensor | None = None,
-    ) -> tuple[TokenStats, Tensor]:
+        self, tokens: tuple[int, int], cache: ColumnCache, *,
+        tiles: Tensor | None = None, named_x: Tensor | None = None,
+    ) -> tuple[TokenStats, Tensor]:  # fmt: skip
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
         ``tokens`` (first, last) are whole pieces of the gather. All-reduces, whether or not a row
