@@ -100,8 +100,8 @@ def async_tensors() -> tuple[type[Tensor], ...]:
     return (AsyncCollectiveTensor,)
 
 
-def fsdp_division(x: Tensor) -> tuple[int, float] | None:
-    """Return of a parameter that FSDP2 has sharded: data ranks, and what their sum is divided by.
+def fsdp_sharding(x: Tensor) -> tuple[Any, float] | None:
+    """Return the mesh over which FSDP2 has sharded a parameter, and what sums are divided by.
 
     None for another tensor, and under torch.compile. Without the names below: None for each.
     """
@@ -115,8 +115,8 @@ def fsdp_division(x: Tensor) -> tuple[int, float] | None:
             for group in filter(None, groups or [getattr(state(), "_fsdp_param_group", None)]):
                 for one in group.fsdp_params:
                     if one.sharded_param is x:
-                        ranks = one.mesh_info.mesh.size()
-                        return ranks, group.gradient_divide_factor or ranks
+                        mesh = one.mesh_info.mesh  # of data ranks, maybe replicas first
+                        return mesh, group.gradient_divide_factor or mesh.size()
     except (ImportError, AttributeError):
         pass
     return None

@@ -6,7 +6,6 @@ local tensor if its placements are those that the op expects; otherwise it is re
 has sharded is gathered from its data ranks, over which its gradient is averaged.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +123,7 @@ def local_of(
             want = expected if d == dim else Replicate()
             fits &= mesh.size(d) == 1 or (has.__class__ is want.__class__ and has == want)
         if not fits or mesh.get_coordinate() is None:
-            hint = _OF_FSDP if hint and torch_private.fsdp_division(x) else hint
+            hint = _OF_FSDP if hint and torch_private.fsdp_sharding(x) else hint
             where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
@@ -162,21 +161,18 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
-    mesh, V, rows = x.device_mesh, x.shape[0], _dimension(x.device_mesh, tp_group)
-    data = [d for d in range(mesh.ndim) if d != rows]
-    known = torch_private.fsdp_division(x) if data else None
-    if known is None or known[0] != math.prod(mesh.size(d) for d in data):
+    dim, known = _dimension(x.device_mesh, tp_group), torch_private.fsdp_sharding(x)
+    rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), x.device_mesh.size(dim))
+    if known is None or known[0].size() * P != x.device_mesh.size():
         return x
-    if rows is not None:
-        start, end = vocab_range(V, mesh.get_local_rank(rows), mesh.size(rows))
-        mesh, V = mesh[tuple((mesh.mesh_dim_names or ())[d] for d in data)], end - start
+    (mesh, divisor), (start, end) = known, vocab_range(x.shape[0], rank, P)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    local, shape = x.to_local(), torch.Size((V, *x.shape[1:]))
+    local, shape = x.to_local(), torch.Size((end - start, *x.shape[1:]))
     if local.requires_grad:
-        local.register_hook(lambda dx: dx / known[1])
-    held: list[Any] = [x.placements[d] for d in data]
-    # Without tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
+        local.register_hook(lambda dx: dx / divisor)
+    # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
+    held: list[Any] = [*x.placements[: mesh.ndim]]
     held = [has if has.is_replicate() else Shard(has.dim) for has in held]
     part = DTensor.from_local(local, mesh, held, run_check=False, shape=shape, stride=x.stride())
     whole = part.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
