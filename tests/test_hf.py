@@ -122,6 +122,28 @@ def test_whatever_is_done_to_the_logits_is_in_the_loss(name):
             step(ours(model, z_loss_weight=0.1), may_warn=True)
 
 
+@pytest.mark.parametrize("name", ["reduction", "ignore_index", "weight", "label_smoothing"])
+def test_a_cross_entropy_of_the_models_own_code(name):
+    """With what ours does not have, it is that of real logits."""
+    values = {"reduction": "sum", "ignore_index": 8, "weight": torch.rand(VOCAB)}
+    given: Any = {name: values.get(name, 0.1)}
+    model = theirs()
+
+    class Changed(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state).float()
+            flat = logits.view(-1, VOCAB), labels.clamp(min=0).view(-1)
+            loss = nn.functional.cross_entropy(*flat, **given)
+            return type("Out", (dict,), {"loss": loss})(loss=loss, logits=logits)
+
+    model.__class__ = Changed
+    is_real = name in ("weight", "label_smoothing")
+    compare(step(ours(model), may_warn=is_real), step(model), BUDGET)
+    if is_real:
+        with pytest.warns(UserWarning, match="the model asks for cross_entropy of its logits"):
+            ours(model)(**batch())
+
+
 @pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 def test_hooks_of_the_layer_see_logits(register):
     model = theirs()
@@ -160,8 +182,9 @@ def test_copies_and_restoring():
     assert restore(plugged) is plugged and restore(model) is model
     assert type(plugged) is type(model) and type(plugged.lm_head) is nn.Linear
     compare(step(pickle.loads(pickle.dumps(plugged))), expected, 0.0)
-    replica = ours(model)._replicate_for_data_parallel()  # gets real logits
-    assert type(replica(**batch()).logits) is Tensor
+    replica = ours(model)._replicate_for_data_parallel()
+    with pytest.warns(UserWarning, match="DataParallel gathers them"):
+        assert type(replica(**batch()).logits) is Tensor
 
 
 def test_refusals():
