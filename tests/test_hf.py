@@ -144,6 +144,15 @@ def test_a_cross_entropy_of_the_models_own_code(name):
             ours(model)(**batch())
 
 
+def test_a_cross_entropy_of_the_output_is_of_real_logits():
+    """A caller's own loss has none of the options."""
+    model, labels = theirs(), batch()["labels"].view(-1)
+    outputs = (one(**batch()) for one in (ours(model, z_loss_weight=1.0), model))
+    flat = (out.logits.view(-1, VOCAB) for out in outputs)
+    found, expected = (nn.functional.cross_entropy(x, labels) for x in flat)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 def test_hooks_of_the_layer_see_logits(register):
     model = theirs()

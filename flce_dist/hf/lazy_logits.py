@@ -16,8 +16,8 @@ class LazyLogits(Tensor):
     """Logits without values (on the meta device), and what the model has done to them.
 
     Products and quotients with numbers, one tanh, ``float`` and the view [T, V] are kept as steps,
-    which their cross entropy contains. Whatever else is asked for is asked of the real logits; the
-    loss then is theirs, too.
+    which a cross entropy in the model contains. Whatever else is asked for is asked of the real
+    logits; the loss then is theirs, too.
     """
 
     head: Any
@@ -58,7 +58,7 @@ class LazyLogits(Tensor):
             return args[0].hidden.device
         x, *others = args or (None,)
         if isinstance(x, LazyLogits) and not x.computed:
-            if func is F.cross_entropy and x.dim() == 2 and len(others) == 1:
+            if func is F.cross_entropy and x.head.is_lazy and x.dim() == 2 and len(others) == 1:
                 unset = ("label_smoothing", 0.0)
                 given = {k: y for k, y in kwargs.items() if y is not None and (k, y) != unset}
                 if given.keys() <= {"ignore_index", "reduction"} and others[0].dim() == 1:
