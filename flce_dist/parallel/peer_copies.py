@@ -27,13 +27,12 @@ class PeerGather(TokenGather):
             return
         memory = self._memory
         memory.acquire()
-        own = memory.of(memory.rank, self._x.shape, self._x.dtype)
-        own.copy_(self._x)
-        pieces = range(len(self._order.pieces))
-        self._arrivals = memory.pull([partial(self._copy, piece) for piece in pieces])
+        memory.of(memory.rank, self._x.shape, self._x.dtype).copy_(self._x)
+        copies = [partial(self._copy, piece) for piece in range(len(self._order.pieces))]
+        self._arrivals = memory.pull(copies)
         # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
-        for piece in pieces:
-            self.tokens[self._order.part(piece, memory.rank)].copy_(own[self._order.local(piece)])
+        for copy in copies:
+            memory.copy_own(copy)
 
     def wait(self, piece: int) -> None:
         self.start(piece)
@@ -44,9 +43,9 @@ class PeerGather(TokenGather):
             self._is_open = False
         super().wait(piece)
 
-    def _copy(self, piece: int, peer: int) -> tuple[Tensor, Tensor]:
-        theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
-        return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
+    def _copy(self, piece: int, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of, theirs = self._order.local(piece), self._memory.of(rank, self._x.shape, self._x.dtype)
+        return self.tokens, self._order.part(piece, rank), theirs, of
 
 
 class PeerScatter(TokenSum):
@@ -73,10 +72,10 @@ class PeerScatter(TokenSum):
         self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
 
     def wait(self) -> Tensor:
-        tokens, rank = self.tokens, self._memory.rank
+        tokens = self.tokens
         out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
         for piece, shares, arrival in self._copied:
-            shares[rank].copy_(tokens[self._order.part(piece, rank)])
+            self._memory.copy_own(partial(self._copy, piece, shares))
             arrival.wait()
             # Adds in fp32 and rounds once, also for 16-bit shares.
             torch.sum(shares, 0, out=out[self._order.local(piece)])
@@ -84,6 +83,7 @@ class PeerScatter(TokenSum):
         self._copied.clear()
         return out
 
-    def _copy(self, piece: int, shares: Tensor, peer: int) -> tuple[Tensor, Tensor]:
-        theirs = self._memory.of(peer, self.tokens.shape, self.tokens.dtype)
-        return shares[peer], theirs[self._order.part(piece, self._memory.rank)]
+    def _copy(self, piece: int, shares: Tensor, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of = self._order.part(piece, self._memory.rank)
+        theirs = self._memory.of(rank, self.tokens.shape, self.tokens.dtype)
+        return shares[rank], slice(0, shares.shape[1]), theirs, of
