@@ -33,6 +33,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,
     dweight_of_ids,
     logits_at_ids,
+    set_gradient,
     set_scores,
     write_named,
 )

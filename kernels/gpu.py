@@ -13,6 +13,6 @@ from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale, scale_rows
 from flce_dist.kernels.scores.at_ids import dhidden_of_ids, logits_at_ids, write_named
 from flce_dist.kernels.scores.id_sums import dweight_of_ids
-from flce_dist.kernels.scores.sets import set_scores
+from flce_dist.kernels.scores.sets import set_gradient, set_scores
 from flce_dist.kernels.token_gradient import row_gradient
 from flce_dist.kernels.token_loss import token_loss

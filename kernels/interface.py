@@ -84,8 +84,15 @@ class Kernels(Protocol):
     def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
 
     def set_scores(
-        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *,
+        vocab_size: int, with_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
+
+    def set_gradient(
+        self, z: Tensor, ids: TokenIds, logprob: Tensor, entropy: Tensor | None,
+        upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+        inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def write_named(
         self, out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
@@ -70,7 +70,7 @@ class Scores:
         assert operands.offsets is not None
         one, kernels, cache, rest = Pass(call, operands), call.kernels, None, None
         one.gather.start_all()
-        ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
+        ids = sorted_ids(operands.labels, operands.offsets)
         if self.over == "ids":
             one.gather.wait_all()
             z = collectives.all_reduce_sum(kernels.logits_at_ids(one.logits, ids), call.tp_group)
@@ -78,7 +78,7 @@ class Scores:
             cache = self.windows.new_cache(call, ids.ids.device)
             z, rest = _statistics(one, ids, cache)
         logprob, lse, other, entropy = kernels.set_scores(
-            z, ids, rest, with_entropy=call.options.with_metrics
+            z, ids, rest, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
         )
         # Copies: the caller may change what is returned.
         copy = None if entropy is None else entropy.clone()
@@ -102,7 +102,7 @@ class Scores:
             dother = dother.where(rest.others > 0, 0.0)  # else a constant
             dlse = -dother if dlse is None else dlse - dother
         inverse, scale = operands.inverse_temperature, call.options.logit_scale
-        factor, sums = set_gradient(
+        factor, sums = call.kernels.set_gradient(
             of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
             softcap=call.options.softcap, logit_scale=scale,
         )  # fmt: skip
