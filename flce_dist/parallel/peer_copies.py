@@ -18,7 +18,7 @@ class PeerGather(TokenGather):
     def __init__(self, x: Tensor, order: TokenOrder, memory: PeerMemory):
         memory.open(x.nbytes)  # first: the next use then recovers from whatever raises below
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
-        self._x, self._memory = x, memory
+        self._x, self._memory = x.contiguous(), memory
         self._arrivals: list[Arrival] | None = None
         self._is_open = True
 
@@ -27,12 +27,13 @@ class PeerGather(TokenGather):
             return
         memory = self._memory
         memory.acquire()
-        memory.of(memory.rank, self._x.shape, self._x.dtype).copy_(self._x)
+        own, rows = memory.of(memory.rank, self._x.shape, self._x.dtype), slice(0, len(self._x))
+        memory.copy(own, rows, self._x, rows)
         copies = [partial(self._copy, piece) for piece in range(len(self._order.pieces))]
         self._arrivals = memory.pull(copies)
         # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
         for copy in copies:
-            memory.copy_own(copy)
+            memory.copy(*copy(memory.rank))
 
     def wait(self, piece: int) -> None:
         self.start(piece)
@@ -75,7 +76,7 @@ class PeerScatter(TokenSum):
         tokens = self.tokens
         out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
         for piece, shares, arrival in self._copied:
-            self._memory.copy_own(partial(self._copy, piece, shares))
+            self._memory.copy(*self._copy(piece, shares, self._memory.rank))
             arrival.wait()
             # Adds in fp32 and rounds once, also for 16-bit shares.
             torch.sum(shares, 0, out=out[self._order.local(piece)])

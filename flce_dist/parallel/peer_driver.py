@@ -97,7 +97,7 @@ class PeerDriver:
 
     def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice, stream: int) -> None:
         """Copy rows ``of`` of ``source`` to ``rows`` of ``out``; both contiguous."""
-        row = out.stride(0) * out.itemsize
+        row = out.nbytes // max(1, len(out))  # the stride of a single row may be any
         to, begin = out.data_ptr() + rows.start * row, source.data_ptr() + of.start * row
         if nbytes := (rows.stop - rows.start) * row:
             _cuda().cuMemcpyDtoDAsync_v2(to, begin, nbytes, stream)

@@ -166,9 +166,9 @@ class PeerMemory:
             arrivals[-1].record()
         return arrivals
 
-    def copy_own(self, copy: Copy) -> None:
-        """Copy from this rank's block, on the current stream."""
-        self._driver.copy(*copy(self.rank), self._driver.current_stream())
+    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
+        """Copy to or from this rank's block, on the current stream."""
+        self._driver.copy(out, rows, source, of, self._driver.current_stream())
 
     def _order(self, first: Any, then: Any) -> None:
         """Make a stream wait for all that another has been given."""
