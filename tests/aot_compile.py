@@ -168,7 +168,9 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     gpu.write_named(out, ids, z, vocab_start_index=0)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
-        gpu.dweight_of_ids(z, ids, logits.hidden, n, vocab_start_index=0, out=into, adds=adds)
+        gpu.dweight_of_ids(
+            z, ids, logits.hidden, n.int(), n, vocab_start_index=0, out=into, adds=adds
+        )  # fmt: skip
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

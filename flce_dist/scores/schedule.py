@@ -70,7 +70,7 @@ class Scores:
         assert operands.offsets is not None
         one, kernels, cache, rest = Pass(call, operands), call.kernels, None, None
         one.gather.start_all()
-        ids = sorted_ids(operands.labels, operands.offsets)
+        ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         if self.over == "ids":
             one.gather.wait_all()
             z = collectives.all_reduce_sum(kernels.logits_at_ids(one.logits, ids), call.tp_group)
@@ -188,18 +188,19 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start(0, call.T)
-    order = torch.argsort(ids.ids, stable=True)
+    is_short = call.vocab_size < 1 << 31
+    by_id = torch.sort(ids.ids.int() if is_short else ids.ids, stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(
-            factor, ids, gather.wait_all(), order, vocab_start_index=start, out=out, adds=adds
+            factor, ids, gather.wait_all(), *by_id, vocab_start_index=start, out=out, adds=adds
         )
     if gradients.dbias is not None:
         one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]
         kernels.dweight_of_ids(
-            factor, ids, one, order, vocab_start_index=start, out=dbias, adds=False
+            factor, ids, one, *by_id, vocab_start_index=start, out=dbias, adds=False
         )
     return gradients.finished()

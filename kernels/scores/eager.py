@@ -109,6 +109,7 @@ def dweight_of_ids(
     factor: Tensor,
     ids: TokenIds,
     hidden: Tensor,
+    by_id: Tensor,
     order: Tensor,
     *,
     vocab_start_index: int,

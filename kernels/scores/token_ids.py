@@ -22,15 +22,16 @@ class TokenIds(NamedTuple):
     place: Tensor  # [N] int64
 
 
-def sorted_ids(ids: Tensor, offsets: Tensor) -> TokenIds:
-    """Sort ids [N] int64 below 2^31 of tokens in order, those of token t from offsets[t] to the
-    next.
+def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
+    """Sort ids [N] int64 of tokens in order, those of token t from offsets[t] to offsets[t + 1].
 
-    One sort of N keys; nothing is read on the host.
+    One sort of N keys, of 32 bits where they suffice; nothing is read on the host.
     """
     n = torch.arange(len(ids), device=ids.device)
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
-    key, place = torch.sort(torch.add(ids, token, alpha=1 << 32))
+    key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
+    is_short = len(offsets) * (vocab_size + 1) < 1 << 31
+    key, place = torch.sort(key.int() if is_short else key)
     ids = ids.index_select(0, place)
     first = ids >= 0
     first[1:].logical_and_(key[1:] != key[:-1])
