@@ -21,6 +21,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
 from flce_dist.kernels.eager_rows import (  # noqa: F401
     counted_tokens,
     loss_norm,
+    mean_loss,
     reduce_loss,
     scale,
     scale_rows,

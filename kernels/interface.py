@@ -53,6 +53,10 @@ class Kernels(Protocol):
 
     def reduce_loss(self, loss: Tensor, norm: Tensor | None) -> Tensor: ...
 
+    def mean_loss(
+        self, loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor]: ...
+
     def row_gradient(
         self, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
         norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, *, from_lse: bool,
