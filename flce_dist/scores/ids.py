@@ -37,7 +37,9 @@ def flat_ids(
                 f"offsets, got {tuple(ids.shape)}"
             )
         ids = ids.transpose(0, 1) if transposed else ids
-        offsets = torch.arange(T + 1, device=ids.device) * ids.shape[-1]
+        K = ids.shape[-1]
+        device = ids.device
+        offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:
         checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
         if ids.dim() != 1 or offsets.shape != (T + 1,):
