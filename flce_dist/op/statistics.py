@@ -57,11 +57,11 @@ class Pass:
             start, end = start - first, end - first
             part, logit = logits.tokens(start, end), part_of(label_logit, start, end)
             kernels.label_logit(part, vocab_size=call.vocab_size, out=logit)
-            pending = collectives.start_all_reduce(logit, group)
+            logit = collectives.all_reduce_sum(logit, group)
             # After the all-reduce: a group's collectives run in order, and the statistics wait.
             gather.start(piece + 1)
             kernels.linear_stats(
-                part, pending.wait(),
+                part, logit,
                 cache=cache.tokens(start, end), with_sum_z=with_sum_z, with_entropy=with_entropy,
                 others_max=part_of(others_max, start, end), sums=part_of(sums, start, end),
                 tiles=None if tiles is None else part_of(tiles, start, end),
