@@ -18,6 +18,7 @@ from flce_dist import torch_private
 
 _SNAPSHOT_S = 5.0
 _MOST_VIEWS = 64  # of a block
+_WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_VALUE_EQ, _DISABLE_TIMING = 1, 2, 1, 2  # of cuda.h
 _host_words: list[Tensor] = []
 
 
@@ -159,10 +160,6 @@ class PeerDriver:
                 return False
             time.sleep(0.05)
         return True
-
-
-_DISABLE_TIMING, _WAIT_VALUE_EQ = 2, 1  # as cuda.h has them, and what follows
-_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 
 
 class _MemOp(ctypes.Structure):
