@@ -32,6 +32,11 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
     _aten.new_empty.default, _aten.new_empty_strided.default,
 }  # fmt: skip
+_BOUND: Any = {
+    _aten.addmm: torch.addmm, _aten.copy_: Tensor.copy_, _aten.mm: torch.mm,
+    _aten.permute: torch.permute, _aten.zero_: Tensor.zero_,
+}  # fmt: skip
+"""Functions of the frequent operators: these parse their arguments at several times the price."""
 
 _thread = threading.local()
 
@@ -111,13 +116,16 @@ class Recorder(DispatchMode):
         if recorder() is None:
             return func(*args, **kwargs)
         self._fails |= any(tag in func.tags for tag in _NEVER)
-        line = self._call(self.constant(func), args, kwargs)
+        line = self._call(self.constant(_BOUND.get(func.overloadpacket, func)), args, kwargs)
         result = func(*args, **kwargs)
         if not isinstance(result, _RESULTS):  # a fact, such as a dtype
             return result
-        if func in _ALLOCATIONS:  # an operator parses its arguments at several times the price
+        if func in _ALLOCATIONS:
             size, facts = list(result.shape), {"dtype": result.dtype, "device": result.device}
             line = self._call(self.constant(torch.empty_strided), (size, result.stride()), facts)
+        elif func is _aten.slice.Tensor and args[1:2] in ((), (0,)) and len(args) < 5:
+            start = slice(args[2] if len(args) > 2 else 0, None).indices(len(args[0]))[0]
+            line = f"{self.expression(args[0])}[{start}:{start + len(result)}]"
         self._lines.append(f"{self._target(result)} = {line}")
         return result
 
@@ -174,6 +182,10 @@ class Recorder(DispatchMode):
         if isinstance(x, Source):
             return x
         return repr(x) if isinstance(x, _PLAIN) else self.constant(x)
+
+    def address(self, x: Tensor) -> "Source":
+        """Return x's address in the program's source, of which a launch asks less than of x."""
+        return Source(f"{self.expression(x)}.data_ptr()")
 
     def constant(self, x: Any) -> str:
         name = f"k{len(self._constants)}"

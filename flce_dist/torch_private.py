@@ -129,7 +129,13 @@ def place_of(x: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in ranges)
 
 
-# --- memory that GPUs share
+# --- streams, and memory that GPUs share
+
+
+def current_stream(device: torch.device) -> int:
+    """Return CUDA's handle of a device's current stream. Without it: by way of torch's object."""
+    of_index = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return of_index(device.index) if of_index else torch.cuda.current_stream(device).cuda_stream
 
 
 def shares_memory() -> bool:

@@ -21,6 +21,7 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
 from flce_dist.kernels.eager_rows import (  # noqa: F401
     counted_tokens,
     loss_norm,
+    mean_loss,
     reduce_loss,
     scale,
     scale_rows,
@@ -33,6 +34,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,
     dweight_of_ids,
     logits_at_ids,
+    set_gradient,
     set_scores,
     write_named,
 )

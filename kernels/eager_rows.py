@@ -61,6 +61,13 @@ def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
     return loss.sum() if norm is None else loss.sum() / norm
 
 
+def mean_loss(
+    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    norm = loss_norm(labels, token_weight, ignore_index, loss.dtype)
+    return reduce_loss(loss, norm), norm
+
+
 def write_label_value(
     out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
 ) -> None:

@@ -5,7 +5,8 @@ a pass over [T] takes the GPU. A line in a program of ``replay.py`` runs what Tr
 the arguments that were recorded: they then differ in addresses alone, which are as aligned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,8 +58,25 @@ class Kernel:
             *grid, *(1,) * (3 - len(grid)), noted.once(driver.active.get_current_stream, device),
             compiled.function, compiled.packed_metadata, None, None, None,
         )  # fmt: skip
+        given = (noted.address(x) if isinstance(x, Tensor) else x for x in args)
         rest = (constexprs[param.name] for param in self.jit.params[len(args) :])
-        noted.issued(noted.constant(compiled.run), launch, args, again=(*lead, *args, *rest))
+        call, again = _passed_on(compiled.run, *lead, *given, *rest)
+        noted.issued(noted.constant(call), launch, args, again)
+
+
+def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence[Any]]:
+    """Return the C function that a launcher of Triton's calls, and the arguments that it passes.
+
+    All it does itself is to allocate memory that kernels may need, and ours do not.
+    """
+    scratch = [getattr(launcher, f"{use}_scratch_size", 0) for use in ("global", "profile")]
+    if any(scratch) or not hasattr(launcher, "launch"):
+        return launcher, args
+    passed: list[Any] = []
+    noting = copy(launcher)
+    noting.launch = lambda *given: passed.extend(given)
+    noting(*args)
+    return launcher.launch, passed
 
 
 def _as_triton(launch: Callable[..., Any], *args: Any) -> Any:

@@ -158,11 +158,19 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
     stats = TokenStats(token, token, token)
     for rest in (None, stats, stats._replace(sum_ez=token)):
-        gpu.set_scores(z, ids, rest, with_entropy=rest is None or rest.sum_ez is not None)
+        has_entropy = rest is None or rest.sum_ez is not None
+        gpu.set_scores(z, ids, rest, vocab_size=logits.V, with_entropy=has_entropy)
+    for each in (None, token):
+        softcap = None if each is None else 30.0
+        gpu.set_gradient(
+            z, ids, z, each, (z, token, each), each, softcap=softcap, logit_scale=2.0
+        )  # fmt: skip
     gpu.write_named(out, ids, z, vocab_start_index=0)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
-        gpu.dweight_of_ids(z, ids, logits.hidden, n, vocab_start_index=0, out=into, adds=adds)
+        gpu.dweight_of_ids(
+            z, ids, logits.hidden, n.int(), n, vocab_start_index=0, out=into, adds=adds
+        )  # fmt: skip
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

@@ -4,7 +4,7 @@ Rows of its tensors hold tags instead of numbers, and its allocator reuses memor
 tensor holds it. Each object belongs to a rank of fake_ranks.py.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,25 +33,24 @@ class Stream:
         graph.lists[self].extend(ops)
         graph.issued.extend([self] * len(ops))
 
-    def record_event(self) -> "Event":
-        self.rank.fault()
-        graph = self._graph
-        n = len(self.rank.machine.queues[self.id] if graph is None else graph.lists[self])
-        return Event(self, n, graph)
-
     def wait_stream(self, other: "Stream") -> None:
-        other.record_event().make_wait(self)
+        event = Event()
+        event.record(other)
+        event.wait(self)
 
 
-class Event(NamedTuple):
+class Event:
     stream: Stream
     n: int
     graph: "Graph | None"
 
-    def wait(self) -> None:
-        self.make_wait(self.stream.rank.current)
+    def record(self, stream: Stream) -> None:
+        stream.rank.fault()
+        self.stream, self.graph = stream, stream._graph
+        queues: Any = stream.rank.machine.queues if self.graph is None else self.graph.lists
+        self.n = len(queues[stream.id if self.graph is None else stream])
 
-    def make_wait(self, stream: Stream) -> None:
+    def wait(self, stream: Stream) -> None:
         stream.rank.fault()
         if self.graph is not None and stream._graph is None:
             if stream.rank.graph is not self.graph:
@@ -82,10 +81,11 @@ class Graph:
         rank = self.origin.rank
         for tensor in self.tensors:
             tensor.check_mapped()
-        begin = rank.current.record_event()
+        begin = Event()
+        begin.record(rank.current)
         branches = {stream: Stream(rank) for stream in self.lists}
         for branch in branches.values():
-            begin.make_wait(branch)
+            begin.wait(branch)
         following = {stream: iter(ops) for stream, ops in self.lists.items()}
         for stream in self.issued:
             op = next(following[stream])
@@ -136,6 +136,9 @@ class FakeTensor:
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> "FakeTensor":
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         return self.rank.empty(tuple(shape), dtype or self.dtype)
+
+    def contiguous(self) -> "FakeTensor":
+        return self
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_cuda import FakeBlock, FakeTensor, Graph, Storage, Stream
+from tests.fake_cuda import Event, FakeBlock, FakeTensor, Graph, Storage, Stream
 from tests.fake_machine import Machine, Op, Wrong
 from tests.processes import LAST_RESORT_S
 
@@ -94,9 +94,21 @@ class Rank:
     def wait_for(self, address: int, value: int) -> Op:
         return Op("wait", address, value)
 
-    def enqueue(self, operations: list[Op], stream: Stream) -> None:
+    def batch(self, *operations: Op) -> tuple[Op, ...]:
+        return operations
+
+    def enqueue(self, batch: tuple[Op, ...], stream: Stream) -> None:
         self.fault()
-        stream.add(*operations)
+        stream.add(*batch)
+
+    def event(self) -> Event:
+        return Event()
+
+    def copy(
+        self, out: FakeTensor, rows: slice, source: FakeTensor, of: slice, stream: Stream
+    ) -> None:
+        with self.on(stream):
+            out[rows].copy_(source[of])
 
     def meet(self, message: str) -> list[str]:
         self.said = message

@@ -102,8 +102,8 @@ def check_gather(me: Rank, memory: PeerMemory, what: str, turn: int, n: int) -> 
     yield from differs(what, gather(memory, me.tokens(turn, n)), expected(me, turn, n))
 
 
-def delay(stream: Any) -> None:
-    with torch.cuda.stream(stream):
+def delay(stream: int) -> None:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         torch.cuda._sleep(200_000_000)  # cycles: 0.1 s
 
 

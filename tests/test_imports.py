@@ -47,7 +47,6 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/megatron/vocab_rows.py": {"megatron"},
     "flce_dist/op/call.py": {"filtered"},
     "flce_dist/op/checks.py": {"triton"},
-    "flce_dist/parallel/peer_driver.py": {"cuda"},
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find
 }
 EXCEPTIONS = {

@@ -176,6 +176,7 @@ def test_a_token_that_is_nearly_certain_among_its_ids(impl: str) -> None:
     found = check(given, impl)
     truth = -(torch.tensor(-12.7).double().exp().log1p())
     assert found["logprob"][0, 1].double() == pytest.approx(truth.item(), rel=1e-6)
+    assert found["dhidden"][0, 0] == pytest.approx(-12.7 * truth.expm1().item(), rel=1e-5)
 
 
 @both

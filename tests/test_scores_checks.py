@@ -1,5 +1,6 @@
 """What ``linear_logprob`` refuses, and how it says so."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
+from flce_dist.kernels.scores.token_ids import sorted_ids
 from tests.score_problem import T, V, problem
 
 over_ids = partial(problem, over="ids")
@@ -71,3 +73,12 @@ def test_a_second_derivative_is_refused() -> None:
     score = linear_logprob(hidden, given.weight, given.ids, over="ids").logprob.sum()
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(score, hidden, create_graph=True)
+
+
+def test_keys_of_64_bits_sort_as_those_of_32() -> None:
+    ids, offsets = torch.randint(-1, V, (40,)), torch.tensor([0, 0, 9, 22, 22, 40])
+    short, long = (sorted_ids(ids, offsets, size) for size in (V, 2**31 - 1))
+    for one, other in zip(short, long, strict=True):
+        assert torch.equal(one, other)
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        assert torch.equal(short.ids[begin:end], ids[begin:end].sort().values)

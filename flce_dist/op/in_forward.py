@@ -49,7 +49,8 @@ class InForward(Sizes):
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         one, token_weight = Pass(call, operands), operands.token_weight
         # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
-        late_norm, early_norm = (one.norm, None) if call.is_from_lse else (None, one.norm)
+        norm = one.early_norm()
+        late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
         accumulator = None
         if call.needs.weight:

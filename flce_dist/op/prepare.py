@@ -129,13 +129,15 @@ def prepare(
     if temperature is not None:
         inverse = of_tokens(temperature)
         inverse = inverse.reciprocal().where(inverse > 0, torch.nan)
+    if scores is None:  # else it only had their shape
+        labels = call.order.permuted(labels.reshape(-1).long().contiguous())
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
     return call, Operands(
         as_stored(hidden),
         as_stored(weight),
         as_stored(bias),
-        call.order.permuted(labels.reshape(-1).long().contiguous()),
+        labels,
         None if token_weight is None else of_tokens(token_weight),
         inverse_temperature=inverse,
     )

@@ -17,13 +17,13 @@ class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
     ``gather`` brings hidden of all ranks, [T, H], piece by piece, and ``norm`` is what a mean
-    divides by, a scalar on the device.
+    divides by, a scalar on the device: known when the pass is finished, or from ``early_norm`` on.
     """
 
     def __init__(self, call: Call, operands: Operands):
         self.call, self.token_weight, self.places = call, operands.token_weight, operands.places
         self.gather, self.logits = gathered_logits(call, operands)
-        self.norm = _loss_norm(call, operands)
+        self.norm: Tensor | None = None
 
     def chunk_loss(
         self, tokens: tuple[int, int], cache: ColumnCache, *,
@@ -53,11 +53,11 @@ class Pass:
             start, end = start - first, end - first
             part, logit = logits.tokens(start, end), part_of(label_logit, start, end)
             kernels.label_logit(part, vocab_size=call.vocab_size, out=logit)
-            pending = collectives.start_all_reduce(logit, group)
+            logit = collectives.all_reduce_sum(logit, group)
             # After the all-reduce: a group's collectives run in order, and the statistics wait.
             gather.start(piece + 1)
             kernels.linear_stats(
-                part, pending.wait(),
+                part, logit,
                 cache=cache.tokens(start, end), with_sum_z=with_sum_z, with_entropy=with_entropy,
                 others_max=part_of(others_max, start, end), sums=part_of(sums, start, end),
                 tiles=None if tiles is None else part_of(tiles, start, end),
@@ -99,7 +99,9 @@ class Pass:
         if call.options.reduction == OWN_SUM:
             P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
             loss = loss.view(P, call.T_all // P)[rank]
-        if call.options.reduction != "none":
+        if call.options.reduction == "mean" and self.norm is None:
+            loss, self.norm = call.kernels.mean_loss(loss, *self._of_norm())
+        elif call.options.reduction != "none":
             loss = call.kernels.reduce_loss(loss, self.norm)
         if not call.options.with_metrics:
             return loss, Metrics()
@@ -109,14 +111,17 @@ class Pass:
         lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in ordered)
         return loss, Metrics(lse, logprob, entropy, correct)
 
+    def early_norm(self) -> Tensor | None:
+        """Return ``norm`` before the losses are known."""
+        if self.call.options.reduction == "mean":
+            self.norm = self.call.kernels.loss_norm(*self._of_norm(), self.call.stats_dtype)
+        return self.norm
 
-def _loss_norm(call: Call, operands: Operands) -> Tensor | None:
-    if call.options.reduction != "mean":
-        return None
-    labels, token_weight = operands.labels, operands.token_weight
-    if token_weight is not None:  # the caller's order decides the bits
-        labels, token_weight = map(call.order.restored, (labels, token_weight))
-    return call.kernels.loss_norm(labels, token_weight, call.options.ignore_index, call.stats_dtype)
+    def _of_norm(self) -> tuple[Tensor, Tensor | None, int]:
+        labels, token_weight = self.logits.labels, self.token_weight
+        if token_weight is not None:  # the caller's order decides the bits
+            labels, token_weight = map(self.call.order.restored, (labels, token_weight))
+        return labels, token_weight, self.call.options.ignore_index
 
 
 def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:

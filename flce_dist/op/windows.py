@@ -72,8 +72,8 @@ class Windows(Sizes):
         windows = ColumnCache(() if cache is None else (cache,))
         stats, loss = one.chunk_loss(tokens, windows)
         metrics = one.metrics(stats, tokens)
-        saved = WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
-        return *one.finished([loss], [metrics]), saved
+        results = one.finished([loss], [metrics])
+        return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(*shape: int) -> Tensor:

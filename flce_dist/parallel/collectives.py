@@ -4,7 +4,7 @@ All ranks must call the same functions in the same order with the same shapes.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,6 @@ from flce_dist.replay import issued
 # torch 2.13 renamed these two, and warns at their old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Pending(NamedTuple):
-    """A result of collectives in flight; ``wait`` makes the current stream wait, and returns it."""
-
-    result: Tensor
-    works: tuple[dist.Work, ...] = ()
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.result
 
 
 def group_size(tp_group: dist.ProcessGroup | None) -> int:
@@ -49,24 +37,18 @@ def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.devic
 
 def all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Sum ``x`` over ranks in place; every rank gets the same bits. 2 x bytes(x) on the wire."""
-    return start_all_reduce(x, tp_group).wait()
+    return _all_reduce(x, dist.ReduceOp.SUM, tp_group)
 
 
 def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Take the maximum of ``x`` over ranks in place. 2 x bytes(x) on the wire."""
+    return _all_reduce(x, dist.ReduceOp.MAX, tp_group)
+
+
+def _all_reduce(x: Tensor, op: Any, tp_group: dist.ProcessGroup | None) -> Tensor:
     if tp_group is not None and x.numel():
-        issued(dist.all_reduce, x, dist.ReduceOp.MAX, tp_group)
+        issued(dist.all_reduce, x, op, tp_group)
     return x
-
-
-def start_all_reduce(x: Tensor, tp_group: dist.ProcessGroup | None) -> Pending:
-    if tp_group is None or not x.numel():
-        return Pending(x)
-    return issued(_started_all_reduce, x, tp_group)
-
-
-def _started_all_reduce(x: Tensor, tp_group: dist.ProcessGroup) -> Pending:
-    return Pending(x, (dist.all_reduce(x, group=tp_group, async_op=True),))
 
 
 def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
@@ -162,7 +144,9 @@ class TokenSum:
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
-        return Pending(self._sum, tuple(self._works)).wait()
+        for work in self._works:
+            work.wait()
+        return self._sum
 
 
 class CollectiveSum(TokenSum):
@@ -173,7 +157,9 @@ class CollectiveSum(TokenSum):
         self._group = group
 
     def start(self, first: int, last: int) -> None:
-        self._works += start_all_reduce(self.tokens[first:last], self._group).works
+        mine = self.tokens[first:last]
+        if mine.numel():
+            self._works.append(dist.all_reduce(mine, group=self._group, async_op=True))
 
 
 class CollectiveScatter(TokenSum):

@@ -18,7 +18,7 @@ class PeerGather(TokenGather):
     def __init__(self, x: Tensor, order: TokenOrder, memory: PeerMemory):
         memory.open(x.nbytes)  # first: the next use then recovers from whatever raises below
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]), order)
-        self._x, self._memory = x, memory
+        self._x, self._memory = x.contiguous(), memory
         self._arrivals: list[Arrival] | None = None
         self._is_open = True
 
@@ -27,13 +27,13 @@ class PeerGather(TokenGather):
             return
         memory = self._memory
         memory.acquire()
-        own = memory.of(memory.rank, self._x.shape, self._x.dtype)
-        own.copy_(self._x)
-        pieces = range(len(self._order.pieces))
-        self._arrivals = memory.pull([partial(self._copy, piece) for piece in pieces])
+        own, rows = memory.of(memory.rank, self._x.shape, self._x.dtype), slice(0, len(self._x))
+        memory.copy(own, rows, self._x, rows)
+        copies = [partial(self._copy, piece) for piece in range(len(self._order.pieces))]
+        self._arrivals = memory.pull(copies)
         # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
-        for piece in pieces:
-            self.tokens[self._order.part(piece, memory.rank)].copy_(own[self._order.local(piece)])
+        for copy in copies:
+            memory.copy(*copy(memory.rank))
 
     def wait(self, piece: int) -> None:
         self.start(piece)
@@ -44,9 +44,9 @@ class PeerGather(TokenGather):
             self._is_open = False
         super().wait(piece)
 
-    def _copy(self, piece: int, peer: int) -> tuple[Tensor, Tensor]:
-        theirs = self._memory.of(peer, self._x.shape, self._x.dtype)
-        return self.tokens[self._order.part(piece, peer)], theirs[self._order.local(piece)]
+    def _copy(self, piece: int, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of, theirs = self._order.local(piece), self._memory.of(rank, self._x.shape, self._x.dtype)
+        return self.tokens, self._order.part(piece, rank), theirs, of
 
 
 class PeerScatter(TokenSum):
@@ -73,10 +73,10 @@ class PeerScatter(TokenSum):
         self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
 
     def wait(self) -> Tensor:
-        tokens, rank = self.tokens, self._memory.rank
+        tokens = self.tokens
         out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
         for piece, shares, arrival in self._copied:
-            shares[rank].copy_(tokens[self._order.part(piece, rank)])
+            self._memory.copy(*self._copy(piece, shares, self._memory.rank))
             arrival.wait()
             # Adds in fp32 and rounds once, also for 16-bit shares.
             torch.sum(shares, 0, out=out[self._order.local(piece)])
@@ -84,6 +84,7 @@ class PeerScatter(TokenSum):
         self._copied.clear()
         return out
 
-    def _copy(self, piece: int, shares: Tensor, peer: int) -> tuple[Tensor, Tensor]:
-        theirs = self._memory.of(peer, self.tokens.shape, self.tokens.dtype)
-        return shares[peer], theirs[self._order.part(piece, self._memory.rank)]
+    def _copy(self, piece: int, shares: Tensor, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of = self._order.part(piece, self._memory.rank)
+        theirs = self._memory.of(rank, self.tokens.shape, self.tokens.dtype)
+        return shares[rank], slice(0, shares.shape[1]), theirs, of

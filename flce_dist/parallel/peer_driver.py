@@ -1,5 +1,10 @@
-"""CUDA as ``peer_memory.py`` uses it; in tests a driver explores all orders of streams instead."""
+"""CUDA as ``peer_memory.py`` uses it; in tests a driver explores all orders of streams instead.
 
+Streams are CUDA's handles, and an operation is one call of its driver's C interface: PyTorch's
+streams and copies cost the host several times as much.
+"""
+
+import ctypes
 import functools
 import time
 from datetime import timedelta
@@ -12,6 +17,8 @@ from torch import Tensor
 from flce_dist import torch_private
 
 _SNAPSHOT_S = 5.0
+_MOST_VIEWS = 64  # of a block
+_WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_VALUE_EQ, _DISABLE_TIMING = 1, 2, 1, 2  # of cuda.h
 _host_words: list[Tensor] = []
 
 
@@ -22,13 +29,38 @@ class Block:
         self.nbytes = nbytes
         self.in_graph = False  # whether a CUDA graph of some rank uses it
         self._memory, self._handle = torch_private.shared_memory(nbytes, device, group)
+        self._views: dict[Any, Tensor] = {}
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._handle.get_buffer(rank, shape, dtype)
+        view = self._views.get((rank, shape, dtype))
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            view = self._handle.get_buffer(rank, shape, dtype)
+            self._views[rank, shape, dtype] = view
+        return view
 
     def address(self, rank: int) -> int:
         """Return the address of a rank's first byte, as streams of this rank see it."""
         return self._handle.buffer_ptrs[rank]
+
+
+class Event:
+    """A place in a stream, for others to wait for."""
+
+    def __init__(self) -> None:
+        self.handle, self._destroy = ctypes.c_void_p(), _cuda().cuEventDestroy_v2
+        _cuda().cuEventCreate(self.handle, _DISABLE_TIMING)
+
+    def record(self, stream: int) -> None:
+        _cuda().cuEventRecord(self.handle, stream)
+
+    def wait(self, stream: int) -> None:
+        """Make a stream wait for what was recorded last."""
+        _cuda().cuStreamWaitEvent(stream, self.handle, 0)
+
+    def __del__(self) -> None:
+        self._destroy(self.handle)
 
 
 class PeerDriver:
@@ -43,26 +75,36 @@ class PeerDriver:
         number = store.add(f"flce_dist/{self.rank}", 1)
         self._store, self._meetings = dist.PrefixStore(f"flce_dist/{number}", store), 0
         self._snapshot_stream = torch.cuda.Stream(device)
+        self._side_streams: list[torch.cuda.Stream] = []  # which must outlive their handles
 
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+    def current_stream(self) -> int:
+        return torch_private.current_stream(self._device)
 
-    def side_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=-1)
-
-    def on(self, stream: torch.cuda.Stream) -> Any:
-        return torch.cuda.stream(stream)
+    def side_stream(self) -> int:
+        self._side_streams.append(torch.cuda.Stream(self._device, priority=-1))
+        return self._side_streams[-1].cuda_stream
 
     def capture(self) -> int:
         """Return the id of the current stream's capture: 0 for none, -1 for one that failed."""
         if not torch.cuda.is_current_stream_capturing():
             return 0
-        error, _, capture, *_ = _driver().cuStreamGetCaptureInfo(self.current_stream().cuda_stream)
-        _check(error, "the id of a capture")
-        return int(capture) or -1
+        status, capture, stream = ctypes.c_int(), ctypes.c_uint64(), self.current_stream()
+        refs = ctypes.byref(status), ctypes.byref(capture)
+        _cuda().cuStreamGetCaptureInfo_v2(stream, *refs, None, None, None)
+        return capture.value or -1
 
-    def keep(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        x.record_stream(stream)
+    def event(self) -> Event:
+        return Event()
+
+    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice, stream: int) -> None:
+        """Copy rows ``of`` of ``source`` to ``rows`` of ``out``; both contiguous."""
+        row = out.nbytes // max(1, len(out))  # the stride of a single row may be any
+        to, begin = out.data_ptr() + rows.start * row, source.data_ptr() + of.start * row
+        if nbytes := (rows.stop - rows.start) * row:
+            _cuda().cuMemcpyDtoDAsync_v2(to, begin, nbytes, stream)
+
+    def keep(self, x: Tensor, stream: int) -> None:
+        x.record_stream(torch.cuda.ExternalStream(stream, self._device))
 
     def shared(self, nbytes: int) -> Block:
         """Allocate memory on each rank. All ranks must call this; hosts wait for each other."""
@@ -75,23 +117,17 @@ class PeerDriver:
 
     def put(self, address: int, value: int) -> Any:
         """Write a word. Whoever sees it also sees all that the stream wrote before."""
-        driver = _driver()
-        op = driver.CUstreamBatchMemOpParams()
-        op.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        op.writeValue.address, op.writeValue.value = address, value
-        return op
+        return _MemOp(_WRITE_VALUE_32, address, value)
 
     def wait_for(self, address: int, value: int) -> Any:
-        driver = _driver()
-        op = driver.CUstreamBatchMemOpParams()
-        op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-        op.waitValue.address, op.waitValue.value = address, value
-        op.waitValue.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
-        return op
+        return _MemOp(_WAIT_VALUE_32, address, value, _WAIT_VALUE_EQ)
 
-    def enqueue(self, operations: list[Any], stream: torch.cuda.Stream) -> None:
-        (error,) = _driver().cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0)
-        _check(error, "memory operations on a stream")
+    def batch(self, *operations: Any) -> Any:
+        """Return what ``enqueue`` takes, any number of times."""
+        return (_MemOp * len(operations))(*operations)
+
+    def enqueue(self, batch: Any, stream: int) -> None:
+        _cuda().cuStreamBatchMemOp_v2(stream, len(batch), batch, 0)
 
     def meet(self, message: str) -> list[str]:
         """Return every rank's message, once all ranks have called this and their GPUs are idle.
@@ -126,22 +162,40 @@ class PeerDriver:
         return True
 
 
+class _MemOp(ctypes.Structure):
+    """``CUstreamBatchMemOpParams``, a union of structures that begin alike."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32), ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
+    )  # fmt: skip
+
+
 @functools.cache
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ImportError(
-            "sequence parallelism between GPUs of one host needs the package cuda-bindings, which "
-            "PyTorch's CUDA builds depend on: install the release for your CUDA version, or set "
-            "FLCE_DIST_PEER_COPIES=0 to use NCCL's collectives alone"
-        ) from error
-    return driver
+def _cuda() -> Any:
+    """Return CUDA's driver, which PyTorch has loaded; its functions raise what they return."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    pointer, word, wide = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+    for name, *types in (
+        ("cuEventCreate", ctypes.POINTER(pointer), word),
+        ("cuEventRecord", pointer, pointer),
+        ("cuStreamWaitEvent", pointer, pointer, word),
+        ("cuStreamBatchMemOp_v2", pointer, word, ctypes.POINTER(_MemOp), word),
+        ("cuMemcpyDtoDAsync_v2", wide, wide, ctypes.c_size_t, pointer),
+        ("cuStreamGetCaptureInfo_v2", *(pointer,) * 6),
+    ):
+        function = getattr(cuda, name)
+        function.argtypes, function.errcheck = types, _check
+    cuda.cuEventDestroy_v2.argtypes = (pointer,)  # nothing to raise from
+    return cuda
 
 
-def _check(error: Any, what: str) -> None:
-    if error:
-        raise RuntimeError(f"the CUDA driver refused {what}: {error.name}")
+def _check(status: int, function: Any, arguments: Any) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _cuda().cuGetErrorName(status, ctypes.byref(name))
+        told = (name.value or b"an unknown error").decode()
+        raise RuntimeError(f"{function.__name__} of the CUDA driver: {told}")
 
 
 def refuse_capture(capturing: bool, what: str) -> None:

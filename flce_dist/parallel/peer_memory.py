@@ -56,8 +56,8 @@ from flce_dist.parallel.peer_watch import Wait, watch
 READY, FREE = 0, 1
 _PAGE = 2 << 20  # bytes; memory that other GPUs map is allocated in such pages
 
-Copy = Callable[[int], tuple[Tensor, Tensor]]
-"""From a peer's rank to ``(out, peer's tensor)``, both contiguous and of the same shape."""
+Copy = Callable[[int], tuple[Tensor, slice, Tensor, slice]]
+"""From a rank to ``(out, its rows, that rank's tensor, its rows)``, both contiguous."""
 
 
 class Arrival:
@@ -66,17 +66,17 @@ class Arrival:
     def __init__(self, driver: PeerDriver, stream: Any):
         self._driver, self._stream = driver, stream
         self._outs: list[Tensor] = []
-        self._done: Any = None
+        self._done = driver.event()
 
-    def copy(self, out: Tensor, theirs: Tensor) -> None:
+    def copy(self, out: Tensor, rows: slice, theirs: Tensor, of: slice) -> None:
         self._outs.append(out)
-        out.copy_(theirs, non_blocking=True)
+        self._driver.copy(out, rows, theirs, of, self._stream)
 
     def record(self) -> None:
-        self._done = self._stream.record_event()
+        self._done.record(self._stream)
 
     def wait(self) -> None:
-        self._done.wait()
+        self._done.wait(self._driver.current_stream())
         self._outs.clear()
 
     def __del__(self) -> None:
@@ -92,7 +92,7 @@ class PeerMemory:
         # Starting at the next rank, so that all links are used evenly.
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
         self._driver, self._holds = driver, holds
-        self._stream = driver.side_stream()
+        self._stream, self._turn = driver.side_stream(), driver.event()
         self._blocks: list[Block] = []  # the last is in use, earlier ones belong to graphs
         self._capture: int | None = None  # of the open use, 0 outside one; None if no use is open
         self._writable = False
@@ -103,8 +103,10 @@ class PeerMemory:
         self._waits: list[Wait] = []
         self._await_ready = self._wait_and_clear(READY, f"to publish {holds}")
         self._await_free = self._wait_and_clear(FREE, f"to read {holds}")
-        self._tell_ready = [driver.put(self._flag(p, READY, self.rank), 1) for p in self.peers]
-        self._tell_free = [driver.put(self._flag(p, FREE, self.rank), 1) for p in self.peers]
+        self._tell_ready, self._tell_free = (
+            driver.batch(*(driver.put(self._flag(p, kind, self.rank), 1) for p in self.peers))
+            for kind in (READY, FREE)
+        )
         self._reset_flags()
 
     @property
@@ -123,7 +125,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """End a use. Its last operation is the last one on the current stream."""
-        self._stream.wait_stream(self._driver.current_stream())
+        self._order(self._driver.current_stream(), self._stream)
         self._capture = None
 
     def release(self) -> None:
@@ -141,29 +143,37 @@ class PeerMemory:
             return
         here = self._driver.current_stream()
         if self._capture in (0, self._joined):  # else the last use is outside this graph
-            here.wait_stream(self._stream)
+            self._order(self._stream, here)
         self._driver.enqueue(self._await_free, here)
         self._writable = True
 
     def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
         """Publish this block, copy from the peers'; the caller must wait for the last arrival."""
         self.acquire()
-        here = self._driver.current_stream()
-        self._driver.enqueue(self._tell_ready, here)
+        driver, here, stream = self._driver, self._driver.current_stream(), self._stream
+        driver.enqueue(self._tell_ready, here)
         self._writable = False
-        self._stream.wait_stream(here)
+        self._order(here, stream)
         self._joined = self._capture or 0
+        driver.enqueue(self._await_ready, stream)
         arrivals = []
-        with self._driver.on(self._stream):
-            self._driver.enqueue(self._await_ready, self._stream)
-            for i, copy in enumerate(copies, start=1):
-                arrivals.append(Arrival(self._driver, self._stream))
-                for peer in self.peers:
-                    arrivals[-1].copy(*copy(peer))
-                if i == len(copies):
-                    self._driver.enqueue(self._tell_free, self._stream)
-                arrivals[-1].record()
+        for i, copy in enumerate(copies, start=1):
+            arrivals.append(Arrival(driver, stream))
+            for peer in self.peers:
+                arrivals[-1].copy(*copy(peer))
+            if i == len(copies):
+                driver.enqueue(self._tell_free, stream)
+            arrivals[-1].record()
         return arrivals
+
+    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
+        """Copy to or from this rank's block, on the current stream."""
+        self._driver.copy(out, rows, source, of, self._driver.current_stream())
+
+    def _order(self, first: Any, then: Any) -> None:
+        """Make a stream wait for all that another has been given."""
+        self._turn.record(first)
+        self._turn.wait(then)
 
     def _recover(self, capture: int) -> None:
         """Restore the flags after a use that raised and so was not closed."""
@@ -207,7 +217,7 @@ class PeerMemory:
     def _flag(self, rank: int, kind: int, who: int) -> int:
         return self._flags.address(rank) + 4 * (kind * self.P + who)
 
-    def _wait_and_clear(self, kind: int, what: str) -> list[Any]:
+    def _wait_and_clear(self, kind: int, what: str) -> Any:
         """Return operations that wait for the peers' flags on this rank, then clear them."""
         driver, peers, memory = self._driver, self.peers, weakref.ref(self)
         flags = [self._flag(self.rank, kind, rank) for rank in peers]
@@ -220,13 +230,13 @@ class PeerMemory:
         wait = Wait(driver.host_words(2), driver.limit_s, describe)
         watch(wait)
         self._waits.append(wait)
-        return [
+        return driver.batch(
             driver.put(wait.address(Wait.WAITS), 1),
             *(driver.wait_for(flag, 1) for flag in flags),
             *(driver.put(flag, 0) for flag in flags),
             driver.put(wait.address(Wait.PASSED), 1),
             driver.put(wait.address(Wait.WAITS), 0),
-        ]
+        )
 
     def _missing(self, kind: int) -> list[int]:
         """Return the peers whose flags are still awaited, or all if that is unknown."""

@@ -105,7 +105,7 @@ def linear_logprob(
     _check_schedule(over, options)
     refuse_transforms("linear_logprob")
     checks.check_tensor("hidden", hidden, checks.FLOATS)
-    stand_in = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, options, tp_group)
     scored = _scored
     if torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ T = tokens on the tensor-parallel group, N = ids of all of them, K = ids of each
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.kernels.scores.token_ids import are_cut
 from flce_dist.op import checks
 
@@ -19,8 +20,8 @@ def flat_ids(
     """Check ids; return ids [N] and offsets [T + 1], int64, of tokens in order.
 
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of
-    the second dimension, then the first. Values on a GPU are not read here, because the host must
-    not wait: ``sorted_ids`` asserts what they are.
+    the second dimension, then the first. On a GPU, for which the host must not wait, offsets are
+    asserted, and ``set_scores`` asserts ids.
     """
     checks.check_tensor("ids", ids, _INTEGERS, hidden)
     T = tokens.numel()
@@ -31,7 +32,9 @@ def flat_ids(
                 f"offsets, got {tuple(ids.shape)}"
             )
         ids = ids.transpose(0, 1) if transposed else ids
-        offsets = torch.arange(T + 1, device=ids.device) * ids.shape[-1]
+        K = ids.shape[-1]
+        device = ids.device
+        offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:
         checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
         if ids.dim() != 1 or offsets.shape != (T + 1,):
@@ -44,6 +47,8 @@ def flat_ids(
                 "offsets need sequence_dim=0, since they are of tokens in order, got "
                 "sequence_dim=1: pass hidden [S / P, B, H] or ids [B, S, K]"
             )
+        if ids.is_cuda:
+            torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
     ids, offsets = ids.reshape(-1).long().contiguous(), offsets.long().contiguous()
     if ids.is_cuda:
         return ids, offsets

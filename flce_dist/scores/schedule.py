@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds, set_gradient, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
@@ -78,7 +78,7 @@ class Scores:
             cache = self.windows.new_cache(call, ids.ids.device)
             z, rest = _statistics(one, ids, cache)
         logprob, lse, other, entropy = kernels.set_scores(
-            z, ids, rest, with_entropy=call.options.with_metrics
+            z, ids, rest, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
         )
         # Copies: the caller may change what is returned.
         copy = None if entropy is None else entropy.clone()
@@ -102,7 +102,7 @@ class Scores:
             dother = dother.where(rest.others > 0, 0.0)  # else a constant
             dlse = -dother if dlse is None else dlse - dother
         inverse, scale = operands.inverse_temperature, call.options.logit_scale
-        factor, sums = set_gradient(
+        factor, sums = call.kernels.set_gradient(
             of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
             softcap=call.options.softcap, logit_scale=scale,
         )  # fmt: skip
@@ -185,18 +185,19 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start(0, call.T)
-    order = torch.argsort(ids.ids, stable=True)
+    is_short = call.vocab_size < 1 << 31
+    by_id = torch.sort(ids.ids.int() if is_short else ids.ids, stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(
-            factor, ids, gather.wait_all(), order, vocab_start_index=start, out=out, adds=adds
+            factor, ids, gather.wait_all(), *by_id, vocab_start_index=start, out=out, adds=adds
         )
     if gradients.dbias is not None:
         one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]
         kernels.dweight_of_ids(
-            factor, ids, one, order, vocab_start_index=start, out=dbias, adds=False
+            factor, ids, one, *by_id, vocab_start_index=start, out=dbias, adds=False
         )
     return gradients.finished()

@@ -12,7 +12,8 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.eager_logits import logits_at
 from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.token_gradient_formulas import softcap_grad
+from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
 
 
 def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
@@ -23,7 +24,7 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
+    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     T, N, token = len(ids.offsets) - 1, len(z), ids.token
     in_set, n = z.where(ids.first, -torch.inf), torch.arange(N, device=z.device)
@@ -56,6 +57,32 @@ def set_scores(
     return torch.empty_like(z).scatter_(0, ids.place, logprob), lse, other, entropy
 
 
+def set_gradient(
+    z: Tensor, ids: TokenIds, logprob: Tensor, entropy: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def each(x: Tensor) -> Tensor:
+        return x.index_select(0, ids.token)
+
+    dlogprob, dlse, dentropy = upstream
+    logprob = logprob.index_select(0, ids.place)
+    p = logprob.exp().where(ids.first, 0.0)
+    dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
+    if dlse is not None:
+        dz += p * each(dlse)
+    if dentropy is not None and entropy is not None:
+        dz -= p * (logprob.clamp_min(FAR) + each(entropy)) * each(dentropy)
+    if dlogprob is not None and len(z):
+        g = dlogprob.index_select(0, ids.place).where(ids.ids >= 0, 0.0)
+        sums = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
+        total = each(sums)
+        dz += (g - p * total).where(p <= 0.5, g - total - logprob.expm1() * total)
+    inverse = None if inverse_temperature is None else each(inverse_temperature)
+    dz *= softcap_grad(z, softcap, inverse) * logit_scale
+    return (dz if inverse is None else dz * inverse).where(ids.ids >= 0, 0.0), sums
+
+
 def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int) -> None:
     run = ids.first.cumsum(0) - 1  # padding comes first in its row, and is 0
     total = torch.zeros_like(value).index_add_(0, run.clamp_min(0), value)
@@ -73,7 +100,7 @@ def dhidden_of_ids(
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+    factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
     here = torch.zeros(len(out), dtype=torch.bool, device=out.device)

@@ -21,7 +21,7 @@ _PARTS = 8  # that the second launch loads at once
 
 @triton.jit
 def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
-    out_ptr += row * stride_out_v + offs_h
+    out_ptr += row.to(tl.int64) * stride_out_v + offs_h
     if ADDS:
         total += tl.load(out_ptr, mask=offs_h < H, other=0.0).to(tl.float32)
     tl.store(out_ptr, cast(total, out_ptr.dtype.element_ty), mask=offs_h < H)
@@ -37,7 +37,7 @@ def _row_of_entry(hidden_ptr, token_ptr, n, offs_h, stride_h, mask_h, stride_t, 
 
 @Kernel
 def _chunk_sums_kernel(
-    hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] int64, int64, fp32, by id
+    hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] ids, int64, fp32, by id
     out_ptr, head_ptr, tail_ptr,  # out: [V, H]; [chunks, H] fp32 of runs from before, and beyond
     N, V, H,
     stride_hidden_t, stride_hidden_h, stride_out_v,
@@ -51,7 +51,9 @@ def _chunk_sums_kernel(
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, N)
     before = tl.load(ids_ptr + begin - 1, mask=begin > 0, other=-1)
-    id = tl.load(ids_ptr + begin)
+    id, last = tl.load(ids_ptr + begin), tl.load(ids_ptr + end - 1)
+    if (last < vocab_start_index) | (id >= vocab_start_index + V):
+        end = begin  # all are other ranks'
     is_here = (id >= vocab_start_index) & (id < vocab_start_index + V)
     h = _row_of_entry(
         hidden_ptr, token_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t, is_here
@@ -78,7 +80,7 @@ def _chunk_sums_kernel(
 
 @Kernel
 def _run_sums_kernel(
-    ids_ptr, head_ptr, tail_ptr,  # in:  [N] int64 sorted, [chunks, H] fp32 twice
+    ids_ptr, head_ptr, tail_ptr,  # in:  [N] sorted, [chunks, H] fp32 twice
     out_ptr,  # out: [V, H]
     N, V, H,
     stride_out_v,
@@ -112,20 +114,20 @@ def _run_sums_kernel(
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, order: Tensor, *,
+    factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
     """Write the rows of out [V, H] that have entries: the sums of factor [N] times hidden [T, H].
 
-    ``adds`` adds to what is there. order [N] sorts the entries by id. Accumulates in fp32 and
-    rounds once. out has a unit last stride; other rows are left alone.
+    ``adds`` adds to what is there. by_id [N] are the sorted ids, of entries order [N]. Accumulates
+    in fp32 and rounds once. out has a unit last stride; other rows are left alone.
     """
     (V, H), N = out.shape, len(order)
     if not N or not V:
         return
     BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
     chunks = -(-N // CHUNK)
-    by_id, token, factor = (x.index_select(0, order) for x in (ids.ids, ids.token, factor))
+    token, factor = (x.index_select(0, order) for x in (ids.token, factor))
     head, tail = factor.new_empty(2, chunks, H)
     grid = chunks, -(-H // BLOCK_H)
     _chunk_sums_kernel[grid](

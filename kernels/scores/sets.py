@@ -1,4 +1,6 @@
-"""Scores of each token's set of ids, which has each id once.  T tokens, N ids of all.
+"""Scores of each token's set of ids, which has each id once, and their gradient.
+
+T = tokens, N = ids of all.
 
 With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the set without that top
 entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
@@ -7,15 +9,17 @@ Over the vocabulary S contains U, the sum over the ids that are not named, and `
 of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``).
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.primitives import exp, log1p, times_exponent
+from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
 from flce_dist.kernels.scores.token_ids import TokenIds
-from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
 
 _BLOCK_N = 128  # entries of one step
 
@@ -62,11 +66,12 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
         return reference, others * e_top + unnamed, e_top, weighted, unnamed
 
 
-@Kernel
+@partial(Kernel, debug=True)  # for the assertion
 def _set_scores_kernel(
     z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
     reference_ptr, others_ptr, weighted_ptr,  # in:  [T] fp32 of TokenStats, or None
     logprob_ptr, lse_ptr, entropy_ptr, other_ptr,  # out: [N], [T], [T], [T] fp32
+    vocab_size,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program scores one token."""
@@ -89,7 +94,11 @@ def _set_scores_kernel(
         tl.store(other_ptr + t, tl.where(is_counted, other, 0.0))
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
+        id = tl.load(ids_ptr + n, mask=n < end, other=-1)
+        tl.device_assert(
+            (id >= -1) & (id < vocab_size), "ids must be within [0, vocab_size), or -1"
+        )
+        is_id = id >= 0
         z = tl.load(z_ptr + n, mask=n < end, other=0.0)
         place = tl.load(place_ptr + n, mask=n < end, other=0)
         logprob = tl.where(is_id, z - reference - below, 0.0)
@@ -97,12 +106,13 @@ def _set_scores_kernel(
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, with_entropy: bool
+    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(logprob, lse, other, entropy)``: [N] in the caller's order, and [T] or None each.
 
     z is [N] fp32, of all ranks. 0 at padding, and for tokens without ids. Over the vocabulary with
-    ``rest``, statistics of the ids that are not named, else over the ids.
+    ``rest``, statistics of the ids that are not named, else over the ids. An id beyond vocab_size
+    (of all ranks) fails a device assertion.
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
@@ -113,6 +123,101 @@ def set_scores(
             z, ids.ids, ids.offsets, ids.first, ids.place,
             *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
             logprob, lse, entropy, other,
+            vocab_size,
             BLOCK_N=_BLOCK_N, num_warps=1,
         )  # fmt: skip
     return logprob, lse, other, entropy
+
+
+@triton.jit
+def _of_token(x_ptr, t):
+    """A token's number, 0 without any."""
+    if x_ptr is None:
+        return 0.0
+    else:
+        return tl.load(x_ptr + t)
+
+
+@triton.jit
+def _expm1(x):
+    """``exp(x) - 1`` for -0.7 <= x <= 0: the next term of the series is below 1e-9 of it."""
+    series = 1.0
+    for k in tl.static_range(10, 1, -1):
+        series = 1 + x * series / k
+    return x * series
+
+
+@Kernel
+def _set_gradient_kernel(
+    z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
+    logprob_ptr, entropy_ptr, inverse_ptr,  # in:  [N], [T], [T] fp32
+    dlogprob_ptr, dlse_ptr, dentropy_ptr,  # in:  likewise, or None
+    dz_ptr, sums_ptr,  # out: [N], [T] fp32
+    logit_scale, softcap,
+    FAR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program takes one token."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    g = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if dlogprob_ptr is not None:
+        for start in range(begin, end, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
+            place = tl.load(place_ptr + n, mask=is_id, other=0)
+            g += tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
+    total = tl.sum(g, axis=0)
+    tl.store(sums_ptr + t, total)
+    dlse, entropy, dentropy = (
+        _of_token(dlse_ptr, t), _of_token(entropy_ptr, t), _of_token(dentropy_ptr, t)
+    )  # fmt: skip
+    slope = logit_scale
+    if inverse_ptr is not None:
+        slope *= tl.load(inverse_ptr + t)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
+        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        place = tl.load(place_ptr + n, mask=is_id, other=0)
+        logprob = tl.load(logprob_ptr + place, mask=is_id, other=0.0)
+        p = tl.where(in_set, exp(logprob), 0.0)
+        dz = p * dlse
+        if dentropy_ptr is not None:
+            dz -= p * (tl.maximum(logprob, FAR) + entropy) * dentropy
+        if dlogprob_ptr is not None:
+            g = tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
+            dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1(logprob) * total)
+        dz *= slope
+        if softcap is not None:
+            z = tl.load(z_ptr + n, mask=is_id, other=0.0)
+            dz *= softcap_slope(z, softcap, 1.0 if inverse_ptr is None else slope / logit_scale)
+        tl.store(dz_ptr + n, tl.where(is_id, dz, 0.0), mask=n < end)
+
+
+def set_gradient(
+    z: Tensor, ids: TokenIds, logprob: Tensor, entropy: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return [N]: the gradient of each entry's product ``h . w``, 0 at padding; and G [T].
+
+    upstream are gradients of logprob [N] in the caller's order, lse [T] and entropy [T]. With g_n
+    those of logprob, G their sum over the token and H the entropy::
+
+        dz_n = g_n + p_n (dlse - G - dH (logprob_n + H))
+
+    An entry that repeats an id has g_n, but no p_n: the set has each id once. Where p_n is near 1,
+    1 - p_n keeps its relative precision.
+    """
+    T = len(ids.offsets) - 1
+    dz, sums = torch.empty_like(z), z.new_empty(T)
+    if T:
+        _set_gradient_kernel[(T,)](
+            z, ids.ids, ids.offsets, ids.first, ids.place,
+            logprob, entropy, inverse_temperature,
+            *(None if g is None else g.contiguous() for g in upstream),
+            dz, sums,
+            logit_scale, softcap,
+            FAR=FAR, BLOCK_N=_BLOCK_N, num_warps=1,
+        )  # fmt: skip
+    return dz, sums
