@@ -147,7 +147,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     """Call the launchers of scores at 64 ids of each token, over the vocabulary and over ids."""
     z, token = torch.empty(64 * logits.T), torch.empty(logits.T)
     n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
-    ids = TokenIds(n, offsets, n, n.bool(), n)
+    ids = TokenIds(n, offsets, n, n)
     named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
     gpu.logits_at_ids(logits, ids)
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)

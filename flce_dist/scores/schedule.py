@@ -28,7 +28,6 @@ class ScoresSaved(NamedTuple):
     entropy: Tensor | None  # [T]
     ids: Tensor  # as in TokenIds, as the others
     token: Tensor
-    first: Tensor
     place: Tensor
 
 
@@ -94,9 +93,9 @@ class Scores:
     def backward(self, given: Backward) -> Results:
         call, operands, saved = given.call, given.operands, given.saved
         assert operands is not None and operands.offsets is not None
-        of = ScoresSaved(*saved[:7])
-        ids = TokenIds(of.ids, operands.offsets, of.token, of.first, of.place)
-        rest = None if self.over == "ids" else RestSaved(*saved[7:])
+        of = ScoresSaved(*saved[:6])
+        ids = TokenIds(of.ids, operands.offsets, of.token, of.place)
+        rest = None if self.over == "ids" else RestSaved(*saved[6:])
         dlogprob, dlse, dother, dentropy = given.upstream
         if rest is not None and dother is not None:
             dother = dother.where(rest.others > 0, 0.0)  # else a constant
@@ -142,8 +141,9 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     z = x + first_reference(stats.label_logit).index_select(0, ids.token)
     # x of a repeated id was taken out with its first entry. That is not found by cummax, which
     # takes a tenth of a pass over the vocabulary for 64 ids of each token.
-    run, n = ids.first.cumsum(0), torch.arange(N, device=z.device)
-    firsts = n.new_zeros(N + 1).scatter_(0, run.where(ids.first, 0), n)
+    first, n = ids.first, torch.arange(N, device=z.device)
+    run = first.cumsum(0)
+    firsts = n.new_zeros(N + 1).scatter_(0, run.where(first, 0), n)
     return z.index_select(0, firsts.index_select(0, run)), stats  # z of padding is any
 
 

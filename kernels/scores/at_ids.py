@@ -74,7 +74,7 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
 
 @Kernel
 def _write_named_kernel(
-    ids_ptr, token_ptr, first_ptr, value_ptr,  # in:  [N] int64, int64, bool, fp32
+    ids_ptr, token_ptr, value_ptr,  # in:  [N] int64, int64, fp32
     out_ptr,  # out: [T, W], only the named elements
     N, W,
     stride_t,
@@ -86,15 +86,17 @@ def _write_named_kernel(
     id = tl.load(ids_ptr + n, mask=n < N, other=-1)
     token = tl.load(token_ptr + n, mask=n < N, other=0)
     column = id - vocab_start_index
-    is_first = tl.load(first_ptr + n, mask=n < N, other=0) != 0
-    is_here = is_first & (column >= 0) & (column < W)
+    has_before = (n > 0) & (n < N)
+    repeats = tl.load(ids_ptr + n - 1, mask=has_before, other=-1) == id
+    repeats &= tl.load(token_ptr + n - 1, mask=has_before, other=-1) == token
+    is_here = (id >= 0) & (column >= 0) & (column < W) & (repeats == 0)
     value = tl.load(value_ptr + n, mask=is_here, other=0.0)
     more = is_here
     next = n + 1
     while tl.max(more.to(tl.int32), axis=0) > 0:
         more = more & (next < N)
-        more = more & (tl.load(first_ptr + next, mask=more, other=1) == 0)
         more = more & (tl.load(ids_ptr + next, mask=more, other=-1) == id)
+        more = more & (tl.load(token_ptr + next, mask=more, other=-1) == token)
         value += tl.load(value_ptr + next, mask=more, other=0.0)
         next += 1
     value = cast(value, out_ptr.dtype.element_ty)
@@ -109,7 +111,7 @@ def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index:
     N = len(value)
     if N and out.shape[1]:
         _write_named_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
-            ids.ids, ids.token, ids.first, value,
+            ids.ids, ids.token, value,
             out,
             N, out.shape[1],
             out.stride(0),

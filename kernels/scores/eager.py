@@ -26,15 +26,15 @@ def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
 def set_scores(
     z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    T, N, token = len(ids.offsets) - 1, len(z), ids.token
-    in_set, n = z.where(ids.first, -torch.inf), torch.arange(N, device=z.device)
+    T, N, token, first = len(ids.offsets) - 1, len(z), ids.token, ids.first
+    in_set, n = z.where(first, -torch.inf), torch.arange(N, device=z.device)
     largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
-    entry = n.where(ids.first & (in_set == largest[token]), N)
+    entry = n.where(first & (in_set == largest[token]), N)
     top = token.new_full((T,), N).scatter_reduce_(0, token, entry, "amin")  # N without ids
     reference = largest if rest is None else torch.maximum(largest, rest.reference)
     e_top = (largest - reference).exp()
     x = z - reference[token]
-    e = x.exp().where(ids.first, 0.0)
+    e = x.exp().where(first, 0.0)
     named, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
     named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))

@@ -25,12 +25,20 @@ _BLOCK_N = 128  # entries of one step
 
 
 @triton.jit
-def _statistics(z_ptr, first_ptr, begin, end, BLOCK_N: tl.constexpr):
+def _entries(ids_ptr, n, begin, end):
+    """Ids of a token, -1 at padding and from ``end`` on, and whether they are in its set."""
+    id = tl.load(ids_ptr + n, mask=n < end, other=-1)
+    before = tl.load(ids_ptr + n - 1, mask=(n > begin) & (n < end), other=-1)
+    return id, (id >= 0) & (id != before)
+
+
+@triton.jit
+def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
     """Return r, the top entry, S, and the sum of ``exp(z_n - r) (z_n - r)``."""
     reference, top = -float("inf"), end
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        _, in_set = _entries(ids_ptr, n, begin, end)
         z = tl.load(z_ptr + n, mask=in_set, other=-float("inf"))
         largest = tl.max(z, axis=0)
         place = tl.min(tl.where(in_set & (z == largest), n, end), axis=0)
@@ -39,7 +47,7 @@ def _statistics(z_ptr, first_ptr, begin, end, BLOCK_N: tl.constexpr):
     others, weighted = 0.0, 0.0
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        _, in_set = _entries(ids_ptr, n, begin, end)
         z = tl.load(z_ptr + n, mask=in_set, other=0.0)
         x = tl.where(z == -float("inf"), z, z - reference)  # not NaN if all are banned
         is_other = in_set & (n != top)
@@ -68,7 +76,7 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
 
 @partial(Kernel, debug=True)  # for the assertion
 def _set_scores_kernel(
-    z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
+    z_ptr, ids_ptr, offsets_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
     reference_ptr, others_ptr, weighted_ptr,  # in:  [T] fp32 of TokenStats, or None
     logprob_ptr, lse_ptr, entropy_ptr, other_ptr,  # out: [N], [T], [T], [T] fp32
     vocab_size,
@@ -77,7 +85,7 @@ def _set_scores_kernel(
     """A program scores one token."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
-    top_logit, top, in_set, weighted = _statistics(z_ptr, first_ptr, begin, end, BLOCK_N)
+    top_logit, top, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
     reference, others, e_top, weighted, unnamed = _with_rest(
         reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
     )
@@ -120,7 +128,7 @@ def set_scores(
     other = None if rest is None else z.new_empty(T)
     if T:
         _set_scores_kernel[(T,)](
-            z, ids.ids, ids.offsets, ids.first, ids.place,
+            z, ids.ids, ids.offsets, ids.place,
             *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
             logprob, lse, entropy, other,
             vocab_size,
@@ -149,7 +157,7 @@ def _expm1(x):
 
 @Kernel
 def _set_gradient_kernel(
-    z_ptr, ids_ptr, offsets_ptr, first_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
+    z_ptr, ids_ptr, offsets_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
     logprob_ptr, entropy_ptr, inverse_ptr,  # in:  [N], [T], [T] fp32
     dlogprob_ptr, dlse_ptr, dentropy_ptr,  # in:  likewise, or None
     dz_ptr, sums_ptr,  # out: [N], [T] fp32
@@ -176,8 +184,8 @@ def _set_gradient_kernel(
         slope *= tl.load(inverse_ptr + t)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        is_id = tl.load(ids_ptr + n, mask=n < end, other=-1) >= 0
-        in_set = tl.load(first_ptr + n, mask=n < end, other=0) != 0
+        id, in_set = _entries(ids_ptr, n, begin, end)
+        is_id = id >= 0
         place = tl.load(place_ptr + n, mask=is_id, other=0)
         logprob = tl.load(logprob_ptr + place, mask=is_id, other=0.0)
         p = tl.where(in_set, exp(logprob), 0.0)
@@ -213,7 +221,7 @@ def set_gradient(
     dz, sums = torch.empty_like(z), z.new_empty(T)
     if T:
         _set_gradient_kernel[(T,)](
-            z, ids.ids, ids.offsets, ids.first, ids.place,
+            z, ids.ids, ids.offsets, ids.place,
             logprob, entropy, inverse_temperature,
             *(None if g is None else g.contiguous() for g in upstream),
             dz, sums,

@@ -18,8 +18,14 @@ class TokenIds(NamedTuple):
     ids: Tensor  # [N] int64, -1 is padding
     offsets: Tensor  # [T + 1] int64: the entries of token t are offsets[t] to offsets[t + 1]
     token: Tensor  # [N] int64
-    first: Tensor  # [N] bool: False at padding, and where the entry before is the same
     place: Tensor  # [N] int64
+
+    @property
+    def first(self) -> Tensor:
+        """[N] bool: False at padding, and where the entry before is the same."""
+        first, (ids, _, token, _) = self.ids >= 0, self
+        first[1:].logical_and_((ids[1:] != ids[:-1]) | (token[1:] != token[:-1]))
+        return first
 
 
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
@@ -31,11 +37,8 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
     key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
-    key, place = torch.sort(key.int() if is_short else key)
-    ids = ids.index_select(0, place)
-    first = ids >= 0
-    first[1:].logical_and_(key[1:] != key[:-1])
-    return TokenIds(ids, offsets, token, first, place)
+    place = torch.sort(key.int() if is_short else key).indices
+    return TokenIds(ids.index_select(0, place), offsets, token, place)
 
 
 def are_cut(ids: Tensor, offsets: Tensor) -> Tensor:
