@@ -161,9 +161,10 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
-    dim, known = _dimension(x.device_mesh, tp_group), torch_private.fsdp_sharding(x)
-    rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), x.device_mesh.size(dim))
-    if known is None or known[0].size() * P != x.device_mesh.size():
+    every, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+    rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), every.size(dim))
+    known = torch_private.fsdp_sharding(x) if dim is None or every.ndim > 1 else None
+    if known is None or known[0].size() * P != every.size():
         return x
     (mesh, divisor), (start, end) = known, vocab_range(x.shape[0], rank, P)
     kind = hidden.device.type
