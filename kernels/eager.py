@@ -28,7 +28,7 @@ from flce_dist.kernels.eager_rows import (  # noqa: F401
     token_loss,
     write_label_value,
 )
-from flce_dist.kernels.filtered import eager as filtered
+from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
 from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,
@@ -83,7 +83,7 @@ def linear_stats(
 ) -> None:  # fmt: skip
     reference = first_reference(label_logit)
     if tiles is not None:
-        filtered.write_tile_stats(logits, reference, tiles)
+        write_tile_stats(logits, reference, tiles)
     _statistics(
         logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_x
     )

@@ -4,7 +4,6 @@
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.counted_tokens import counted_tokens
 from flce_dist.kernels.dlogits import dlogits, write_label_value
-from flce_dist.kernels.filtered import gpu as filtered
 from flce_dist.kernels.kernel import may_replay
 from flce_dist.kernels.label_logit import label_logit
 from flce_dist.kernels.linear_stats import linear_stats

@@ -15,8 +15,8 @@ from torch import Tensor
 from flce_dist import filtered
 from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
 from flce_dist.kernels.filtered import stats, tile_lists
+from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V
-from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.testing import relative_rms
@@ -108,7 +108,7 @@ def test_each_run_of_counted_tokens_gives_one(impl: str, n: int) -> None:
     labels, scale = torch.zeros_like(counted).long(), torch.ones(len(counted))
     others = (~counted).nonzero().squeeze(1)
     labels[others[::2]], scale[others[1::2]] = -100, 0.0
-    found = kernels_of(impl).filtered.profile_sample(labels, scale, None, ignore_index=-100)
+    found = filter_kernels_of(impl).profile_sample(labels, scale, None, ignore_index=-100)
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -121,7 +122,7 @@ class Filtered:
             loss, metrics, saved = self.recompute.forward(call, operands)
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
-        kernels = call.kernels.filtered
+        kernels = filter_kernels_of(call.impl)
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
         stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
@@ -176,7 +177,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     """
     call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None
-    kernels, weight = call.kernels.filtered, logits.weight
+    kernels, weight = filter_kernels_of(call.impl), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     order = call.order

@@ -1,7 +1,4 @@
-"""The kernels of filtered gradients in Triton; ``eager.py`` has the same in PyTorch.
-
-Lists of kept tiles are what ``tile_lists`` of the same one of the two returns.
-"""
+"""The kernels of filtered gradients in Triton; ``eager.py`` has the same in PyTorch."""
 # ruff: noqa: F401  # what is imported here is the interface
 
 from flce_dist.kernels.filtered.dlogits import kept_dlogits, new_kept_buffer
