@@ -1,9 +1,118 @@
-"""What schedules are made of: the functions of ``gpu.py``, or the same of ``eager.py``."""
+"""The kernel interface as types: what ``gpu.py`` and ``eager.py`` both offer.
 
-from typing import Any
+``kernels_of`` returns one of the two modules as a ``Kernels``, so that a type checker sees through
+it. The docstrings are those of the Triton functions. T = tokens, V = vocabulary rows here.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.token_gradient_formulas import RowGradient
+from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
 
 
-def kernels_of(impl: str) -> Any:
+class Kernels(Protocol):
+    """The passes over logits, [T, N] and [T] that schedules are made of, those of scores last."""
+
+    def may_replay(self) -> bool: ...
+
+    def counted_tokens(
+        self, labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]: ...
+
+    def label_logit(self, logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None: ...
+
+    def new_sums(self, logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor: ...
+
+    def linear_stats(
+        self, logits: ShardLogits, label_logit: Tensor, *,
+        cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
+        others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
+        named_x: Tensor | None = None,
+    ) -> None: ...  # fmt: skip
+
+    def rescue(
+        self, logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
+        cache: ColumnCache, with_entropy: bool,
+    ) -> Tensor: ...  # fmt: skip
+
+    def token_loss(
+        self, labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
+        others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
+        inverse_temperature: Tensor | None = None,
+    ) -> tuple[TokenStats, Tensor, Tensor]: ...  # fmt: skip
+
+    def loss_norm(
+        self, labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def reduce_loss(self, loss: Tensor, norm: Tensor | None) -> Tensor: ...
+
+    def mean_loss(
+        self, loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def row_gradient(
+        self, stats: TokenStats, labels: Tensor, token_weight: Tensor | None,
+        norm: Tensor | None, dloss: Tensor | None, terms: LossTerms, *, from_lse: bool,
+        inverse_temperature: Tensor | None = None,
+    ) -> RowGradient: ...  # fmt: skip
+
+    def dlogits(
+        self, logits: ShardLogits, reference: Tensor, label_value: Tensor,
+        affine: tuple[Tensor, ...], *, out: Tensor,
+    ) -> None: ...  # fmt: skip
+
+    def counted_gemm(
+        self, d: Tensor, b: Tensor, count: Tensor, *,
+        sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
+    ) -> None: ...  # fmt: skip
+
+    def write_label_value(
+        self, out: Tensor, labels: Tensor, value: Tensor,
+        vocab_start_index: int, ignore_index: int,
+    ) -> None: ...  # fmt: skip
+
+    def scale(self, x: Tensor, factor: Tensor, *, out: Tensor) -> None: ...
+
+    def scale_rows(
+        self, x: Tensor, scale: Tensor | None, labels: Tensor, *,
+        ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
+    ) -> None: ...  # fmt: skip
+
+    def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
+
+    def set_scores(
+        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *,
+        vocab_size: int, with_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
+
+    def set_gradient(
+        self, z: Tensor, ids: TokenIds, logprob: Tensor, entropy: Tensor | None,
+        upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+        inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def write_named(
+        self, out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int
+    ) -> None: ...
+
+    def dhidden_of_ids(
+        self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
+    ) -> None: ...
+
+    def dweight_of_ids(
+        self, factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
+        vocab_start_index: int, out: Tensor, adds: bool,
+    ) -> None: ...  # fmt: skip
+
+
+def kernels_of(impl: str) -> Kernels:
     """Import an implementation on demand: eager alone needs no working triton."""
     if impl == "triton":
         from flce_dist.kernels import gpu

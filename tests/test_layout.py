@@ -1,7 +1,5 @@
 """The folders at the top, and the packaging that imports them as packages inside flce_dist."""
 
-import importlib
-import inspect
 import os
 import re
 import shutil
@@ -16,7 +14,6 @@ from tests.versions import FILES, PAIRS, USERS
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "launch")
-IMPLS = ("gpu", "eager")
 
 
 def modules_of() -> list[str]:
@@ -33,17 +30,6 @@ def test_nothing_shadows_another_package_and_pytest_finds_ours(pytestconfig):
     for path in (path for name in LINKED for path in (ROOT / name).rglob("*.py")):
         assert path.stem != "__init__", f"{path} makes its folder shadow other packages"
         assert path.stem not in sys.stdlib_module_names, f"{path} is named after one of Python's"
-
-
-@pytest.mark.parametrize("folder", ["", "filtered."])
-def test_both_implementations_have_the_same_functions(folder):
-    gpu, eager = (importlib.import_module(f"flce_dist.kernels.{folder}{x}") for x in IMPLS)
-    names = [name for name, x in vars(gpu).items() if inspect.isfunction(x)]
-    assert len(names) > 10
-    for name in names:
-        both = (inspect.signature(getattr(x, name)).parameters.values() for x in (gpu, eager))
-        of_gpu, of_eager = ([(x.name, x.kind) for x in one] for one in both)
-        assert of_gpu == of_eager, name
 
 
 def test_constraints_pin_each_requirement_exactly():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.kernels.interface import Kernels
 from flce_dist.kernels.token_loss_formulas import LossTerms
 from flce_dist.options import LossOptions
 from flce_dist.parallel.token_order import TokenOrder
@@ -140,7 +141,7 @@ class Call:
     schedule: Schedule
     order: TokenOrder
     impl: str  # "triton" or "eager"
-    kernels: Any  # of that: a module
+    kernels: Kernels  # of that
     tp_group: dist.ProcessGroup | None
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # replay.py
 
