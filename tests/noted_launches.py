@@ -3,6 +3,7 @@
 Run by test_kernel.py, in a process in which triton compiles.
 """
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +19,29 @@ from flce_dist.replay import replayed
 from tests.aot_compile import AbsentGpu
 
 noted: list[tuple[Any, ...]] = []
+memories: list[Any] = []
 
 
 class Launcher:
-    """Notes what would be launched: source and arguments."""
+    """Notes what would be launched: source and arguments.
+
+    As Triton's it calls a function with more arguments, every second one with memory of the call.
+    """
+
+    numbers = itertools.count()
 
     def __init__(self, src: Any, metadata: Any) -> None:
-        self.name = metadata
+        self.name, self.launch = metadata, self.note
+        self.global_scratch_size = next(self.numbers) % 2
 
     def __call__(self, *args: Any) -> None:
-        noted.append((self.name, *args[:5], *args[9:]))
+        memories.append([object()] * self.global_scratch_size)
+        self.launch(*args[:5], memories[-1], args[5:9], args[9:])
+
+    def note(self, *args: Any) -> None:
+        if args[5] and args[5] != memories[-1]:
+            print("memory of an earlier launch")
+        noted.append((self.name, *args[:5], *args[7]))
 
 
 class NotingGpu(AbsentGpu):
@@ -82,6 +96,8 @@ def main() -> None:
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, TensorDescriptor):
         return all(same(getattr(a, name), getattr(b, name)) for name in Tiled._fields[:4])
+    if isinstance(a, Tensor) and isinstance(b, int):
+        return a.data_ptr() == b
     return a is b or (not isinstance(a, Tensor) and a == b)
 
 
