@@ -25,14 +25,14 @@ memories: list[Any] = []
 class Launcher:
     """Notes what would be launched: source and arguments.
 
-    As Triton's it calls a function with more arguments, every second one with memory of the call.
+    As Triton's it calls a function with more arguments, some with memory of the call.
     """
 
     numbers = itertools.count()
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.name, self.launch = metadata, self.note
-        self.global_scratch_size = next(self.numbers) % 2
+        self.global_scratch_size = next(self.numbers) // 2 % 2
 
     def __call__(self, *args: Any) -> None:
         memories.append([object()] * self.global_scratch_size)
