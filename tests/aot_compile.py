@@ -280,7 +280,3 @@ def main() -> None:
     for arch, itemsize in tuning.TILES:
         if arch != tuning.INTERPRETED:
             compile_for(arch, itemsize)
-
-
-if __name__ == "__main__":
-    main()

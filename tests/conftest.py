@@ -136,18 +136,18 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[...,
 @pytest.fixture
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has one grid for all threads of a process, the compiler one cache."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     has_gpu = torch.cuda.is_available()
-    owner, name = (JITFunction, "run") if has_gpu else (GridExecutor, "__call__")
-    lock, launch = threading.RLock(), getattr(owner, name)
+    owner = JITFunction if has_gpu else InterpretedFunction  # which parses a kernel at first, too
+    lock, launch = threading.RLock(), owner.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
             return launch(self, *args, **kwargs)
 
-    monkeypatch.setattr(owner, name, run)
+    monkeypatch.setattr(owner, "run", run)
 
 
 @pytest.fixture

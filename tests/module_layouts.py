@@ -72,10 +72,9 @@ def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(fsdp=2), Layout(tp=2, fsdp=2)]
+EVERY_LAYOUT = [*LAYOUTS, Layout(fsdp=2, replicas=2)]
 each_layout = pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS, Layout(fsdp=2, replicas=2)],
-    ids=lambda x: f"tp{x.tp} fsdp{x.fsdp} x {x.replicas}",
+    "layout", EVERY_LAYOUT, ids=lambda x: f"tp{x.tp} fsdp{x.fsdp} x {x.replicas}"
 )
 
 

@@ -1,6 +1,6 @@
 """Launch a kernel by a program and by ``triton.jit``; print where the launches differ.
 
-Run by test_kernel.py, in a process in which triton compiles.
+Run by test_compile.py, in a process in which triton compiles.
 """
 
 import itertools
@@ -91,6 +91,7 @@ def main() -> None:
                 print(f"other kernel or arguments: {repeat}, {facts}, {inputs[1]}")
     if not all(callable(program) for of_case in programs for program in of_case.values()):
         print("not recorded")
+    print(f"compared {len(cases)} launches")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -99,7 +100,3 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, int):
         return a.data_ptr() == b
     return a is b or (not isinstance(a, Tensor) and a == b)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 Inputs are rounded to the dtype under test, so that all three see the same numbers.
 """
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -250,12 +251,17 @@ Patch = Callable[[Any, str, Callable[..., Any]], None]
 def pairwise(cases: Iterable[Case]) -> list[Case]:
     """Choose cases so that every pair of values that occurs in ``cases`` still occurs."""
     left = list(cases)
-    met = {case: set(itertools.combinations(enumerate(case), 2)) for case in left}
-    missing = set().union(*met.values())
-    chosen = []
+    met = [set(itertools.combinations(enumerate(case), 2)) for case in left]
+    missing, chosen = set().union(*met), []
+    most = [(-len(pairs), i) for i, pairs in enumerate(met)]  # of the missing, if not fewer by now
+    heapq.heapify(most)
     while missing:
-        chosen.append(max(left, key=lambda case: len(met[case] & missing)))
-        missing -= met[chosen[-1]]
+        before, i = most[0]
+        now = -len(met[i] & missing)
+        heapq.heapreplace(most, (now, i))
+        if now == before:
+            chosen.append(left[i])
+            missing -= met[i]
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Every tile configuration compiles for every chip it is meant for, without a GPU."""
+"""What compiles without a GPU: every tile configuration for its chips; and launches of kernels."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 from flce_dist.kernels import named_columns, tuning
 
 ROOT = Path(__file__).parent.parent
+PROGRAM = "from tests import aot_compile, noted_launches; aot_compile.main(); noted_launches.main()"
 # KiB of shared memory that a block may use. A tile takes as much on all chips of a major version.
 CHIPS = {
     (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
@@ -27,12 +28,22 @@ TILES = (
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
+def printed() -> list[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.aot_compile"]
+    command = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    return run.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def compiled(printed: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed if line.startswith("{")]
+
+
+def test_what_a_look_up_launches_is_what_triton_would_launch(printed):
+    """A ``Kernel`` launches what ``triton.jit`` does: noted by a driver of a GPU not here."""
+    assert [line for line in printed if not line.startswith("{")] == ["compared 48 launches"]
 
 
 def describe(facts: dict[str, Any]) -> str:

@@ -111,9 +111,10 @@ def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
         options["skip_ignored"] = True
     elif counted is not None:
         options["max_counted"] = round(counted * len(static.labels))
-    expected = [step_on(batch(seed, device), **options) for seed in range(4)]
+    seeds = (1, 2, 3, 0) if device == "cuda" else (1, 0)
+    expected = {seed: step_on(batch(seed, device), **options) for seed in seeds}
     replayed = Replayed(lambda: step_on(static, **options), device)
-    for seed in (1, 2, 3, 0):
+    for seed in seeds:
         with torch.no_grad():
             for name, buffer in vars(static).items():
                 buffer.copy_(getattr(batch(seed, device), name))

@@ -114,11 +114,7 @@ def planted_rank(group: dist.ProcessGroup, check: str, plant: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("check", "plant", "message"),
     [
-        (
-            "bits",
-            never_the_same,
-            "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not",
-        ),
+        ("bits", never_the_same, "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not"),
         ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
     ],
 )

@@ -21,8 +21,7 @@ from tests.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize(
-    "tp, tied, is_first",
-    [(1, False, False), (2, True, False), (2, False, False), (2, True, True)],
+    "tp, tied, is_first", [(1, False, False), (2, True, False), (2, False, False), (2, True, True)]
 )
 @on_ranks("tp")
 def test_sharded_checkpoints_hold_the_order_once(group, tp, tied, is_first):

@@ -19,6 +19,7 @@ from flce_dist.module import LinearCrossEntropy
 from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from tests.module_layouts import (
+    EVERY_LAYOUT,
     LAYOUTS,
     ORDER,
     PADDED,
@@ -211,6 +212,14 @@ def save_rank(group: dist.ProcessGroup, layout: Layout, path: Path) -> None:
     dcp.save(layers.state_dict(), checkpoint_id=path, no_dist=layout.size == 1)
 
 
+RESHARDED = [
+    (i, layout)
+    for (i, saved), layout in itertools.product(enumerate(LAYOUTS), EVERY_LAYOUT)
+    if layout == Layout() or Layout(tp=2, fsdp=2) in (saved, layout)
+]
+"""Every layout's checkpoint on one rank, and by and on ranks that are cut in both ways."""
+
+
 @pytest.fixture(scope="module")
 def checkpoints(pools, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
@@ -219,8 +228,7 @@ def checkpoints(pools, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("saved", range(len(LAYOUTS)))
-@each_layout
+@pytest.mark.parametrize(("saved", "layout"), RESHARDED, ids=str)
 @on_ranks("layout")
 def test_checkpoint_reshards(group, checkpoints, saved, layout):
     expected = heads(Layout(), seed=0).state_dict()

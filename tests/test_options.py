@@ -28,26 +28,11 @@ TENSORS = ["hidden", "weight", "labels", "bias", "token_weight"]
 
 # A value of each option that is not the default.
 CHANGED: dict[str, Any] = dict(
-    reduction="sum",
-    ignore_index=-1,
-    label_smoothing=0.1,
-    z_loss_weight=1e-3,
-    softcap=30.0,
-    logit_scale=0.5,
-    vocab_size=9,
-    vocab_range=(0, 9),
-    sequence_parallel=True,
-    sequence_dim=1,
-    reduce_dhidden=False,
-    reduce_in_fp32=True,
-    tp_invariant=True,
-    accumulate_dweight=True,
-    schedule="recompute",
-    max_logits_bytes=4096,
-    max_counted=20,
-    skip_ignored=True,
-    impl="triton",
-)
+    reduction="sum", ignore_index=-1, label_smoothing=0.1, z_loss_weight=1e-3, softcap=30.0,
+    logit_scale=0.5, vocab_size=9, vocab_range=(0, 9), sequence_parallel=True, sequence_dim=1,
+    reduce_dhidden=False, reduce_in_fp32=True, tp_invariant=True, accumulate_dweight=True,
+    schedule="recompute", max_logits_bytes=4096, max_counted=20, skip_ignored=True, impl="triton",
+)  # fmt: skip
 
 
 def options_of_module(**options: Any) -> LossOptions:

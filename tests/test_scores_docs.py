@@ -109,10 +109,7 @@ def test_ppo_over_a_samplers_mask() -> None:
 
     ppo = recipe("ppo_loss")
     ids, chosen = torch.cat(rows), offsets[:-1]
-    check(
-        lambda h, w: ppo(h, w, ids, offsets, chosen, old, advantage, temperature, 0.01),
-        dense,
-    )
+    check(lambda h, w: ppo(h, w, ids, offsets, chosen, old, advantage, temperature, 0.01), dense)
 
 
 def test_distillation_within_candidates() -> None:

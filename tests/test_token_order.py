@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from flce_dist.op.plan import Plan, pieces, plan
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.token_order import TokenOrder
-from tests.parallel_problem import (
-    FEW_BYTES,
-    IN_PIECES,
-    on_threads,
-    small_pieces,
-)
+from tests.parallel_problem import FEW_BYTES, IN_PIECES, on_threads, small_pieces
 
 
 def calls_in_pieces(**options: Any) -> Any:
