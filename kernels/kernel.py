@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce_dist.replay import issued, recorder
+from flce_dist.replay import Source, issued, recorder
 
 FOLLOW_T = ("T", "T_all", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
@@ -67,15 +67,19 @@ class Kernel:
 def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence[Any]]:
     """Return the C function that a launcher of Triton's calls, and the arguments that it passes.
 
-    All it does itself is to allocate memory that kernels may need, and ours do not.
+    Or the launcher and its own, if at each launch it allocates memory, which our kernels do not
+    need, works for a sanitizer, or changes tensors or descriptors.
     """
-    scratch = [getattr(launcher, f"{use}_scratch_size", 0) for use in ("global", "profile")]
-    if any(scratch) or not hasattr(launcher, "launch"):
+    each_time = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    if any(getattr(launcher, name, 0) for name in each_time) or not hasattr(launcher, "launch"):
         return launcher, args
     passed: list[Any] = []
     noting = copy(launcher)
     noting.launch = lambda *given: passed.extend(given)
     noting(*args)
+    arrived = {id(x) for x in passed} | {id(x) for y in passed if type(y) is tuple for x in y}
+    if not all(id(x) in arrived for x in args if isinstance(x, Source | Tiled)):
+        return launcher, args
     return launcher.launch, passed
 
 
