@@ -32,8 +32,7 @@ def flat_ids(
                 f"offsets, got {tuple(ids.shape)}"
             )
         ids = ids.transpose(0, 1) if transposed else ids
-        K = ids.shape[-1]
-        device = ids.device
+        K, device = ids.shape[-1], ids.device
         offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:
         checks.check_tensor("offsets", offsets, _INTEGERS, hidden)

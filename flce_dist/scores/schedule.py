@@ -185,8 +185,7 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start(0, call.T)
-    is_short = call.vocab_size < 1 << 31
-    by_id = torch.sort(ids.ids.int() if is_short else ids.ids, stable=True)
+    by_id = torch.sort(ids.ids.int(), stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:

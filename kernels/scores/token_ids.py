@@ -15,7 +15,7 @@ class TokenIds(NamedTuple):
     Entry n is what the caller has at ``place[n]``.
     """
 
-    ids: Tensor  # [N] int64, -1 is padding
+    ids: Tensor  # [N] int64, below 2^31, -1 is padding
     offsets: Tensor  # [T + 1] int64: the entries of token t are offsets[t] to offsets[t + 1]
     token: Tensor  # [N] int64
     place: Tensor  # [N] int64
