@@ -145,11 +145,16 @@ def add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row, ADDS: tl.c
 
 @triton.jit
 def tile_coordinates(tile, num_t, num_v, GROUP_T: tl.constexpr):
-    """Tile number to ``(pid_t, pid_v)``: GROUP_T token blocks share a column of weight in L2."""
-    group_size = GROUP_T * num_v
-    first_t = tile // group_size * GROUP_T
-    rows = tl.minimum(num_t - first_t, GROUP_T)
-    return first_t + tile % group_size % rows, tile % group_size // rows
+    """Tile number to ``(pid_t, pid_v)``: GROUP_T token blocks share a column of weight in L2.
+
+    A few blocks that are left join the last group: alone they would read all of weight once more.
+    """
+    last = tl.maximum((num_t + GROUP_T // 2) // GROUP_T, 1) - 1
+    group = tl.minimum(tile // (GROUP_T * num_v), last)
+    first_t = group * GROUP_T
+    rows = tl.where(group < last, GROUP_T, num_t - first_t)
+    tile -= first_t * num_v
+    return first_t + tile % rows, tile // rows
 
 
 @triton.jit
