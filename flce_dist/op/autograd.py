@@ -30,17 +30,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        """Of all ``Operands``, then call, main_grad and the caller's weight, as a weak reference.
+    def forward(ctx, hidden, weight, bias, call, operands, main_grad, given):
+        """``operands`` begin with these three tensors; the host takes time for each argument.
 
-        That may be a DTensor or of another dtype.
+        ``given`` is a weak reference to the caller's weight, perhaps a DTensor or of another dtype.
         """
-        *tensors, call, main_grad, given = arguments
-        operands = Operands(*tensors)
         loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.main_grad, ctx.given, ctx.saved = call, main_grad, given, len(saved)
         ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
+        if not any(x is not None for x in metrics):
+            return (loss,)
         ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
         return loss, *metrics
 
@@ -75,7 +75,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 call, Operands(*operands) if operands else None, saved, of_outputs,
                 ctx.main_grad, is_last=not torch_private.keeps_graph(),
             )  # fmt: skip
-        return *gradients, *(None,) * len(Operands._fields)
+        return *gradients, None, None, None, None
 
 
 def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +85,8 @@ def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tens
     """
     accumulates = call.needs.weight and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
-    return LinearCrossEntropyFunction.apply(*operands, call, main_grad, weakref.ref(weight))
+    given = weakref.ref(weight)
+    return LinearCrossEntropyFunction.apply(*operands[:3], call, operands, main_grad, given)
 
 
 def refuse_transforms(name: str) -> None:

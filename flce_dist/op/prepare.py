@@ -130,7 +130,9 @@ def prepare(
         inverse = of_tokens(temperature)
         inverse = inverse.reciprocal().where(inverse > 0, torch.nan)
     if scores is None:  # else it only had their shape
-        labels = call.order.permuted(labels.reshape(-1).long().contiguous())
+        if labels.dim() != 1:
+            labels = labels.reshape(-1)
+        labels = call.order.permuted(labels.long().contiguous())
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
     return call, Operands(
