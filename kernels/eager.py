@@ -92,17 +92,16 @@ def linear_stats(
 def rescue(
     logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
     cache: ColumnCache, with_entropy: bool,
-) -> Tensor:  # fmt: skip
+) -> None:  # fmt: skip
     """Reads on the host which rows to compute again, so a GPU's host waits once in each forward."""
     reference = pick_reference(label_logit, others_max)
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
-        return sums
+        return
     few, reference, others_max = logits.rows(rows), reference[rows], others_max[rows]
     again = sums.new_empty(1 + with_entropy, len(rows))
     _statistics(few, reference, rows, cache, False, with_entropy, others_max, again)
     sums[: 1 + with_entropy, rows] = again
-    return sums
 
 
 def _statistics(

@@ -39,7 +39,7 @@ class Kernels(Protocol):
     def rescue(
         self, logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
         cache: ColumnCache, with_entropy: bool,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> None: ...  # fmt: skip
 
     def token_loss(
         self, labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,

@@ -176,18 +176,17 @@ def _rescue_kernel(
 def rescue(
     logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
     cache: ColumnCache, with_entropy: bool,
-) -> Tensor:  # fmt: skip
-    """Return what is to be summed over ranks: a view of ``sums``, written in place.
+) -> None:  # fmt: skip
+    """Make ``sums`` and the cache such that sums can be added over ranks.
 
     others_max [T] fp32 is the maximum over all ranks, sums [rows, T] fp64 are those of
     ``linear_stats``. Of rescued tokens the sums of ``exp(x)`` and ``exp(x) * x``, and the rows of
     the cache, become relative to ``pick_reference``; the sum of ``z - first_reference`` stays. The
-    result lacks the last row of sums: the top bin now follows from others_max.
+    last row of sums means nothing any more: the top bin now follows from others_max.
     """
     T, V = logits.T, logits.V
-    final = sums[:-1]
     if T == 0 or V == 0:
-        return final
+        return
     listed = logits.labels.new_empty(1 + T, dtype=torch.int32)
     BLOCK_T = min(_LISTED_AT_ONCE, next_power_of_2(T))
     _list_tokens_kernel[(-(-T // BLOCK_T),)](
@@ -196,7 +195,7 @@ def rescue(
         listed,
         T, sums.stride(0),
         WITH_ENTROPY=with_entropy,
-        WITH_SUM_Z=final.shape[0] > 2 + 3 * with_entropy,
+        WITH_SUM_Z=len(sums) > 3 + 3 * with_entropy,
         BLOCK_T=BLOCK_T,
     )  # fmt: skip
     for start, end, window in cache.split(V, V, V):
@@ -215,4 +214,3 @@ def rescue(
             GROUP_V=launch.group_v,
             **launch.constexprs,
         )  # fmt: skip
-    return final

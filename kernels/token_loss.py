@@ -100,7 +100,7 @@ def token_loss(
 ) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
     """Return ``(stats, loss, label_value)``, each [T] fp32.
 
-    label_logit, others_max and sums (what ``rescue`` returns) are those of all ranks. loss is
+    label_logit, others_max and sums (as ``rescue`` leaves them) are those of all ranks. loss is
     weighted, and 0 where ignored; label_value is D at the label, relative to stats.reference.
     """
     T = len(labels)

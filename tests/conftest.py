@@ -158,7 +158,7 @@ def merged_sums(mutate: Callable[..., None]) -> list[Tensor]:
     seen: list[Tensor] = []
 
     def spy(token_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(args[4].clone())
+        seen.append(args[4][:-1].clone())  # without the bins, which mean nothing any more
         return token_loss(*args, **kwargs)
 
     mutate(gpu, "token_loss", spy)

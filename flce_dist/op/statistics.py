@@ -32,8 +32,8 @@ class Pass:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
         ``tokens`` (first, last) are whole pieces of the gather. All-reduces, whether or not a row
-        needs the rescue: SUM of label logits [T] per piece, MAX of the other logits [T], SUM of 2
-        to 6 rows [T] fp64 (eager: 1 to 3 rows in the dtype of statistics).
+        needs the rescue: SUM of label logits [T] per piece, MAX of the other logits [T], SUM of 3
+        to 7 rows [T] fp64 (eager: 1 to 3 rows in the dtype of statistics).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
         between two backward passes. ``tiles`` receives the statistics of tiles, ``named_x``
@@ -65,7 +65,7 @@ class Pass:
             )  # fmt: skip
 
         others_max = collectives.all_reduce_max(others_max, group)
-        sums = kernels.rescue(
+        kernels.rescue(
             logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
         )
         sums = collectives.all_reduce_sum(sums, group)
