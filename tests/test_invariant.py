@@ -140,7 +140,7 @@ def test_ranks_without_rows() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("call, rows", [(linear_cross_entropy, 3), (with_metrics, 6)])
+@pytest.mark.parametrize("call, rows", [(linear_cross_entropy, 4), (with_metrics, 7)])
 def test_what_ranks_send(call, rows):
     hidden, weight = problem().hidden, problem().weight
 
