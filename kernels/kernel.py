@@ -5,9 +5,11 @@ a pass over [T] takes the GPU. A line in a program of ``replay.py`` runs what Tr
 the arguments that were recorded: they then differ in addresses alone, which are as aligned.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
@@ -15,7 +17,9 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce_dist.replay import Source, issued, recorder
+from flce_dist.replay import Recorder, Source, issued, recorder
+
+_MOST_DESCRIPTORS = 64  # of one argument of a launch
 
 FOLLOW_T = ("T", "T_all", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
@@ -60,15 +64,16 @@ class Kernel:
         )  # fmt: skip
         given = (noted.address(x) if isinstance(x, Tensor) else x for x in args)
         rest = (constexprs[param.name] for param in self.jit.params[len(args) :])
-        call, again = _passed_on(compiled.run, *lead, *given, *rest)
+        call, again = _passed_on(noted, compiled.run, *lead, *given, *rest)
         noted.issued(noted.constant(call), launch, args, again)
 
 
-def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence[Any]]:
+def _passed_on(noted: Recorder, launcher: Any, *args: Any) -> tuple[Callable[..., None], Any]:
     """Return the C function that a launcher of Triton's calls, and the arguments that it passes.
 
     Or the launcher and its own, if at each launch it allocates memory, which our kernels do not
-    need, works for a sanitizer, or changes tensors or descriptors.
+    need, works for a sanitizer, or changes tensors. Descriptors are remembered where Triton's
+    function that makes them is as we know it.
     """
     each_time = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
     if any(getattr(launcher, name, 0) for name in each_time) or not hasattr(launcher, "launch"):
@@ -80,7 +85,39 @@ def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence
     arrived = {id(x) for x in passed} | {id(x) for y in passed if type(y) is tuple for x in y}
     if not all(id(x) in arrived for x in args if isinstance(x, Source | Tiled)):
         return launcher, args
-    return launcher.launch, passed
+    make = launcher.launch
+    facts = inspect.getclosurevars(make).nonlocals if inspect.isfunction(make) else {}
+    describe = getattr(make, "__globals__", {}).get("make_tensordesc_arg")
+    if describe is None or "launcher" not in facts or None in facts.get("tensordesc_meta", (None,)):
+        return make, passed
+    of_tiled = iter(facts["tensordesc_meta"])
+
+    def described(given: Sequence[Any]) -> Iterator[Any]:
+        for x in given:
+            if isinstance(x, Tiled):
+                about = next(of_tiled)
+                descriptors = noted.constant(_Descriptors(partial(describe, metadata=about), x))
+                yield Source(f"{descriptors}[{noted.address(x.base)}]")
+                yield from describe(x, about)[1:]
+            else:
+                holds = type(x) is tuple and any(isinstance(y, Tiled) for y in x)
+                yield tuple(described(x)) if holds else x
+
+    return facts["launcher"], tuple(described(passed))
+
+
+class _Descriptors(dict[int, Any]):
+    """TMA's descriptors of a matrix by its address, since the host takes 5 us to make one."""
+
+    def __init__(self, describe: Callable[[Tiled], list[Any]], tiled: Tiled) -> None:
+        self._describe, self._rest = describe, tiled[1:]
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) == _MOST_DESCRIPTORS:
+            self.clear()
+        base: Any = SimpleNamespace(data_ptr=lambda: address)
+        self[address] = made = self._describe(Tiled(base, *self._rest))[0]
+        return made
 
 
 def _as_triton(launch: Callable[..., Any], *args: Any) -> Any:

@@ -12,11 +12,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.nvidia import driver as cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels.kernel import Kernel, Tiled
 from flce_dist.replay import replayed
 from tests.aot_compile import AbsentGpu
+
+# Triton 3.6 passes a kernel's arguments behind this many others, later ones in one tuple.
+FIRST = getattr(cuda, "_BASE_ARGS_FORMAT_LEN", 0)
+IN_ONE = not FIRST
 
 noted: list[tuple[Any, ...]] = []
 memories: list[Any] = []
@@ -26,30 +31,43 @@ class Launcher:
     """Notes what would be launched: source and arguments.
 
     As Triton's it calls a function with more arguments, some with memory of the call, some with
-    addresses for descriptors.
+    addresses for descriptors, some Triton's own that makes descriptors.
     """
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.name, self.launch = metadata, self.note
-        kind = zlib.crc32(repr(metadata).encode()) % 3
+        kind = zlib.crc32(repr(metadata).encode()) % 4
         self.global_scratch_size, self.has_addresses = int(kind == 1), kind == 2
+        if kind == 3:
+            of_tiled = getattr(metadata, "tensordesc_meta", None)
+            self.launch = cuda.wrap_handle_tensordesc(self.note, src.signature, of_tiled)
 
     def __call__(self, *args: Any) -> None:
         memories.append([object()] * self.global_scratch_size)
         rest = args[9:]
         if self.has_addresses:
             rest = tuple(x.base.data_ptr() if hasattr(x, "base") else x for x in rest)
-        self.launch(*args[:5], memories[-1], args[5:9], rest)
+        base = *args[:5], memories[-1], args[5:9]
+        if IN_ONE:
+            self.launch(*base, rest)
+        else:
+            self.launch(*base, *(None,) * (FIRST - len(base)), *rest)
 
     def note(self, *args: Any) -> None:
         if args[5] and args[5] != memories[-1]:
             print("memory of an earlier launch")
-        noted.append((self.name, *args[:5], *args[7]))
+        noted.append((self.name, *args[:5], *(args[-1] if IN_ONE else args[FIRST:])))
+
+
+def descriptor(address: int, *facts: Any) -> tuple[Any, ...]:
+    return address, *facts[:4], *map(tuple, facts[4:6])
 
 
 class NotingGpu(AbsentGpu):
     launcher_cls = Launcher
     utils = SimpleNamespace(
+        fill_tma_descriptor=descriptor,
+        fill_tma_descriptor_tiled=descriptor,
         load_binary=lambda name, binary, shared, device: (None, hash(binary), 0, 0, 1024),
         get_device_properties=lambda device: {"max_shared_mem": 232448},
     )
