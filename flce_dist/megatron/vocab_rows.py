@@ -115,17 +115,14 @@ def by_token(layer: Any, logits: Tensor) -> Tensor:
     """
     if layer.row_of_token is None:
         return logits
-    from megatron.core.tensor_parallel import (
-        gather_from_tensor_model_parallel_region,
-        scatter_to_tensor_model_parallel_region,
-    )
+    from megatron.core.tensor_parallel import mappings
 
     is_split = logits.shape[-1] != layer.output_size
     if is_split:
-        logits = gather_from_tensor_model_parallel_region(logits, group=layer.tp_group)
+        logits = mappings.gather_from_tensor_model_parallel_region(logits, group=layer.tp_group)
     logits = logits.index_select(-1, _with_padding(layer.row_of_token, layer.output_size))
     if is_split:
-        logits = scatter_to_tensor_model_parallel_region(logits, group=layer.tp_group)
+        logits = mappings.scatter_to_tensor_model_parallel_region(logits, group=layer.tp_group)
     return logits
 
 
