@@ -33,9 +33,8 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
-        **options: label_smoothing, z_loss_weight, vocab_size, reduce_in_fp32, tp_invariant,
-            schedule, max_logits_bytes, max_counted, skip_ignored and impl, as in
-            ``linear_cross_entropy``.
+        **options: of ``linear_cross_entropy``: label_smoothing, z_loss_weight, vocab_size, impl,
+            reduce_in_fp32, tp_invariant, schedule, max_logits_bytes, max_counted, skip_ignored.
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer neither an ``nn.Linear`` nor LoRA on one, or its loss or forward of its own.
