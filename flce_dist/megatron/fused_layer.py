@@ -27,19 +27,13 @@ _FRAMEWORKS = ("torch", "megatron", "megatron_fsdp", "transformer_engine")
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """What the output layer returns in the training loss: everything needed to compute it.
-
-    Attributes:
-        hidden: [s, b, H]; this rank's [s / P, b, H] under sequence parallelism.
-        weight: the tied embedding if one was passed, None for the layer's own weight.
-        scale: what the model multiplied the logits by (MuP).
-    """
+    """What the output layer returns in the training loss: everything needed to compute it."""
 
     layer: Any
-    hidden: Tensor
-    weight: Tensor | None
+    hidden: Tensor  # [s, b, H]; this rank's [s / P, b, H] under sequence parallelism
+    weight: Tensor | None  # the tied embedding if one was passed, None for the layer's own weight
     runtime_gather_output: bool | None
-    scale: float = 1.0
+    scale: float = 1.0  # what the model multiplied the logits by (MuP)
 
     def loss(self, labels: Tensor) -> Tensor:
         """Per-token loss of ``labels`` [s, b] int64, as [s, b] fp32, the same on all P ranks."""
@@ -99,23 +93,15 @@ class LazyLogits:
 
 
 class FusedLayer:
-    """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases.
+    """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases."""
 
-    Attributes:
-        loss_keywords: options of ``linear_cross_entropy``.
-        is_lazy: set by the model while it computes its loss, or scores.
-        scoring: what computes scores in the layer, during a call of ``scores``.
-        keeps_metrics, last_metrics: see ``use_linear_cross_entropy``.
-        vocab_order, row_of_token: which token each row is of, on the CPU, and the inverse as a
-            buffer; None if row i is of token i.
-    """
-
-    loss_keywords: dict[str, Any]
-    is_lazy = False
-    scoring: Callable[..., TokenScores] | None = None
-    keeps_metrics = False
+    loss_keywords: dict[str, Any]  # options of ``linear_cross_entropy``
+    is_lazy = False  # set by the model while it computes its loss, or scores
+    scoring: Callable[..., TokenScores] | None = None  # what computes them, in a call of ``scores``
+    keeps_metrics = False  # as the next one, see ``use_linear_cross_entropy``
     last_metrics: LossWithMetrics | None = None
-    vocab_order: VocabOrder | None
+    vocab_order: VocabOrder | None  # on the CPU; None if row i is of token i
+    row_of_token: Tensor | None  # a buffer, likewise
 
     def forward(
         self: Any, input_: Tensor, weight: Tensor | None = None,
