@@ -18,9 +18,7 @@ from flce_dist.op.call import extra_schedule
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.scores import TokenScores
 
-_WINDOW = 8192
-"""Columns of logits that exist at once while the largest logit is searched."""
-
+_WINDOW = 8192  # columns of logits that exist at once while the largest logit is searched
 _FRAMEWORKS = ("torch", "megatron", "megatron_fsdp", "transformer_engine")
 """Their hooks gather and release parameters; any other may look at the logits."""
 

@@ -19,9 +19,7 @@ from flce_dist.filtered.order_checks import agreed_order, mismatch
 from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 from flce_dist.parallel import collectives
 
-_GATHERED = 1 << 26
-"""Elements of the weights of all ranks that exist at once while rows move."""
-
+_GATHERED = 1 << 26  # elements of the weights of all ranks that exist at once while rows move
 _IN_ORDER = ".in_vocab_order"
 """Ends the key of ordered rows in a distributed checkpoint, and those of their optimizer state."""
 
