@@ -232,11 +232,9 @@ def apply(arguments: Arguments) -> tuple[Tensor, ...]:
         results = compiled.apply(given, needs)
     else:
         call, operands = prepare(given, needs)
-        operands = counted_operands(call, operands)
-        loss, *metrics = differentiable(call, operands, weight)
+        found = differentiable(call, counted_operands(call, operands), weight)
         shape = given.labels.shape
-        loss = loss.reshape(shape) if call.options.reduction == "none" else loss
-        results = loss, *(x.reshape(shape) if x.dim() else x for x in metrics if x is not None)
+        results = tuple(x.reshape(shape) if x.dim() else x for x in found if x is not None)
     if given.options is arguments.options:  # else dimensions have been exchanged
         return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)

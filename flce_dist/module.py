@@ -173,10 +173,6 @@ class LinearCrossEntropy(VocabShard):
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         options["ignore_index"] = self._ignored_row
         return dict(
-            weight=self.weight,
-            labels=labels,
-            bias=self.bias,
-            token_weight=token_weight,
-            tp_group=self.tp_group,
-            **options,
-        )
+            weight=self.weight, labels=labels, bias=self.bias, token_weight=token_weight,
+            tp_group=self.tp_group, **options,
+        )  # fmt: skip

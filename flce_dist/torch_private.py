@@ -5,7 +5,7 @@ one costs only what it is for.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -107,7 +107,7 @@ def fsdp_sharding(x: Tensor) -> tuple[Any, float] | None:
     """
     if torch.compiler.is_compiling():
         return None
-    try:
+    with suppress(ImportError, AttributeError):
         from torch.distributed._composable_state import _module_state_mapping as states
 
         for state in list(states.values()):
@@ -117,8 +117,6 @@ def fsdp_sharding(x: Tensor) -> tuple[Any, float] | None:
                     if one.sharded_param is x:
                         mesh = one.mesh_info.mesh  # of data ranks, maybe replicas first
                         return mesh, group.gradient_divide_factor or mesh.size()
-    except (ImportError, AttributeError):
-        pass
     return None
 
 

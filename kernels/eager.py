@@ -40,12 +40,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
-from flce_dist.kernels.token_loss_formulas import (
-    FAR,
-    first_reference,
-    is_rescued,
-    pick_reference,
-)
+from flce_dist.kernels.token_loss_formulas import FAR, first_reference, is_rescued, pick_reference
 
 
 def may_replay() -> bool:

@@ -23,18 +23,14 @@ MAX_GROUP_PART_BYTES = 40 << 20
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """Grid and constexprs of a persistent kernel over the tiles of logits [T, V].
-
-    ``programs`` is the largest grid, ``tma`` whether matrices are passed as tensor descriptors,
-    ``group_v`` the number of neighbouring columns that are added in fp32.
-    """
+    """Grid and constexprs of a persistent kernel over the tiles of logits [T, V]."""
 
     config: TileConfig
-    programs: int
-    tma: bool
+    programs: int  # of the largest grid
+    tma: bool  # whether matrices are passed as tensor descriptors
     T: int
     V: int
-    group_v: int
+    group_v: int  # neighbouring columns that are added in fp32
 
     @property
     def num_v(self) -> int:

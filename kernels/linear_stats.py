@@ -186,13 +186,7 @@ def linear_stats(
             first, last = start // BLOCK_V, -(-end // BLOCK_V)
             tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)
         merge_stats(
-            part,
-            label_logit,
-            launch,
-            n_counted=logits.n_counted,
-            with_entropy=with_entropy,
-            with_sum_z=with_sum_z,
-            first=start == 0,
-            others_max=others_max,
-            sums=sums,
-        )
+            part, label_logit, launch,
+            n_counted=logits.n_counted, with_entropy=with_entropy, with_sum_z=with_sum_z,
+            first=start == 0, others_max=others_max, sums=sums,
+        )  # fmt: skip

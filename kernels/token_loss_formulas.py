@@ -16,9 +16,8 @@ from torch import Tensor
 # Nats by which a logit may exceed the label's: exp(50) times 262,144 columns does not overflow, and
 # exp(-62) * dloss, which undoes it in backward, does not underflow.
 RESCUE_ABOVE = 50.0
-LOWEST = -(
-    2.0**20
-)  # least logit of a label that others can be relative to without losing precision
+# Least logit of a label that others can be relative to without losing precision.
+LOWEST = -(2.0**20)
 FAR = -1e30  # for -inf where x is multiplied by exp(x): 0 * -inf would be NaN
 
 

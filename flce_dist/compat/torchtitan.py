@@ -35,18 +35,16 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         self.lm_head, logits = lm_head, lm_head.forward
         lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
 
-    def __call__(
-        self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and no metrics, of hidden states [B, S, H] and labels [B, S]."""
+    __call__ = BaseLoss.__call__  # divides what ``fn`` returns
+
+    def fn(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the losses of hidden states [B, S, H] and labels [B, S]."""
         typed = spmd.is_type_checking()
         with spmd.no_typecheck():
-            loss = self.lm_head(pred, labels)
-            if global_valid_tokens is not None:
-                loss = loss / global_valid_tokens
+            loss = self.lm_head(hidden, labels)
             if typed:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
-        return loss, {}
+        return loss
 
     def _sum_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """torchtitan sums dhidden over the ranks that share the vocabulary."""

@@ -23,16 +23,11 @@ class ChunkedLogProbFunction:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Return logprobs and ``OUTPUTS``, [N] each; logprobs and entropy are differentiable.
 
-        The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``.
-
-        Args:
-            hidden: [N, H]. weight [V, H] and bias [V] are cast to its dtype, or all to autocast's.
-                Sharded by FSDP2 they are gathered, and their gradients averaged, by the call.
-            targets: [N] ids. -100 is ignored. One whose logit ties with another is top 1.
-            temperature: of all tokens, or [N].
-            chunk_size: not used: how much is held of the logits is chosen as ever.
-            outputs: those of ``OUTPUTS`` that are wanted; others are None. log_sum_sq_probs and
-                mean_logits take a second pass over the logits.
+        The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, that of
+        all tokens, or [N]. weight [V, H] and bias are cast to the dtype of hidden [N, H], or all to
+        autocast's; if FSDP2 has sharded them, the call gathers them and averages their gradients.
+        A target of -100 is ignored; one that ties is top 1. ``outputs`` that are not wanted are
+        None; log_sum_sq_probs and mean_logits take a second pass. chunk_size is not used.
         """
         if not (isinstance(weight, DTensor) or torch.is_autocast_enabled(hidden.device.type)):
             weight = weight.to(hidden.dtype)

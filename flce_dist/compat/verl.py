@@ -17,14 +17,14 @@ def linear_cross_entropy(
     """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
 
     Args:
-        hidden: [..., H], the same on every rank.
+        hidden: [..., H], the same on every rank. With ``sequence_first`` it is [S, B, H], and
+            labels, temperature and flat results are [B, S].
         weight: [V, H], this rank's rows of the vocabulary.
         labels: hidden's shape without H, or flat; global ids. -100 is ignored, with results 0.
         temperature: of all tokens, or labels' shape.
         reduction: of logprobs alone.
         dist_process_group: ranks that share the vocabulary. The caller sums dhidden over them, as
             Megatron's mappings around hidden do.
-        sequence_first: hidden is [S, B, H]; labels and temperature are [B, S], as are flat results.
     """
     if sequence_first:
         hidden = hidden.transpose(0, 1)

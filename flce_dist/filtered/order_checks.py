@@ -12,9 +12,7 @@ from flce_dist.rank_check import hash_of, on_ranks
 
 
 def agreed_order(
-    make: Callable[[], VocabOrder | None],
-    like: Tensor,
-    groups: Iterable[dist.ProcessGroup | None],
+    make: Callable[[], VocabOrder | None], like: Tensor, groups: Iterable[dist.ProcessGroup | None]
 ) -> VocabOrder | None:
     """Return what ``make`` does, without collectives, if it does the same on all ranks.
 

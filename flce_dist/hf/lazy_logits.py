@@ -1,53 +1,52 @@
 """What an output layer returns while its model computes a loss: logits [..., V] yet to be made."""
 
+import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from flce_dist.api import linear_cross_entropy
 
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__"}, {"div", "__truediv__"}
 _KNOWN = {Tensor.size, Tensor.dim} | {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "grad_fn")
 }  # needs no values
+_PARALLEL = ("torch.distributed.", "transformers.distributed.")  # their hooks only move tensors
 
 
 class LazyLogits(Tensor):
     """Logits without values (on the meta device), and what the model has done to them.
 
-    Products and quotients with numbers, one tanh, ``float`` and the view [T, V] are kept as steps,
-    which a cross entropy in the model contains. Whatever else is asked for is asked of the real
-    logits; the loss then is theirs, too.
+    Products and quotients with numbers, one tanh, ``float`` (accelerate's) and the view [T, V] are
+    kept as steps, which a cross entropy in the model contains. Whatever else is asked for is asked
+    of the real logits; the loss then is theirs, too.
     """
 
     head: Any
     hidden: Tensor  # the layer's input [..., H]
     steps: tuple[Any, ...]
+    scaling: tuple[float, float | None]  # logit_scale and softcap of the loss
     computed: dict[bool, Tensor]  # the real logits, by grad mode
 
-    def made_of(self, head: Any, hidden: Tensor, *steps: Any) -> "LazyLogits":
-        self.head, self.hidden, self.steps, self.computed = head, hidden, steps, {}
+    def made_of(self, head: Any, hidden: Tensor, steps: Any, scaling: Any) -> "LazyLogits":
+        self.head, self.hidden, self.computed = head, hidden, {}
+        self.steps, self.scaling = steps, scaling
         return self
 
-    def scale_and_softcap(self) -> tuple[float, float | None]:
-        """Return the options logit_scale and softcap of the loss."""
-        scale, softcap = 1.0, None
-        for step, *others in self.steps:
-            if step.__name__ == "tanh":
-                softcap = 1.0
-            elif step.__name__ in _PRODUCTS | _QUOTIENTS:
-                factor = others[0] if step.__name__ in _PRODUCTS else 1 / others[0]
-                scale, softcap = scale * factor, None if softcap is None else softcap * factor
-        return scale, softcap
-
-    def keeps(self, name: str, others: list[Any]) -> bool:
-        """Whether the function of this name, with other arguments, may become a step."""
-        if name in _PRODUCTS | _QUOTIENTS:
-            return type(others[0]) in (int, float) and others[0] > 0
-        if name == "tanh":
-            return not any(step.__name__ == name for step, *_ in self.steps)
+    def scaling_after(self, name: str, others: list[Any]) -> tuple[float, float | None] | None:
+        """Return ``scaling`` after a function of other arguments; None if it cannot be a step."""
+        scale, softcap = self.scaling
+        if name in _PRODUCTS | _QUOTIENTS and type(others[0]) in (int, float) and others[0] > 0:
+            factor = others[0] if name in _PRODUCTS else 1 / others[0]
+            return scale * factor, None if softcap is None else softcap * factor
+        if name == "tanh" and softcap is None:
+            return scale, 1.0
         is_flat = name == "view" and others == [-1, self.head.out_features]
-        return is_flat or name == "float"  # accelerate makes outputs float
+        return self.scaling if is_flat or name == "float" else None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,19 +62,11 @@ class LazyLogits(Tensor):
                 given = {k: y for k, y in kwargs.items() if y is not None and (k, y) != unset}
                 if given.keys() <= {"ignore_index", "reduction"} and others[0].dim() == 1:
                     return x.head.loss(x, others[0], **given)
-            elif not kwargs and x.keeps(func.__name__, others):
+            elif not kwargs and (scaling := x.scaling_after(func.__name__, others)):
                 found = super().__torch_function__(func, types, args)
-                return found.made_of(x.head, x.hidden, *x.steps, (func, *others))
+                return found.made_of(x.head, x.hidden, (*x.steps, (func, *others)), scaling)
         why = f"the model asks for {func.__name__} of its logits"
         return func(*real(args, why), **{name: real(y, why) for name, y in kwargs.items()})
-
-
-def lazy_logits(head: Any, hidden: Tensor) -> LazyLogits:
-    """Return what ``head`` makes of ``hidden`` [..., H]."""
-    kind, shape = hidden.device.type, (*hidden.shape[:-1], head.out_features)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(LazyLogits)
-    return logits.made_of(head, hidden)
 
 
 def real(x: Any, why: str) -> Any:
@@ -93,3 +84,92 @@ def real(x: Any, why: str) -> Any:
             logits = step(logits, *others)
         x.computed[mode] = logits
     return x.computed[mode]
+
+
+class FusedHead:
+    """The first base of replaced output layers; the layer's own class is the second."""
+
+    is_lazy = False  # set by the model while it computes its loss
+    loss_keywords: dict[str, Any]
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_lazy or len(args) != 1 or kwargs:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        (hidden,), kind = args, args[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        logits = torch.empty(*hidden.shape[:-1], self.out_features, dtype=dtype, device="meta")
+        return logits.as_subclass(LazyLogits).made_of(self, hidden, (), (1.0, None))
+
+    def may_be_lazy(self: Any, model: Any) -> bool:
+        """Whether the loss of the model needs no real logits."""
+        layer, adapters = linear_of(self), _adapters_of(self)
+        hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
+        for x in (self, layer):
+            hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
+            hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
+        why = ""
+        if getattr(model, "_is_replica", False):
+            why = "DataParallel gathers them"
+        elif not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
+            why = "a hook of the output layer, or a forward of its own, may look at them"
+        elif adapters and isinstance(layer.weight, DTensor):
+            why = "the weight of an output layer with LoRA is a DTensor"
+        elif any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
+            why = "the LoRA of the output layer is a variant, such as DoRA"
+        elif layer is not self and self.merged and self.disable_adapters:
+            why = "the merged LoRA of the output layer is disabled"
+        if why:
+            self.warn(why)
+        return not why
+
+    def warn(self, why: str) -> None:
+        """Say why the loss is that of real logits; raise if an option is lost on them."""
+        for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
+            if x := self.loss_keywords.get(name):
+                raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
+        if not torch.compiler.is_compiling():
+            warnings.warn(f"the loss is computed from real logits: {why}", stacklevel=3)
+
+    def loss(self: Any, logits: LazyLogits, labels: Tensor, **options: Any) -> Tensor:
+        """Return the loss of labels [T]; under FSDP2 as a call, whose hooks gather the weight."""
+
+        def compute(hidden: Tensor) -> Tensor:  # [..., H]; LoRA of rank r makes that H + r
+            weight, bias = linear_of(self).weight, linear_of(self).bias
+            inputs, rows = [hidden], [weight]
+            for name in _adapters_of(self):
+                A, B, scaling = self.lora_A[name], self.lora_B[name], self.scaling[name]
+                low = A(self.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
+                inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
+                if B.bias is not None:
+                    bias = B.bias * scaling + (0.0 if bias is None else bias)
+            if len(inputs) > 1:
+                hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
+            is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+            scale, softcap = logits.scaling
+            return linear_cross_entropy(
+                hidden, weight, labels.view(hidden.shape[:-1]), softcap=softcap, logit_scale=scale,
+                bias=bias if bias is None or scale == 1.0 else bias * scale,
+                tp_group=weight.device_mesh.get_group() if is_split else None,
+                sequence_parallel=isinstance(hidden, DTensor) and hidden.placements == (Shard(1),),
+                **options, **self.loss_keywords,
+            )  # fmt: skip
+
+        if not isinstance(self, FSDPModule):
+            return compute(logits.hidden)
+        own = {name: x for name, x in vars(self).items() if name == "forward"}
+        vars(self)["forward"] = compute
+        try:
+            return nn.Module.__call__(self, logits.hidden)
+        finally:
+            del vars(self)["forward"]
+            vars(self).update(own)
+
+
+def linear_of(head: Any) -> Any:
+    return head.get_base_layer() if hasattr(head, "lora_A") else head
+
+
+def _adapters_of(head: Any) -> list[str]:
+    """Return the names of LoRA's active adapters that are not merged into the weight."""
+    is_on = hasattr(head, "lora_A") and not (head.disable_adapters or head.merged)
+    return [name for name in head.active_adapters if name in head.lora_A] if is_on else []

@@ -7,16 +7,12 @@ forward is copied, no config interpreted; parameters, state dicts, hooks and sig
 
 import functools
 import inspect
-import warnings
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from flce_dist.api import linear_cross_entropy
-from flce_dist.hf.lazy_logits import LazyLogits, lazy_logits
+from flce_dist.hf.lazy_logits import FusedHead, linear_of
 from flce_dist.op import checks
 from flce_dist.options import keywords_of
 
@@ -24,83 +20,6 @@ _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does no
     reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,
     sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
 )  # fmt: skip
-_PARALLEL = ("torch.distributed.", "transformers.distributed.")  # their hooks only move tensors
-
-
-class FusedHead:
-    """The first base of replaced output layers; the layer's own class is the second."""
-
-    is_lazy = False  # set by the model while it computes its loss
-    loss_keywords: dict[str, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_lazy and len(args) == 1 and not kwargs:
-            return lazy_logits(self, args[0])
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-    def may_be_lazy(self: Any, model: Any) -> bool:
-        """Whether the loss of the model needs no real logits."""
-        layer, adapters = _linear_of(self), _adapters_of(self)
-        hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
-        for x in (self, layer):
-            hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
-            hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
-        why = ""
-        if getattr(model, "_is_replica", False):
-            why = "DataParallel gathers them"
-        elif not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
-            why = "a hook of the output layer, or a forward of its own, may look at them"
-        elif adapters and isinstance(layer.weight, DTensor):
-            why = "the weight of an output layer with LoRA is a DTensor"
-        elif any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
-            why = "the LoRA of the output layer is a variant, such as DoRA"
-        elif layer is not self and self.merged and self.disable_adapters:
-            why = "the merged LoRA of the output layer is disabled"
-        if why:
-            self.warn(why)
-        return not why
-
-    def warn(self, why: str) -> None:
-        """Say why the loss is that of real logits; raise if an option is lost on them."""
-        for name in ("label_smoothing", "z_loss_weight", "vocab_size"):
-            if x := self.loss_keywords.get(name):
-                raise NotImplementedError(f"the loss of real logits does not apply {name}={x}")
-        if not torch.compiler.is_compiling():
-            warnings.warn(f"the loss is computed from real logits: {why}", stacklevel=3)
-
-    def loss(self: Any, logits: LazyLogits, labels: Tensor, **options: Any) -> Tensor:
-        """Return the loss of labels [T]; under FSDP2 as a call, whose hooks gather the weight."""
-
-        def compute(hidden: Tensor) -> Tensor:  # [..., H]; LoRA of rank r makes that H + r
-            weight, bias = _linear_of(self).weight, _linear_of(self).bias
-            inputs, rows = [hidden], [weight]
-            for name in _adapters_of(self):
-                A, B, scaling = self.lora_A[name], self.lora_B[name], self.scaling[name]
-                low = A(self.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
-                inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
-                if B.bias is not None:
-                    bias = B.bias * scaling + (0.0 if bias is None else bias)
-            if len(inputs) > 1:
-                hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
-            is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-            scale, softcap = logits.scale_and_softcap()
-            return linear_cross_entropy(
-                hidden, weight, labels.view(hidden.shape[:-1]), softcap=softcap, logit_scale=scale,
-                bias=bias if bias is None or scale == 1.0 else bias * scale,
-                tp_group=weight.device_mesh.get_group() if is_split else None,
-                sequence_parallel=isinstance(hidden, DTensor) and hidden.placements == (Shard(1),),
-                **options, **self.loss_keywords,
-            )  # fmt: skip
-
-        if not isinstance(self, FSDPModule):
-            return compute(logits.hidden)
-        own = {name: x for name, x in vars(self).items() if name == "forward"}
-        vars(self)["forward"] = compute
-        try:
-            return nn.Module.__call__(self, logits.hidden)
-        finally:
-            del vars(self)["forward"]
-            vars(self).update(own)
 
 
 def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
@@ -114,9 +33,8 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
-        **options: label_smoothing, z_loss_weight, vocab_size, reduce_in_fp32, tp_invariant,
-            schedule, max_logits_bytes, max_counted, skip_ignored and impl, as in
-            ``linear_cross_entropy``.
+        **options: of ``linear_cross_entropy``: label_smoothing, z_loss_weight, vocab_size, impl,
+            reduce_in_fp32, tp_invariant, schedule, max_logits_bytes, max_counted, skip_ignored.
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer neither an ``nn.Linear`` nor LoRA on one, or its loss or forward of its own.
@@ -193,19 +111,8 @@ def _head_of(model: Any) -> Any:
     return head if copies is None else copies[head.active_adapters[0]]
 
 
-def _linear_of(head: Any) -> Any:
-    return head.get_base_layer() if hasattr(head, "lora_A") else head
-
-
 def _is_linear(head: Any) -> bool:
-    layer, lora = _linear_of(head), type(head).forward
+    layer, lora = linear_of(head), type(head).forward
     is_lora = (lora.__module__, lora.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")
     is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
     return type(layer).forward is nn.Linear.forward and is_whole and (is_lora or layer is head)
-
-
-def _adapters_of(head: Any) -> list[str]:
-    """Return the names of LoRA's active adapters that are not merged into the weight."""
-    if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
-        return []
-    return [name for name in head.active_adapters if name in head.lora_A]

@@ -18,28 +18,20 @@ from flce_dist.op.call import extra_schedule
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.scores import TokenScores
 
-_WINDOW = 8192
-"""Columns of logits that exist at once while the largest logit is searched."""
-
+_WINDOW = 8192  # columns of logits that exist at once while the largest logit is searched
 _FRAMEWORKS = ("torch", "megatron", "megatron_fsdp", "transformer_engine")
 """Their hooks gather and release parameters; any other may look at the logits."""
 
 
 @dataclass(frozen=True)
 class LazyLogits:
-    """What the output layer returns in the training loss: everything needed to compute it.
-
-    Attributes:
-        hidden: [s, b, H]; this rank's [s / P, b, H] under sequence parallelism.
-        weight: the tied embedding if one was passed, None for the layer's own weight.
-        scale: what the model multiplied the logits by (MuP).
-    """
+    """What the output layer returns in the training loss: everything needed to compute it."""
 
     layer: Any
-    hidden: Tensor
-    weight: Tensor | None
+    hidden: Tensor  # [s, b, H]; this rank's [s / P, b, H] under sequence parallelism
+    weight: Tensor | None  # the tied embedding if one was passed, None for the layer's own weight
     runtime_gather_output: bool | None
-    scale: float = 1.0
+    scale: float = 1.0  # what the model multiplied the logits by (MuP)
 
     def loss(self, labels: Tensor) -> Tensor:
         """Per-token loss of ``labels`` [s, b] int64, as [s, b] fp32, the same on all P ranks."""
@@ -99,23 +91,15 @@ class LazyLogits:
 
 
 class FusedLayer:
-    """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases.
+    """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases."""
 
-    Attributes:
-        loss_keywords: options of ``linear_cross_entropy``.
-        is_lazy: set by the model while it computes its loss, or scores.
-        scoring: what computes scores in the layer, during a call of ``scores``.
-        keeps_metrics, last_metrics: see ``use_linear_cross_entropy``.
-        vocab_order, row_of_token: which token each row is of, on the CPU, and the inverse as a
-            buffer; None if row i is of token i.
-    """
-
-    loss_keywords: dict[str, Any]
-    is_lazy = False
-    scoring: Callable[..., TokenScores] | None = None
-    keeps_metrics = False
+    loss_keywords: dict[str, Any]  # options of ``linear_cross_entropy``
+    is_lazy = False  # set by the model while it computes its loss, or scores
+    scoring: Callable[..., TokenScores] | None = None  # what computes them, in a call of ``scores``
+    keeps_metrics = False  # as the next one, see ``use_linear_cross_entropy``
     last_metrics: LossWithMetrics | None = None
-    vocab_order: VocabOrder | None
+    vocab_order: VocabOrder | None  # on the CPU; None if row i is of token i
+    row_of_token: Tensor | None  # a buffer, likewise
 
     def forward(
         self: Any, input_: Tensor, weight: Tensor | None = None,
@@ -133,18 +117,13 @@ class FusedLayer:
         self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [s, b, V] of this rank, or gathered ones of all, and the bias."""
-        logits, bias = self.row_logits(hidden, weight, runtime_gather_output)
-        return by_token(self, logits), None if bias is None else by_token(self, bias)
-
-    def row_logits(
-        self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same in the order of the layer's rows."""
         logits, bias = super().forward(hidden, weight, runtime_gather_output)  # type: ignore[misc]
         scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
         if scale != 1.0:
             logits = logits * scale
-        return logits if softcap is None else softcap * (logits / softcap).tanh(), bias
+        if softcap is not None:
+            logits = softcap * (logits / softcap).tanh()
+        return by_token(self, logits), None if bias is None else by_token(self, bias)
 
     def token_loss(
         self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0,

@@ -19,9 +19,7 @@ from flce_dist.filtered.order_checks import agreed_order, mismatch
 from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order, rows_of
 from flce_dist.parallel import collectives
 
-_GATHERED = 1 << 26
-"""Elements of the weights of all ranks that exist at once while rows move."""
-
+_GATHERED = 1 << 26  # elements of the weights of all ranks that exist at once while rows move
 _IN_ORDER = ".in_vocab_order"
 """Ends the key of ordered rows in a distributed checkpoint, and those of their optimizer state."""
 
@@ -115,17 +113,14 @@ def by_token(layer: Any, logits: Tensor) -> Tensor:
     """
     if layer.row_of_token is None:
         return logits
-    from megatron.core.tensor_parallel import (
-        gather_from_tensor_model_parallel_region,
-        scatter_to_tensor_model_parallel_region,
-    )
+    from megatron.core.tensor_parallel import mappings
 
     is_split = logits.shape[-1] != layer.output_size
     if is_split:
-        logits = gather_from_tensor_model_parallel_region(logits, group=layer.tp_group)
+        logits = mappings.gather_from_tensor_model_parallel_region(logits, group=layer.tp_group)
     logits = logits.index_select(-1, _with_padding(layer.row_of_token, layer.output_size))
     if is_split:
-        logits = scatter_to_tensor_model_parallel_region(logits, group=layer.tp_group)
+        logits = mappings.scatter_to_tensor_model_parallel_region(logits, group=layer.tp_group)
     return logits
 
 

@@ -108,9 +108,10 @@ def check_tensors(
 
 
 def check_tensor(
-    name: str, x: object, dtypes: tuple[torch.dtype, ...], hidden: Tensor | None = None
-) -> None:
-    """Check that x is a dense tensor of one of the dtypes, on the device of ``hidden`` if given."""
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], like: Tensor | None = None,
+    name_of_like: str = "hidden",
+) -> None:  # fmt: skip
+    """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
@@ -120,8 +121,8 @@ def check_tensor(
         raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
     if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
         raise ValueError(f"{name} must hold data, got a tensor on device meta")
-    if hidden is not None and x.device != hidden.device:
-        raise ValueError(f"{name} must be on hidden's {hidden.device}, got {x.device}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {name_of_like}'s {like.device}, got {x.device}")
 
 
 def check_group(

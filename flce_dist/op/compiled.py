@@ -85,8 +85,7 @@ def _forward(*inputs):
     needs, shape = inputs[-1], inputs[2].shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
-    outputs = [loss.reshape(shape) if call.options.reduction == "none" else loss]
-    outputs += [x.reshape(shape) if x.dim() else x for x in metrics if x is not None]
+    outputs = [x.reshape(shape) if x.dim() else x for x in (loss, *metrics) if x is not None]
     return outputs + (_present(saved, loss) if any(needs) else [])
 
 

@@ -6,6 +6,7 @@ local tensor if its placements are those that the op expects; otherwise it is re
 has sharded is gathered from its data ranks, over which its gradient is averaged.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -169,13 +170,13 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     (mesh, divisor), (start, end) = known, vocab_range(x.shape[0], rank, P)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    local, shape = x.to_local(), torch.Size((end - start, *x.shape[1:]))
+    local = x.to_local()
     if local.requires_grad:
         local.register_hook(lambda dx: dx / divisor)
     # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
     held: list[Any] = [*x.placements[: mesh.ndim]]
     held = [has if has.is_replicate() else Shard(has.dim) for has in held]
-    part = DTensor.from_local(local, mesh, held, run_check=False, shape=shape, stride=x.stride())
+    part = _from_local(local, mesh, held, (end - start, *x.shape[1:]), x.stride())
     whole = part.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
     return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
 
@@ -194,6 +195,13 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx
+
+
+def _from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Any, shape: Iterable[int], stride: Any
+) -> DTensor:
+    size = torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 # --- state dicts
@@ -224,16 +232,10 @@ def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
         inner = x.device_mesh.mesh - dist.get_rank()
         ranks = ranks.view(-1, *(1 for _ in inner.shape)) + inner
         placements += x.placements
-    mesh = DeviceMesh.from_group(
-        [tp_group, *groups_of(x)],
-        local.device.type,
-        mesh=ranks,
-        mesh_dim_names=tuple(f"dim {i}" for i in range(ranks.dim())),
-    )
-    shape = torch.Size((rows, *x.shape[1:]))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=x.stride()
-    )
+    kind, names = local.device.type, tuple(f"dim {i}" for i in range(ranks.dim()))
+    groups = [tp_group, *groups_of(x)]
+    mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+    return _from_local(local, mesh, placements, (rows, *x.shape[1:]), x.stride())
 
 
 def in_kind(local: Tensor, like: Tensor) -> Tensor:
@@ -243,11 +245,4 @@ def in_kind(local: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())

@@ -25,13 +25,9 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
 
 
 def row_gradient(
-    given: Backward,
-    stats: TokenStats,
-    norm: Tensor | None,
-    *,
-    entropy: Tensor | None = None,
-    from_lse: bool,
-) -> RowGradient:
+    given: Backward, stats: TokenStats, norm: Tensor | None, *,
+    entropy: Tensor | None = None, from_lse: bool,
+) -> RowGradient:  # fmt: skip
     """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
     call, operands, upstream = given.call, given.operands, given.upstream
     assert operands is not None

@@ -81,7 +81,7 @@ def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
             "got neither"
         )
     wide = torch.promote_types(dtype, torch.float32)
-    checks.check_tensor("weight.main_grad", main_grad, (wide, dtype))
+    checks.check_tensor("weight.main_grad", main_grad, (wide, dtype), weight, "weight")
     if main_grad.shape != weight.shape:
         raise ValueError(
             f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "
@@ -97,7 +97,3 @@ def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
         )
     if main_grad.requires_grad:
         raise ValueError("weight.main_grad must have requires_grad=False, got True")
-    if main_grad.device != weight.device:
-        raise ValueError(
-            f"weight.main_grad must be on weight's {weight.device}, got {main_grad.device}"
-        )

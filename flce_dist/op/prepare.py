@@ -100,12 +100,9 @@ calls: dict[Any, Call] = {}
 
 
 def prepare(
-    arguments: Arguments,
-    needs: list[bool],
-    *,
-    auto_in_forward: bool = True,
-    scores: Callable[[Any], Schedule] | None = None,
-) -> tuple[Call, Operands]:
+    arguments: Arguments, needs: list[bool], *,
+    auto_in_forward: bool = True, scores: Callable[[Any], Schedule] | None = None,
+) -> tuple[Call, Operands]:  # fmt: skip
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether

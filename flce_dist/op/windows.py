@@ -96,15 +96,10 @@ class Windows(Sizes):
         return self.gradients(given, stats, rows, cache)
 
     def gradients(
-        self,
-        given: Backward,
-        stats: TokenStats,
-        rows: RowGradient,
-        cache: Tensor | None,
-        *,
+        self, given: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None, *,
         overwrite: Callable[[Tensor, int], None] | None = None,
         add: Callable[[Gradients, Chunk], None] = Gradients.add,
-    ) -> Results:
+    ) -> Results:  # fmt: skip
         """Return the gradients of dlogits that ``rows`` describes.
 
         ``overwrite`` is that of ``Chunk``, and ``add`` adds its columns.
