@@ -7,7 +7,6 @@ become the lines of a function without branches, which is what later calls run. 
 tensor which neither it nor its inputs brought, or whose shapes follow from data, is never replayed.
 """
 
-import inspect
 import itertools
 import threading
 import weakref
@@ -227,8 +226,6 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         x = getattr(self._of, name)
-        if inspect.isgeneratorfunction(x):  # strings other methods together
-            return partial(getattr(type(self._of), name), self)
         if callable(x):
             return partial(self._called, name)
         return self._noted.noted(x, self._source(name)) if isinstance(x, Tensor) else x

@@ -180,8 +180,7 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     of_d, scale = (None, token) if main_grad else (token, None)
     stats = TokenStats(token, token, token)
     kept, mass = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
-    gathered = logits.labels if main_grad else None
-    sample = filter_gpu.profile_sample(logits.labels, token, gathered, ignore_index=-100)
+    sample = filter_gpu.profile_sample(logits.labels, token, ignore_index=-100)
     total = filter_gpu.tile_profile(logits, token, kept, sample)
     q, *_ = filter_gpu.rank_one(logits, total, mass, of_d, with_means=not main_grad)
     lists = filter_gpu.tile_lists(kept, 2 * len(kept))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tests import parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks
-from tests.parallel_problem import small_pieces
+from tests.parallel_problem import small_chunks
 
 Check = Callable[[Ranks], Iterator[str]]
 CHECKS: dict[str, Check] = {
@@ -62,7 +62,7 @@ def run_check(check: Check, ranks: Ranks) -> Finding:
     """Run a check to its end, or to what it raises. On a CPU, problems and plans are small."""
     messages: list[str] = []
     try:
-        with nullcontext() if ranks.on_gpu else small_pieces():
+        with nullcontext() if ranks.on_gpu else small_chunks():
             messages.extend(check(ranks))
         if ranks.on_gpu:
             torch.cuda.synchronize()

@@ -64,7 +64,7 @@ class Rank:
 
 
 def order_of(n: int) -> TokenOrder:
-    """Two pieces, the first one small."""
+    """Two chunks, the first one small."""
     return TokenOrder(P, ((0, P * (n // 4)), (P * (n // 4), P * n)))
 
 
@@ -82,13 +82,15 @@ def scatter(memory: PeerMemory, shares: Tensor) -> Tensor:
     total = PeerScatter((T, H), torch.float32, order_of(T // P), memory)
     total.acquire()
     total.tokens.copy_(shares)
-    total.start(0, T)
+    total.start(0)
+    total.start(1)
     return total.wait()
 
 
 def expected_sum(me: Rank, turn: int, T: int) -> Tensor:
     total = torch.stack([me.of(rank, turn, T) for rank in range(P)]).sum(0)
-    return total[order_of(T // P).gathered(T, me.device)].tensor_split(P)[me.rank]
+    places = order_of(T // P).restored(torch.arange(T, device=me.device))
+    return total[places].tensor_split(P)[me.rank]
 
 
 def differs(what: str, found: Tensor, right: Tensor) -> Iterator[str]:

@@ -213,7 +213,7 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
     return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
 
 
-# --- tokens that are gathered in pieces, and plans of several
+# --- tokens that are gathered in chunks
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     prepare.calls.clear()
 
 
-IN_PIECES = Problem(T=48)
+IN_CHUNKS = Problem(T=48)
 FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
-small_pieces = partial(plan_sizes, split_from=16, tile=8, min_window=8)
-"""Plan several pieces and chunks for a problem of few tokens."""
+small_chunks = partial(plan_sizes, tile=8, min_window=8)
+"""Plan several chunks for a problem of few tokens."""

@@ -39,10 +39,9 @@ class Ranks:
 def problem(device: torch.device, **changes: Any) -> Problem:
     """An even problem of the device's size; ``changes`` may give it fewer rows or options."""
     if device.type == "cuda":
-        # Enough tokens, even half of them, to be gathered in two pieces.
         plain = Problem(T=4608, H=2048, V_all=32064, dtype=torch.bfloat16, device=device)
     else:
-        plain = Problem(T=48, H=32, V_all=360)  # for plans of small_pieces
+        plain = Problem(T=48, H=32, V_all=360)  # for plans of small_chunks
     return plain.changed(**changes)
 
 

@@ -33,31 +33,32 @@ def nothing() -> None:
 def gather(
     rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1, between: Callable[[], None] = nothing
 ) -> FakeTensor:
-    """Gather tokens of ``wide`` elements; check each piece as it arrives, and call ``between``."""
+    """Gather tokens of ``wide`` elements; check each chunk as it arrives, and call ``between``."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
     with rank.outside_the_call():
         rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
     one = PeerGather(x, order_of(rank.P), memory)
     tokens: Any = one.tokens
-    for piece, (start, end) in enumerate(order_of(rank.P).pieces):
-        one.wait(piece)
-        rank.expect(tokens[start:end], [(turn, r, piece) for r in range(rank.P)])
+    for chunk, (start, end) in enumerate(order_of(rank.P).chunks):
+        one.wait(chunk)
+        rank.expect(tokens[start:end], [(turn, r, chunk) for r in range(rank.P)])
         between()
     return tokens
 
 
 def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
-    """Sum all tokens over ranks, in one chunk or one piece at a time."""
-    T, order = ROWS * rank.P, order_of(rank.P)
+    """Sum all tokens over ranks, in one chunk or two."""
+    T = ROWS * rank.P
+    order = TokenOrder(rank.P, ((0, T),)) if chunks == 1 else order_of(rank.P)
     total = PeerScatter((T, 1), torch.float32, order, memory)
     tokens: Any = total.tokens
     tags = [(turn, rank.rank, t) for t in range(T)]
-    for first, last in [(0, T)] if chunks == 1 else order.pieces:
+    for chunk, (first, last) in enumerate(order.chunks):
         total.acquire()
         rank.fill(tokens[first:last], tags[first:last])
-        total.start(first, last)
+        total.start(chunk)
     out: Any = total.wait()
-    mine = [t for piece in range(2) for t in range(T)[order.part(piece, rank.rank)]]
+    mine = [t for chunk in range(chunks) for t in range(T)[order.part(chunk, rank.rank)]]
     rank.expect(out, ["+".join(str((turn, r, t)) for r in range(rank.P)) for t in mine])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import joined_by_name, small_pieces
+from tests.parallel_problem import joined_by_name, small_chunks
 from tests.problems import (
     DTYPES,
     IGNORE,
@@ -206,12 +206,12 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
 @settings(max_examples=150, **SETTINGS)
 @given(calls())
 def test_eager_on_any_ranks(drawn):
-    with small_pieces(), poisoned_memory():
+    with small_chunks(), poisoned_memory():
         check_on_ranks(drawn)
 
 
 @settings(max_examples=25, **SETTINGS)
 @given(calls(max_P=1, sizes=16))
 def test_triton_on_one_rank(drawn):
-    with small_pieces(), poisoned_memory():
+    with small_chunks(), poisoned_memory():
         check_on_ranks(drawn, "triton")

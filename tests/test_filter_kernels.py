@@ -108,7 +108,7 @@ def test_each_run_of_counted_tokens_gives_one(impl: str, n: int) -> None:
     labels, scale = torch.zeros_like(counted).long(), torch.ones(len(counted))
     others = (~counted).nonzero().squeeze(1)
     labels[others[::2]], scale[others[1::2]] = -100, 0.0
-    found = filter_kernels_of(impl).profile_sample(labels, scale, None, ignore_index=-100)
+    found = filter_kernels_of(impl).profile_sample(labels, scale, ignore_index=-100)
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()

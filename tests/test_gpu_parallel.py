@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flce_dist import api
 from tests import gpu_parallel, parallel_ranks
-from tests.parallel_problem import small_pieces
+from tests.parallel_problem import small_chunks
 from tests.parallel_ranks import Ranks, plan_of, problem, ways
 from tests.processes import LAST_RESORT_S, started, torchrun
 
@@ -84,7 +84,7 @@ def test_on_four_ranks(check, pools):
 def test_ways_are_what_they_are_called(fewer, device, P):
     one = problem(torch.device(device))
     one = one.changed(V_all=one.V_all - fewer)
-    with small_pieces() if device == "cpu" else contextlib.nullcontext():
+    with small_chunks() if device == "cpu" else contextlib.nullcontext():
         plans = {way: plan_of(one, P, options) for way, options in ways(one, P).items()}
     V = plans["cached"].V
     cached = {way: found.cached_v for way, found in plans.items()}

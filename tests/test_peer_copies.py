@@ -18,14 +18,14 @@ from flce_dist.parallel.transport import PeerMemories
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import (
     FEW_BYTES,
-    IN_PIECES,
+    IN_CHUNKS,
     SCHEDULES,
     Outcome,
     Problem,
     joined,
     misses,
     rank_step,
-    small_pieces,
+    small_chunks,
 )
 from tests.processes import LAST_RESORT_S
 
@@ -93,7 +93,7 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
     made: list[list[Any]] = [[SimulatedMemory(x, rank, P) for x in meetings] for rank in range(P)]
     memories = [PeerMemories(*both) for both in made]
     with (
-        small_pieces(),
+        small_chunks(),
         mock.patch.object(transport, "memories_of", lambda g, _: memories[g.rank()]),
     ):
         ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
@@ -108,9 +108,9 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("P", "T", "options"),
-    [(2, 0, {}), (2, IN_PIECES.T, {}), (4, IN_PIECES.T, FEW_BYTES),
-     (4, IN_PIECES.T, {}), (4, IN_PIECES.T, {"reduce_in_fp32": True})],
+    [(2, 0, {}), (2, IN_CHUNKS.T, {}), (4, IN_CHUNKS.T, FEW_BYTES),
+     (4, IN_CHUNKS.T, {}), (4, IN_CHUNKS.T, {"reduce_in_fp32": True})],
 )  # fmt: skip
 def test_gradients_are_right(P, T, options, schedule, dtype):
-    problem = IN_PIECES.changed(T=T, dtype=dtype)
+    problem = IN_CHUNKS.changed(T=T, dtype=dtype)
     assert misses(with_peers(P, problem, schedule=schedule, **options), problem) == []

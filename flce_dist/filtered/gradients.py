@@ -123,11 +123,11 @@ class Filtered:
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
         kernels = filter_kernels_of(call.impl)
-        one, tokens = Pass(call, operands), (0, call.T)
+        one = Pass(call, operands)
         tiles = kernels.new_tile_stats(one.logits)
-        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
+        stats, loss = one.chunk_loss(0, ColumnCache(), tiles=tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
-        loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
+        loss, metrics = one.finished([loss], [one.metrics(stats, 0)])
         outputs = *metrics, *_approximation(call, one.logits, kept, mass)
         return loss, outputs, FilteredSaved(one.norm, *stats[:3], kept, mass)
 
@@ -180,13 +180,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     kernels, weight = filter_kernels_of(call.impl), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
-    order = call.order
-    sample = kernels.profile_sample(
-        order.restored(logits.labels),
-        order.restored(rows.scale),
-        order.gathered(call.T, logits.labels.device),
-        ignore_index=logits.ignore_index,
-    )
+    ignore_index = logits.ignore_index
+    sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=ignore_index)
     dbias = scale_of_d = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]

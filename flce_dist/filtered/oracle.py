@@ -48,7 +48,6 @@ def filtered_gradients(
     temperature: Tensor | float = 1.0,
     vocab_size: int | None = None,
     shard_starts: Sequence[int] = (0,),
-    token_order: Tensor | None = None,
     drops: bool = False,
 ) -> FilteredGradients:
     """Return what ``linear_cross_entropy(..., schedule=schedule(eps))`` computes, but for rounding.
@@ -59,15 +58,12 @@ def filtered_gradients(
         eps: no tile's largest probability may be nearer to it than 1e-5, relative.
         dloss: the upstream gradient, a scalar, or [T] with reduction="none".
         shard_starts: the first row of each rank's shard, in rising order, if it has rows.
-        token_order: [T] int64, the tokens in the order in which sequence parallelism gathers them.
         drops: leave out the tiles that are not kept, to compare.
 
     Raises:
         ValueError: a probability is so near to ``eps`` that rounding may decide.
     """
     V = len(weight) if vocab_size is None else vocab_size
-    if token_order is None:
-        token_order = torch.arange(len(labels), device=labels.device)
     counted = (labels != ignore_index)[:, None]
     hidden = hidden.double().where(counted, 0.0)
     z = logit_scale * hidden @ weight[:V].double().T
@@ -78,8 +74,8 @@ def filtered_gradients(
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
     g = _token_gradients(counted, dloss, reduction, token_weight)
     p, tiles = z.softmax(1), _tile_sizes(V, shard_starts)
-    kept = _kept_tiles(p.where(counted, 0.0)[token_order], is_label[token_order], tiles, eps)
-    exact = _spread(kept[token_order.argsort() // TILE_T], tiles)
+    kept = _kept_tiles(p.where(counted, 0.0), is_label, tiles, eps)
+    exact = _spread(kept, tiles).repeat_interleave(TILE_T, 0)[: len(labels)]
     rest = p.where(counted & ~exact, 0.0)
     mass = _tile_sums(rest, tiles)
     profile = _profile(z, rest[sampled_tokens(g[:, 0] != 0)], tiles)

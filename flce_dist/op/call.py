@@ -59,7 +59,7 @@ class Operands(NamedTuple):
     hidden: Tensor  # [T_all or T_all / P, H]
     weight: Tensor  # [V and padding, H]
     bias: Tensor | None  # [V and padding]
-    labels: Tensor  # [T] int64, in the order of the pieces
+    labels: Tensor  # [T] int64, in the order of the chunks
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
     places: Tensor | None = None  # [T] int64, if options.partitions: of these tokens among T_all
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache, Window, new_window
-from flce_dist.kernels.shard_logits import ShardLogits, part_of, rows_of
+from flce_dist.kernels.shard_logits import ShardLogits, part_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Call
@@ -14,9 +14,9 @@ from flce_dist.parallel.collectives import TokenGather
 
 
 class Chunk(NamedTuple):
-    """Tokens ``first <= t < last`` whose statistics are known. Tensors hold these tokens only."""
+    """Tokens whose statistics are known. Tensors hold these only."""
 
-    tokens: tuple[int, int]
+    number: int  # among ``call.order.chunks``
     labels: Tensor
     stats: TokenStats
     rows: RowGradient
@@ -65,14 +65,9 @@ def dlogits(
 
 def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
     assert chunk.logits is not None and chunk.gather is not None
-    for t in chunk.gather.arrivals(*chunk.tokens):
-        call.kernels.dlogits(
-            chunk.logits.tokens(t.start, t.stop).columns(window.start, window.end),
-            rows_of(rows.reference, t.start, t.stop),
-            rows_of(rows.label_value, t.start, t.stop),
-            tuple(rows_of(x, t.start, t.stop) for x in rows.affine),
-            out=rows_of(out, t.start, t.stop),
-        )
+    chunk.gather.wait(chunk.number)
+    logits = chunk.logits.columns(window.start, window.end)
+    call.kernels.dlogits(logits, rows.reference, rows.label_value, rows.affine, out=out)
 
 
 def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:

@@ -32,8 +32,7 @@ def row_gradient(
     call, operands, upstream = given.call, given.operands, given.upstream
     assert operands is not None
     dloss, *dmetrics = (
-        g if g is None or g.dim() == 0 else call.order.permuted(chosen(g, operands.places))
-        for g in upstream
+        g if g is None or g.dim() == 0 else chosen(g, operands.places) for g in upstream
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)
@@ -101,7 +100,7 @@ class Gradients:
         def add_parameters(start: int, end: int, d: Tensor) -> None:
             if self.dweight is not None:
                 (hidden, row), out = factor(), rows_of(self.dweight, start, end)
-                adds = chunk.tokens[0] > 0 or self.accumulates
+                adds = chunk.number > 0 or self.accumulates
                 product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
             if self.dbias is not None:
                 self.dbias[start:end] += dbias_of(call, chunk, d, rows)
@@ -124,7 +123,7 @@ class Gradients:
         """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
         if self.dhidden is None:
             return None
-        share = rows_of(self.dhidden.tokens, *chunk.tokens)
+        share = rows_of(self.dhidden.tokens, *self.call.order.chunks[chunk.number])
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
@@ -138,12 +137,13 @@ class Gradients:
             weight = self.weight[: call.V]
             plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
         self.dhidden.acquire()
-        out, ignore_index = rows_of(self.dhidden.tokens, *chunk.tokens), call.options.ignore_index
+        out = rows_of(self.dhidden.tokens, *call.order.chunks[chunk.number])
+        ignore_index = call.options.ignore_index
         call.kernels.scale_rows(
             self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
         )
         self.acc = None  # freed before the peers' shares get buffers
-        self.dhidden.start(*chunk.tokens)
+        self.dhidden.start(chunk.number)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
@@ -170,7 +170,7 @@ def dweight_factor(
     hidden is never written.
     """
     assert chunk.logits is not None and chunk.gather is not None
-    chunk.gather.wait_tokens(*chunk.tokens)
+    chunk.gather.wait(chunk.number)
     kernels, ignore_index = call.kernels, call.options.ignore_index
     hidden, labels = chunk.logits.hidden, chunk.labels
     out = hidden if in_place and chunk.gather.owns_tokens else scratch

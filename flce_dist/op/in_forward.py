@@ -30,9 +30,9 @@ class InForward(Sizes):
 
     Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
-    parallelism a gather of hidden in pieces, each in flight while the one before is computed, and
-    the sum over ranks of each chunk's dhidden, in flight from its last dweight on; the all-reduces
-    of ``chunk_loss`` per chunk.
+    parallelism a gather of each chunk's hidden, in flight while the one before is computed, and the
+    sum over ranks of its dhidden, in flight from its last dweight on; the all-reduces of
+    ``chunk_loss`` per chunk.
     Backward: the gradients times the scalar upstream gradient, at no cost if it is 1.
     """
 
@@ -59,23 +59,23 @@ class InForward(Sizes):
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
-        for first, last in self.chunks():
-            chunk, tokens = one.logits.tokens(first, last), (first, last)
+        for number, (first, last) in enumerate(self.chunks()):
+            chunk = one.logits.tokens(first, last)
             weights = None if token_weight is None else token_weight[first:last]
             if first in (0, self.first_t):
                 cache = part = ColumnCache()  # frees the last one before the next is allocated
-                cache = self._chunk_cache(call, operands, gradients.dweight, tokens)
+                cache = self._chunk_cache(call, operands, gradients.dweight, first, last)
             part = cache.tokens(0, last - first)
-            stats, loss = one.chunk_loss(tokens, part)
+            stats, loss = one.chunk_loss(number, part)
             losses.append(loss)
-            metrics.append(one.metrics(stats, tokens))
+            metrics.append(one.metrics(stats, number))
             rows = call.kernels.row_gradient(
                 stats, chunk.labels, weights, early_norm, None, call.loss_terms,
                 from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
             )  # fmt: skip
             gradients.add(
                 Chunk(
-                    tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
+                    number, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
                     n_counted=chunk.n_counted,
                 )
             )  # fmt: skip
@@ -122,12 +122,11 @@ class InForward(Sizes):
         return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
 
     def _chunk_cache(
-        self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
+        self, call: Call, operands: Operands, dweight: Tensor | None, first: int, last: int
     ) -> ColumnCache:
         """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        (start_t, end_t), dtype = tokens, call.cache_dtype
-        T, H, windows = end_t - start_t, operands.hidden.shape[1], []
-        lending = self.lending if start_t == 0 and dweight is not None else ()
+        dtype, T, H, windows = call.cache_dtype, last - first, operands.hidden.shape[1], []
+        lending = self.lending if first == 0 and dweight is not None else ()
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
             assert dweight is not None

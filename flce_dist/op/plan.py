@@ -8,7 +8,6 @@ import math
 from typing import NamedTuple
 
 from flce_dist import options
-from flce_dist.op.call import Schedule
 from flce_dist.op.in_forward import InForward, LentWindows
 from flce_dist.op.windows import Windows
 
@@ -20,21 +19,11 @@ _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
 _WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
-_SPLIT_FROM = 2048  # gathered tokens of a first chunk
-_HEAD_SHARE = 8  # of it comes first, the eighth part: its logits take as long as to gather the rest
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
 _FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
 Plan = Windows | InForward
-
-
-def pieces(schedule: Schedule, P: int) -> tuple[tuple[int, int], ...]:
-    """Return token ranges that are gathered from P ranks in turn: the chunks, the first in two."""
-    (start, end), *later = schedule.chunks()
-    head = end if P == 1 or end < _SPLIT_FROM else _round_up(-(-end // _HEAD_SHARE), _unit(P))
-    first = [(start, head), (head, end)] if head < end else [(start, end)]
-    return (*first, *later)
 
 
 def plan(
@@ -225,7 +214,7 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
 
 
 def _unit(P: int) -> int:
-    """Chunks and pieces are multiples of this: whole tiles, with as many tokens of each rank."""
+    """Chunks are multiples of this: whole tiles, with as many tokens of each rank."""
     return math.lcm(_TILE, P)
 
 

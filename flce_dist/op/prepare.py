@@ -11,7 +11,7 @@ from torch import Tensor
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
 from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
-from flce_dist.op.plan import pieces, plan
+from flce_dist.op.plan import plan
 from flce_dist.options import POSITIVE, Declared, LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.token_order import TokenOrder
@@ -194,7 +194,7 @@ def _checked_call(
 
     chosen, order = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
-        chosen, order = scores(chosen), replace(order, pieces=((0, T_all),))
+        chosen = scores(chosen)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -231,7 +231,7 @@ def _check_tensors(arguments: Arguments) -> int:
 def _plan(
     arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
 ) -> tuple[Schedule, TokenOrder]:
-    """Return the schedule, and the order of tokens that follows from its pieces.
+    """Return the schedule, and the order of tokens that follows from its chunks.
 
     ``converts``: whether cached columns are copied window by window, as in fp16.
     """
@@ -244,8 +244,8 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    in_pieces = known and options.sequence_parallel and not options.partitions
-    P = P if in_pieces else 1
+    in_chunks = known and options.sequence_parallel and not options.partitions
+    P = P if in_chunks else 1
     extra = extra_schedule(options.schedule)
     schedule: Any = options.schedule if extra is None else "recompute"
     chosen: Schedule = plan(
@@ -262,4 +262,4 @@ def _plan(
     )
     if extra is not None and (any(needs) or options.with_metrics):
         chosen = extra.planned(options.schedule, chosen)
-    return chosen, TokenOrder(P, pieces(chosen, P) if known else ((0, T),))
+    return chosen, TokenOrder(P, tuple(chosen.chunks()) if known else ((0, T),))

@@ -16,7 +16,7 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    ``gather`` brings hidden of all ranks, [T, H], piece by piece, and ``norm`` is what a mean
+    ``gather`` brings hidden of all ranks, [T, H], chunk by chunk, and ``norm`` is what a mean
     divides by, a scalar on the device: known when the pass is finished, or from ``early_norm`` on.
     """
 
@@ -26,14 +26,14 @@ class Pass:
         self.norm: Tensor | None = None
 
     def chunk_loss(
-        self, tokens: tuple[int, int], cache: ColumnCache, *,
+        self, chunk: int, cache: ColumnCache, *,
         tiles: Tensor | None = None, named_x: Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:  # fmt: skip
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
-        ``tokens`` (first, last) are whole pieces of the gather. All-reduces, whether or not a row
-        needs the rescue: SUM of label logits [T] per piece, MAX of the other logits [T], SUM of 3
-        to 7 rows [T] fp64 (eager: 1 to 3 rows in the dtype of statistics).
+        All-reduces, whether or not a row needs the rescue: SUM of label logits [T], MAX of the
+        other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3 rows in the dtype of
+        statistics).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
         between two backward passes. ``tiles`` receives the statistics of tiles, ``named_x``
@@ -43,27 +43,21 @@ class Pass:
         options, kernels, group = call.options, call.kernels, call.tp_group
         with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
-        first, last = tokens
+        first, last = call.order.chunks[chunk]
         logits, weights = self.logits.tokens(first, last), self.token_weight
         label_logit = logits.hidden.new_empty(logits.T, dtype=logits.stats_dtype)
         others_max = torch.empty_like(label_logit)
         sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
-        for piece, (start, end) in call.order.between(first, last):
-            gather.wait(piece)
-            start, end = start - first, end - first
-            part, logit = logits.tokens(start, end), part_of(label_logit, start, end)
-            kernels.label_logit(part, vocab_size=call.vocab_size, out=logit)
-            logit = collectives.all_reduce_sum(logit, group)
-            # After the all-reduce: a group's collectives run in order, and the statistics wait.
-            gather.start(piece + 1)
-            kernels.linear_stats(
-                part, logit,
-                cache=cache.tokens(start, end), with_sum_z=with_sum_z, with_entropy=with_entropy,
-                others_max=part_of(others_max, start, end), sums=part_of(sums, start, end),
-                tiles=None if tiles is None else part_of(tiles, start, end),
-                named_x=named_x,
-            )  # fmt: skip
-
+        gather.wait(chunk)
+        kernels.label_logit(logits, vocab_size=call.vocab_size, out=label_logit)
+        label_logit = collectives.all_reduce_sum(label_logit, group)
+        # After the all-reduce: a group's collectives run in order, and the statistics wait.
+        gather.start(chunk + 1)
+        kernels.linear_stats(
+            logits, label_logit,
+            cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy,
+            others_max=others_max, sums=sums, tiles=tiles, named_x=named_x,
+        )  # fmt: skip
         others_max = collectives.all_reduce_max(others_max, group)
         kernels.rescue(
             logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
@@ -80,12 +74,12 @@ class Pass:
                 kernels.write_label_value(window, logits.labels, label_value, column, ignored)
         return stats, loss
 
-    def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
-        """Return the metrics of a chunk, in the order of the pieces, if they are asked for."""
+    def metrics(self, stats: TokenStats, chunk: int) -> Metrics:
+        """Return the metrics of a chunk if they are asked for."""
         if not self.call.options.with_metrics:
             return Metrics()
         assert stats.others_max is not None
-        counted = self.logits.counted[slice(*tokens)]
+        counted = self.logits.counted[slice(*self.call.order.chunks[chunk])]
         correct = (stats.others_max <= stats.label_logit) & counted
         return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
 

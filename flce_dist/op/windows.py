@@ -54,11 +54,11 @@ class Sizes:
 class Windows(Sizes):
     """Cached columns keep their D from forward to backward, which computes the others again.
 
-    Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden in one or two
-    pieces, the second in flight during the logits of the first; the all-reduces of ``chunk_loss``.
+    Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden; the
+    all-reduces of ``chunk_loss``.
     Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
-    sequence parallelism a gather of hidden, in flight during dhidden of cached columns or dlogits
-    of its first piece; the sum of dhidden over ranks, in flight during the last dweight.
+    sequence parallelism a gather of hidden, in flight during dhidden of cached columns; the sum of
+    dhidden over ranks, in flight during the last dweight.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -67,11 +67,11 @@ class Windows(Sizes):
         return [(0, self.T)]
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one, tokens = Pass(call, operands), (0, call.T)
+        one = Pass(call, operands)
         cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
-        stats, loss = one.chunk_loss(tokens, windows)
-        metrics = one.metrics(stats, tokens)
+        stats, loss = one.chunk_loss(0, windows)
+        metrics = one.metrics(stats, 0)
         results = one.finished([loss], [metrics])
         return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
 
@@ -116,9 +116,9 @@ class Windows(Sizes):
             gather.start_all()
 
         gradients = Gradients(call, operands, given.accumulator)
-        tokens, windows = (0, call.T), ColumnCache(() if cache is None else (cache,))
+        windows = ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
-            tokens, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,
+            0, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,
             operands.n_counted,
         )  # fmt: skip
         add(gradients, chunk)

@@ -3,7 +3,6 @@
 All ranks must call the same functions in the same order with the same shapes.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 class TokenGather:
-    """Gathers [T / P, H] of every rank into ``tokens`` [T, H] by pieces; here of one process."""
+    """Gathers [T / P, H] of every rank into ``tokens`` [T, H] by chunks; here of one process."""
 
     owns_tokens = False
 
@@ -70,40 +69,31 @@ class TokenGather:
         self.tokens, self._order = tokens, order
         self._arrived: set[int] = set()
 
-    def start(self, piece: int) -> None:
-        """Start to gather this piece if it is the next one."""
-
-    def wait(self, piece: int) -> None:
-        """Make the current stream wait until this piece has arrived."""
-        self._arrived.add(piece)
+    def start(self, chunk: int) -> None:
+        """Start to gather this chunk if it is the next one."""
 
     def start_all(self) -> None:
-        for piece in range(len(self._order.pieces)):
-            self.start(piece)
+        for chunk in range(len(self._order.chunks)):
+            self.start(chunk)
 
-    def arrivals(self, first: int, last: int) -> Iterator[slice]:
-        """Wait for tokens ``first <= t < last``; yield slices relative to ``first``, each piece's
-        or, once all have arrived, a single one.
-        """
-        pieces = list(self._order.between(first, last))
-        if all(piece in self._arrived for piece, _ in pieces):
-            yield slice(0, last - first)
-            return
-        for piece, (start, end) in pieces:
-            self.wait(piece)
-            yield slice(start - first, end - first)
-
-    def wait_tokens(self, first: int, last: int) -> None:
-        for _ in self.arrivals(first, last):
-            pass
+    def wait(self, chunk: int) -> None:
+        """Make the current stream wait until this chunk has arrived."""
+        if chunk not in self._arrived:
+            self._arrived.add(chunk)
+            self.start(chunk)
+            self._await(chunk)
 
     def wait_all(self) -> Tensor:
-        self.wait_tokens(0, len(self.tokens))
+        for chunk in range(len(self._order.chunks)):
+            self.wait(chunk)
         return self.tokens
+
+    def _await(self, chunk: int) -> None:
+        pass
 
 
 class CollectiveGather(TokenGather):
-    """Gathers by all-gathers; callers first issue the collectives that they need before a piece."""
+    """Gathers by all-gathers; callers first issue the collectives that they need before a chunk."""
 
     owns_tokens = True
 
@@ -112,21 +102,19 @@ class CollectiveGather(TokenGather):
         self._x, self._group = x.contiguous(), group
         self._works: list[dist.Work | None] = []
 
-    def start(self, piece: int) -> None:
-        if piece != len(self._works) or piece >= len(self._order.pieces):
+    def start(self, chunk: int) -> None:
+        if chunk != len(self._works) or chunk >= len(self._order.chunks):
             return
-        out, work = self.tokens[slice(*self._order.pieces[piece])], None
+        out, work = self.tokens[slice(*self._order.chunks[chunk])], None
         if out.numel():
-            mine = self._x[self._order.local(piece)]
+            mine = self._x[self._order.local(chunk)]
             work = all_gather(out, mine, group=self._group, async_op=True)
         self._works.append(work)
 
-    def wait(self, piece: int) -> None:
-        self.start(piece)
-        work, self._works[piece] = self._works[piece], None
+    def _await(self, chunk: int) -> None:
+        work, self._works[chunk] = self._works[chunk], None
         if work is not None:
             work.wait()
-        super().wait(piece)
 
 
 class TokenSum:
@@ -139,8 +127,8 @@ class TokenSum:
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""
 
-    def start(self, first: int, last: int) -> None:
-        """Start to sum tokens ``first <= t < last``, whole pieces; this rank has written them."""
+    def start(self, chunk: int) -> None:
+        """Start to sum the tokens of a chunk, which this rank has written."""
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
@@ -152,12 +140,12 @@ class TokenSum:
 class CollectiveSum(TokenSum):
     """Sums by all-reduces, in place and in the dtype of ``tokens``; every rank gets all tokens."""
 
-    def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
         super().__init__(tokens)
-        self._group = group
+        self._order, self._group = order, group
 
-    def start(self, first: int, last: int) -> None:
-        mine = self.tokens[first:last]
+    def start(self, chunk: int) -> None:
+        mine = self.tokens[slice(*self._order.chunks[chunk])]
         if mine.numel():
             self._works.append(dist.all_reduce(mine, group=self._group, async_op=True))
 
@@ -170,10 +158,8 @@ class CollectiveScatter(TokenSum):
         self._order, self._group = order, group
         self._sum = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
 
-    def start(self, first: int, last: int) -> None:
-        for piece, (start, end) in self._order.between(first, last):
-            mine = self.tokens[start:end]
-            if mine.numel():
-                out = self._sum[self._order.local(piece)]
-                work = reduce_scatter(out, mine, group=self._group, async_op=True)
-                self._works.append(work)
+    def start(self, chunk: int) -> None:
+        mine = self.tokens[slice(*self._order.chunks[chunk])]
+        if mine.numel():
+            out = self._sum[self._order.local(chunk)]
+            self._works.append(reduce_scatter(out, mine, group=self._group, async_op=True))

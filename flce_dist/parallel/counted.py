@@ -29,8 +29,8 @@ class SumPutBack(TokenSum):
         super().__init__(of_chosen.tokens)
         self._of_chosen, self._places, self._T_all = of_chosen, places, T_all
 
-    def start(self, first: int, last: int) -> None:
-        self._of_chosen.start(first, last)
+    def start(self, chunk: int) -> None:
+        self._of_chosen.start(chunk)
 
     def wait(self) -> Tensor:
         return put_back(self._of_chosen.wait(), self._places, self._T_all)
@@ -39,21 +39,23 @@ class SumPutBack(TokenSum):
 class PutBackAndScattered(TokenSum):
     """Shares [T, H] put back into [T_all, H], and their sum over ranks: [T_all / P, H].
 
-    The sum, which ``new_sum`` makes, starts with the last of the T tokens.
+    The sum, which ``new_sum`` makes, starts with the last of ``chunks``.
     """
 
-    def __init__(self, tokens: Tensor, places: Tensor, new_sum: Callable[[], TokenSum]):
+    def __init__(
+        self, tokens: Tensor, places: Tensor, chunks: int, new_sum: Callable[[], TokenSum]
+    ):
         super().__init__(tokens)
-        self._places, self._new_sum = places, new_sum
+        self._places, self._chunks, self._new_sum = places, chunks, new_sum
 
-    def start(self, first: int, last: int) -> None:
-        if last < len(self.tokens):
+    def start(self, chunk: int) -> None:
+        if chunk < self._chunks - 1:
             return
         self._whole = self._new_sum()
         self._whole.acquire()
         whole = self._whole.tokens
         whole.zero_().index_copy_(0, self._places, self.tokens)
-        self._whole.start(0, len(whole))
+        self._whole.start(0)
 
     def wait(self) -> Tensor:
         return self._whole.wait()

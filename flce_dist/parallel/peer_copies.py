@@ -11,7 +11,7 @@ from flce_dist.parallel.token_order import TokenOrder
 
 
 class PeerGather(TokenGather):
-    """Gathers [T / P, H] of every rank by copies. All pieces start at once."""
+    """Gathers [T / P, H] of every rank by copies. All chunks start at once."""
 
     owns_tokens = True
 
@@ -22,31 +22,29 @@ class PeerGather(TokenGather):
         self._arrivals: list[Arrival] | None = None
         self._is_open = True
 
-    def start(self, piece: int) -> None:
+    def start(self, chunk: int) -> None:
         if self._arrivals is not None:
             return
         memory = self._memory
         memory.acquire()
         own, rows = memory.of(memory.rank, self._x.shape, self._x.dtype), slice(0, len(self._x))
         memory.copy(own, rows, self._x, rows)
-        copies = [partial(self._copy, piece) for piece in range(len(self._order.pieces))]
+        copies = [partial(self._copy, chunk) for chunk in range(len(self._order.chunks))]
         self._arrivals = memory.pull(copies)
         # Copies within one GPU are kernels: issue them now, ahead of kernels that fill the GPU.
         for copy in copies:
             memory.copy(*copy(memory.rank))
 
-    def wait(self, piece: int) -> None:
-        self.start(piece)
+    def _await(self, chunk: int) -> None:
         assert self._arrivals is not None
-        self._arrivals[piece].wait()
-        if self._is_open and piece == len(self._arrivals) - 1:
+        self._arrivals[chunk].wait()
+        if self._is_open and chunk == len(self._arrivals) - 1:
             self._memory.close()
             self._is_open = False
-        super().wait(piece)
 
-    def _copy(self, piece: int, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
-        of, theirs = self._order.local(piece), self._memory.of(rank, self._x.shape, self._x.dtype)
-        return self.tokens, self._order.part(piece, rank), theirs, of
+    def _copy(self, chunk: int, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of, theirs = self._order.local(chunk), self._memory.of(rank, self._x.shape, self._x.dtype)
+        return self.tokens, self._order.part(chunk, rank), theirs, of
 
 
 class PeerScatter(TokenSum):
@@ -60,31 +58,30 @@ class PeerScatter(TokenSum):
         super().__init__(memory.of(memory.rank, shape, dtype))
         self._order, self._memory = order, memory
         self._copied: list[tuple[int, Tensor, Arrival]] = []
-        """Per piece: number, shares of all ranks in this rank's N tokens [P, N, H], arrival."""
+        """Number of a chunk, shares of all ranks in this rank's N tokens [P, N, H], arrival."""
 
     def acquire(self) -> None:
         self._memory.acquire()
 
-    def start(self, first: int, last: int) -> None:
-        pieces = [piece for piece, _ in self._order.between(first, last)]
-        mine = [self.tokens[self._order.part(piece, self._memory.rank)] for piece in pieces]
-        shares = [x.new_empty(self._memory.P, *x.shape) for x in mine]
-        copies = [partial(self._copy, *one) for one in zip(pieces, shares, strict=True)]
-        self._copied += zip(pieces, shares, self._memory.pull(copies), strict=True)
+    def start(self, chunk: int) -> None:
+        mine = self.tokens[self._order.part(chunk, self._memory.rank)]
+        shares = mine.new_empty(self._memory.P, *mine.shape)
+        (arrival,) = self._memory.pull([partial(self._copy, chunk, shares)])
+        self._copied.append((chunk, shares, arrival))
 
     def wait(self) -> Tensor:
         tokens = self.tokens
         out = tokens.new_empty(tokens.shape[0] // self._memory.P, *tokens.shape[1:])
-        for piece, shares, arrival in self._copied:
-            self._memory.copy(*self._copy(piece, shares, self._memory.rank))
+        for chunk, shares, arrival in self._copied:
+            self._memory.copy(*self._copy(chunk, shares, self._memory.rank))
             arrival.wait()
             # Adds in fp32 and rounds once, also for 16-bit shares.
-            torch.sum(shares, 0, out=out[self._order.local(piece)])
+            torch.sum(shares, 0, out=out[self._order.local(chunk)])
         self._memory.close()
         self._copied.clear()
         return out
 
-    def _copy(self, piece: int, shares: Tensor, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
-        of = self._order.part(piece, self._memory.rank)
+    def _copy(self, chunk: int, shares: Tensor, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
+        of = self._order.part(chunk, self._memory.rank)
         theirs = self._memory.of(rank, self.tokens.shape, self.tokens.dtype)
         return shares[rank], slice(0, shares.shape[1]), theirs, of

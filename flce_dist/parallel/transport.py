@@ -75,7 +75,7 @@ def token_sum(
             return SumPutBack(new_sum(shape, order=order), places, T_all)
         whole = partial(new_sum, (T_all, shape[1]), order=_at_once(group, T_all))
         share = torch.empty(shape, dtype=dtype, device=device)
-        return PutBackAndScattered(share, places, whole)
+        return PutBackAndScattered(share, places, len(order.chunks), whole)
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
     return issued(_token_sum, shape, dtype, device, order, group, sequence_parallel)
@@ -89,9 +89,7 @@ def _token_sum(
     if memories is not None:
         return PeerScatter(shape, dtype, order, memories.dhidden)
     share = torch.empty(shape, dtype=dtype, device=device)
-    return (
-        CollectiveScatter(share, order, group) if sequence_parallel else CollectiveSum(share, group)
-    )
+    return (CollectiveScatter if sequence_parallel else CollectiveSum)(share, order, group)
 
 
 def _at_once(group: dist.ProcessGroup, T: int) -> TokenOrder:

@@ -46,10 +46,9 @@ class Scores:
     """The first output is logprob [N]; metrics, and ``Upstream``, are lse, other and entropy [T].
 
     Over the vocabulary the largest id of a token takes the place of the label of ``Windows``.
-    Forward: as of ``Windows``, with a gather in one piece, and one more all-reduce SUM, of the
-    logits [N] of named ids, which the pass over the logits yields. Backward: as of ``Windows``. D
-    contains all factors, so cached columns are copied window by window; the elements of named ids
-    are written into each window.
+    Forward: as of ``Windows``, and one more all-reduce SUM, of the logits [N] of named ids, which
+    the pass over the logits yields. Backward: as of ``Windows``. D contains all factors, so cached
+    columns are copied window by window; the elements of named ids are written into each window.
 
     Over the ids there are gathered dot products; each rank computes those of its own rows.
     Forward: under sequence parallelism a gather of hidden; an all-reduce SUM of logits [N].
@@ -136,7 +135,7 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     one.logits = one.logits._replace(labels=labels, named=(ids.ids, begin, end))
     x = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
     windows = ColumnCache(() if cache is None else (cache,))
-    stats, _ = one.chunk_loss((0, call.T), windows, named_x=x)
+    stats, _ = one.chunk_loss(0, windows, named_x=x)
     x = collectives.all_reduce_sum(x, call.tp_group)
     z = x + first_reference(stats.label_logit).index_select(0, ids.token)
     # x of a repeated id was taken out with its first entry. That is not found by cummax, which
@@ -184,7 +183,7 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             factor, ids, operands.weight[: call.V],
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
-        gradients.dhidden.start(0, call.T)
+        gradients.dhidden.start(0)
     by_id = torch.sort(ids.ids.int(), stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates

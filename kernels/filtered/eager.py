@@ -53,17 +53,13 @@ def kept_tiles(
     return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
 
 
-def profile_sample(
-    labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
-) -> Tensor:
+def profile_sample(labels: Tensor, scale: Tensor, *, ignore_index: int) -> Tensor:
     ordinal = counts(labels, scale, ignore_index).cumsum(0)
     n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
     first = i * n // n.clamp(1, SAMPLE)
     place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
     token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
-    if gathered is None:
-        gathered = torch.arange(len(labels), device=labels.device)
-    return F.pad(gathered, (0, 1), value=-1).index_select(0, token)
+    return token.where(token < len(labels), -1)
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:

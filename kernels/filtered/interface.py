@@ -21,9 +21,7 @@ class FilterKernels(Protocol):
         self, logits: ShardLogits, tiles: Tensor, stats: TokenStats, eps: float
     ) -> tuple[Tensor, Tensor]: ...
 
-    def profile_sample(
-        self, labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
-    ) -> Tensor: ...
+    def profile_sample(self, labels: Tensor, scale: Tensor, *, ignore_index: int) -> Tensor: ...
 
     def tile_profile(
         self, logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor

@@ -12,7 +12,7 @@ _SAMPLE = tl.constexpr(SAMPLE)
 
 @Kernel
 def _sample_kernel(
-    labels_ptr, scale_ptr, gathered_ptr,  # in:  [T] int64, [T] fp32, [T] int64
+    labels_ptr, scale_ptr,  # in:  [T] int64, [T] fp32
     sample_ptr,  # out: [SAMPLE] int64
     T,
     ignore_index,
@@ -35,29 +35,22 @@ def _sample_kernel(
     i = ((ordinal + 1) * runs - 1) // some
     first, after = i * n // runs, (i + 1) * n // runs
     place = ((after - first) * (((i + 1) * 0x9E3779B9) & 0xFFFFFFFF)) >> 32
-    token = offs_t.to(tl.int64)
-    taken = counted & (ordinal == first + place)
-    if gathered_ptr is not None:
-        token = tl.load(gathered_ptr + token, mask=taken, other=0)
-    tl.store(sample_ptr + i, token, mask=taken)
+    tl.store(sample_ptr + i, offs_t.to(tl.int64), mask=counted & (ordinal == first + place))
     if mine == 0:
         offs = tl.arange(0, _SAMPLE).to(tl.int64)
         tl.store(sample_ptr + offs, offs * 0 - 1, mask=offs >= n)
 
 
-def profile_sample(
-    labels: Tensor, scale: Tensor, gathered: Tensor | None, *, ignore_index: int
-) -> Tensor:
-    """Return [SAMPLE] int64: gathered tokens from which profiles are taken, -1 after the last.
+def profile_sample(labels: Tensor, scale: Tensor, *, ignore_index: int) -> Tensor:
+    """Return [SAMPLE] int64: tokens from which profiles are taken, -1 after the last.
 
-    labels [T] int64 and scale [T], which is 0 where a token may not be taken, are in the caller's
-    order, as ``oracle.py`` says; ``gathered`` [T] int64 are the places among gathered tokens, None
-    if they are the same. By the golden ratio places in a run share no period with sequences.
+    labels are [T] int64, and scale [T] is 0 where a token may not be taken. By the golden ratio
+    places in a run share no period with sequences.
     """
     sample = labels.new_empty(SAMPLE)
     BLOCK_T = 2048
     _sample_kernel[(max(1, -(-len(labels) // BLOCK_T)),)](
-        labels, scale, gathered,
+        labels, scale,
         sample,
         len(labels),
         ignore_index,
