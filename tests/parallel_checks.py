@@ -23,7 +23,7 @@ from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import Outcome, Problem, complaint, plan_sizes, rank_step, share_of
+from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -74,8 +74,7 @@ def of_verify(ranks: Ranks) -> Iterator[str]:
         data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)
         for case in cases.cases(variant, ("recompute", "cached"), P, None):
             truth = make_truth(data, variant, case.metric_gradients, case.filter_eps, P)
-            with plan_sizes(split_from=1 << 30):  # its definition has the callers' order of tokens
-                found = run_case(case, data, truth, ranks.group, None)
+            found = run_case(case, data, truth, ranks.group, None)
             missed = (f"{name}: {check}" for name, check in found.items() if not check.met)
             yield from said(f"{variant.title}, {case.name}", missed)
 

@@ -32,9 +32,7 @@ CASES: dict[str, tuple[Schedule, int | None, torch.dtype]] = {
 
 @pytest.fixture(autouse=True)
 def small_windows() -> Iterator[None]:
-    with plan_sizes(
-        tile=16, min_window=32, max_window=32, most_recomputed=0.4, split_from=16, first_lent=16
-    ):
+    with plan_sizes(tile=16, min_window=32, max_window=32, most_recomputed=0.4, first_lent=16):
         yield
 
 

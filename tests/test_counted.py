@@ -237,7 +237,7 @@ def test_on_ranks(schedule, problem, more, options, sp):
     """Whose shards of the vocabulary are uneven."""
     most = None if more is None else n_of(problem) + more
     options = {**options, "max_counted": most, "sequence_parallel": sp}
-    with plan_sizes(split_from=16, tile=8, min_window=8):
+    with plan_sizes(tile=8, min_window=8):
         outcome = on_threads(4, problem, schedule=schedule, **options)
     assert misses(outcome, problem) == []
 

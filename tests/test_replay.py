@@ -200,20 +200,16 @@ def test_each_fact_has_its_own_program() -> None:
 def test_what_is_issued_in_its_own_way() -> None:
     class Adder:
         def __init__(self, x: Tensor) -> None:
-            self.total, self._parts = x.clone(), 0
+            self.total, self.parts = x.clone(), 0
 
         def add(self, x: Tensor) -> None:
-            self.total, self._parts = self.total + x.sum().item(), self._parts + 1
-
-        def parts(self, x: Tensor) -> Any:
-            for part in x.split(1):
-                self.add(part)
-                yield self._parts
+            self.total, self.parts = self.total + x.sum().item(), self.parts + 1
 
     def issue(x: Tensor) -> Tensor:
         adder = replay.issued(Adder, x)
-        assert list(adder.parts(x)) == [1, 2, 3]
+        adder.add(x)
         adder.add(2 * x)
+        assert adder.parts == 2
         return adder.total
 
     x, programs = torch.tensor([1.0, 2.0, 3.0]), dict[Any, Any]()
