@@ -117,13 +117,18 @@ class FusedLayer:
         self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [s, b, V] of this rank, or gathered ones of all, and the bias."""
+        logits, bias = self.row_logits(hidden, weight, runtime_gather_output)
+        return by_token(self, logits), None if bias is None else by_token(self, bias)
+
+    def row_logits(
+        self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same in the order of the layer's rows."""
         logits, bias = super().forward(hidden, weight, runtime_gather_output)  # type: ignore[misc]
         scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
         if scale != 1.0:
             logits = logits * scale
-        if softcap is not None:
-            logits = softcap * (logits / softcap).tanh()
-        return by_token(self, logits), None if bias is None else by_token(self, bias)
+        return logits if softcap is None else softcap * (logits / softcap).tanh(), bias
 
     def token_loss(
         self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0,
