@@ -81,7 +81,14 @@ def remembered(builtin: Callable[..., Any]) -> Callable[..., Any]:
         if semantic.builder.__class__ is Recorder:
             return builtin(*args, **kwargs, _semantic=semantic)
         handles: list[Any] = []
-        key = tuple([kind(x, handles) for x in args])
+        facts: list[Any] = []
+        for x in args:
+            if x.__class__ is tl.tensor:  # as ``kind`` does
+                handles.append(x.handle)
+                facts.append(x.type.name)
+            else:
+                facts.append(kind(x, handles))
+        key = tuple(facts)
         if kwargs:
             key += tuple([(name, kind(x, handles)) for name, x in kwargs.items()])
         if program := programs.get(key):
