@@ -48,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # A first backward decides how many threads autograd has. After one of code that torch 2.11
         # has compiled there are some even without a GPU, and forks then cannot run backward.
         torch.ones((), requires_grad=True).backward()
+        # torch.manual_seed lets absent devices note its stack for later, which takes milliseconds.
+        for absent in (torch.cuda, torch.mtia, torch.xpu):
+            vars(absent)["manual_seed_all"] = lambda seed: None
     elif hasattr(config, "workerinput") and torch.cuda.device_count() > 1:
         worker = int(config.workerinput["workerid"].removeprefix("gw"))
         machine.begin_with_gpu(worker, torch.cuda.device_count())

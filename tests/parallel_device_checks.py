@@ -17,7 +17,6 @@ from tests.parallel_problem import Outcome, Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
-    different_ways,
     differing,
     each_way,
     problem,
@@ -130,10 +129,7 @@ def another_device(ranks: Ranks) -> Iterator[str]:
 def captured(ranks: Ranks) -> Iterator[str]:
     """Forward and backward with their collectives in one graph, replayed on other data."""
     batches = [problem(ranks.device, seed=seed) for seed in range(3)]
-    chosen = different_ways(batches[0], ranks.P)
-    if not ranks.on_gpu:  # tests/test_gpu_graphs.py runs all steps again there
-        chosen = {way: chosen[way] for way in ("cached", "in_forward, chunks")}
-    for way, options in each_way(ranks, batches[0], chosen):
+    for way, options in each_way(ranks, batches[0]):
         yield from said(way, replays(ranks, batches, **options))
 
 

@@ -203,7 +203,7 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
     compare(joined, whole, upstream_of(drawn), **options_of(drawn))
 
 
-@settings(max_examples=150, **SETTINGS)
+@settings(max_examples=100, **SETTINGS)
 @given(calls())
 def test_eager_on_any_ranks(drawn):
     with small_chunks(), poisoned_memory():

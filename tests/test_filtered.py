@@ -64,10 +64,11 @@ def test_gradients_are_as_defined(impl: str, dtype: torch.dtype, name: str) -> N
     upstream = Upstream(per_token_upstream(300) if is_none else 3.0)
     with poisoned_memory():
         check_filtered(problem, 2.0**-10, upstream, impl=impl, **options)
-    of_labels, kept = (
-        definition(problem, eps, **options).kept.double().mean() for eps in (0.99, 2.0**-10)
-    )
-    assert 0.1 < of_labels < kept < 0.9
+    if dtype == torch.float32:
+        of_labels, kept = (
+            definition(problem, eps, **options).kept.double().mean() for eps in (0.99, 2.0**-10)
+        )
+        assert 0.1 < of_labels < kept < 0.9
 
 
 KERNELS: dict[str, tuple[tuple[int, int, int], torch.dtype, float, dict[str, Any]]] = {

@@ -16,8 +16,8 @@ from flce_dist import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
-from tests.problems import IGNORE, Inputs
-from tests.test_gpu_oracle import EVERY_SCHEDULE, SMALL, each_device, inputs_on, on_cuda, options_of
+from tests.problems import IGNORE, Inputs, pairwise
+from tests.test_gpu_oracle import CUDA, EVERY_SCHEDULE, SMALL, inputs_on, on_cuda, options_of
 
 WARM_UP = 3  # as many as PyTorch's documentation has
 
@@ -86,17 +86,25 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@each_device
-@pytest.mark.parametrize("schedule", [*EVERY_SCHEDULE, "filtered"])
-@pytest.mark.parametrize("metrics", [False, True])
-@pytest.mark.parametrize("counted", [None, 0.9, "skips"])
+CASES = [
+    (counted, metrics, schedule)
+    for counted in (None, 0.9, "skips")
+    for metrics in (False, True)
+    for schedule in (*EVERY_SCHEDULE, "filtered")
+    if not (metrics and schedule == "in_forward")  # which has no gradient of the metrics
+]
+ON_EACH_DEVICE = [
+    *((*case, "cpu") for case in pairwise(CASES)),
+    *(pytest.param(*case, *CUDA.values, marks=CUDA.marks) for case in CASES),
+]
+
+
+@pytest.mark.parametrize(("counted", "metrics", "schedule", "device"), ON_EACH_DEVICE)
 def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
     """Captured with one batch, replayed with others; of each other tiles are kept.
 
     Another fifth of the tokens is ignored, so that ``counted`` of all hold those that count.
     """
-    if metrics and schedule == "in_forward":
-        pytest.skip("in_forward has no gradient of the metrics")
     static = batch(0, device)
     if schedule == "filtered":  # in rounds
         options = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import started
 from tests.versions import FILES, PAIRS, USERS
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,14 @@ KINDS = ("checkout", "wheel", "wheel of a zip", "editable")
 PROGRAM = """
 import importlib.util, os, runpy, site, sys
 import torch.distributed.tensor, tyro  # once for all installs
-modules, *installs = sys.argv[1:]
+modules, packages, *installs = sys.argv[1:]
+for name in list(sys.modules):
+    if name.startswith(("flce_dist", "__editable__")):
+        del sys.modules[name]
+# Without other installs of flce_dist.
+sys.meta_path = [x for x in sys.meta_path if "__editable__" not in str(x)]
+own = [path for path in sys.path if path.startswith(sys.base_prefix)]
+sys.path = [*packages.split(os.pathsep), *own]
 for install in installs:
     if os.fork() == 0:
         break
@@ -117,13 +125,11 @@ def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {kind: make_install(kind, tmp_path_factory.mktemp("install")) for kind in KINDS}
     packages = [path for path in sys.path if path.endswith("-packages")]
     packages.append(str(Path(tyro.__file__).parents[1]))  # which may be a folder of its own
-    subprocess.run(
-        # -S: without the .pth files of other installs of flce_dist.
-        [sys.executable, "-S", "-c", PROGRAM, " ".join(modules_of()), *map(str, made.values())],
-        cwd=tmp_path_factory.mktemp("elsewhere"),
-        env={"PYTHONPATH": os.pathsep.join(packages), "PATH": os.environ["PATH"]},
-        check=True,
-    )
+    told = " ".join(modules_of()), os.pathsep.join(packages), *map(str, made.values())
+    with started(
+        [sys.executable, "-c", PROGRAM, *told], tmp_path_factory.mktemp("logs"), forks=True
+    ) as run:
+        assert run.finish() == ([0], [""])
     return made
 
 

@@ -1,7 +1,6 @@
 """How `python -m tests` divides the tests, what a run may see, and what missing packages become."""
 
 import os
-import subprocess
 import sys
 from collections import defaultdict
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests import __main__ as program
 from tests import machine
-from tests.processes import ROOT
+from tests.processes import started
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
@@ -91,17 +90,17 @@ def test_of_two_gpus():
 }
 
 
-def test_what_is_missing_is_one_line(tmp_path):
+def test_what_is_missing_is_one_line(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["CUDA_VISIBLE_DEVICES"] = "0"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.conftest",
-         "-p", "no:cacheprovider", "-ra", str(tmp_path)],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    *summary, counts = done.stdout.partition("short test summary info")[2].splitlines()[1:]
+    for name in [name for name in os.environ if name.startswith(("PYTEST_", "TRITON_INTERPRET"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.conftest"]
+    command += ["-p", "no:cacheprovider", "-ra", str(tmp_path)]
+    with started(command, tmp_path / "logs", forks=True) as run:
+        _, (output,) = run.finish()
+    *summary, counts = output.partition("short test summary info")[2].splitlines()[1:]
     package, gpu, failed = summary
     assert package.startswith("SKIPPED [2] pyproject.toml: needs no_such_module, which pip insta")
     assert gpu.startswith("SKIPPED [1] ") and gpu.endswith(": needs 2 GPUs; only -m gpu sees GPUs")

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +119,7 @@ PROGRAMS = sorted(path.parent.name for path in LAUNCH.glob("*/__main__.py"))
 BLOCKED = """
 import os, runpy, sys
 import torch.distributed.tensor, flce_dist.filtered, flce_dist.testing  # once for all programs
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 class Blocked:
     def find_spec(name, path=None, target=None):
         if name.split(".")[0] in blocked:
@@ -128,8 +128,10 @@ for run in sys.argv[1:]:
     blocked, name, *arguments = run.split()
     if os.fork() == 0:
         blocked = blocked.split(",")
-        for module in blocked:
-            sys.modules.pop(module, None)
+        mine = "flce_dist.launch", "flce_dist.megatron"
+        for module in list(sys.modules):
+            if module.split(".")[0] in blocked or module.startswith(mine):
+                del sys.modules[module]
         sys.meta_path.insert(0, Blocked)
         sys.argv[1:] = arguments
         try:
@@ -154,11 +156,10 @@ def test_a_program_without_its_packages_names_the_extra(tmp_path):
         runs += [f"mistral_common vocab_order count {tmp_path}/text --out {tmp_path}/counts.npy"]
         others = {name: MODULES["train"] - MODULES[extra] for name, extra in EXTRAS.items()}
         runs += [f"{','.join(modules)} {name} --help" for name, modules in others.items()]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BLOCKED, *runs],
-        cwd=LAUNCH.parent, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found = iter([part.splitlines() for part in done.stderr.split("\0")[:-1]])
+    with started([sys.executable, "-c", BLOCKED, *runs], tmp_path, forks=True) as run:
+        (status,), (output,) = run.finish()
+    assert status == 0, output
+    found = iter([part.splitlines() for part in output.split("\0")[:-1]])
     for name, extra in [*extras.items(), *([("vocab_order", "vocab-order")] if has_all else [])]:
         line, *end = next(found)
         needs = rf"flce_dist\.launch\.{name} needs \w+: pip install 'flce_dist\[{extra}\]'"

@@ -102,15 +102,17 @@ OUT_OF_RANGE: list[tuple[str, str, list[float]]] = [
     "key, expected, values", [(key, *rest) for keys, *rest in OUT_OF_RANGE for key in keys.split()]
 )
 def test_values_out_of_range(tmp_path, key, expected, values):
+    option = f"--{key.replace('_', '-')}={values[0]}"
+    cases: list[tuple[float, str, list[str]]] = [(values[0], "", [option])]
     for value in values:
         nested: Any = value
         for name in reversed(key.split(".")):
             nested = {name: nested}
-        option = f"--{key.replace('_', '-')}={value}"
-        for text, overrides in ((yaml.safe_dump(nested), []), ("", [option])):
-            with pytest.raises(ConfigError) as error:
-                from_yaml(tmp_path, text, *overrides)
-            assert str(error.value) == f"{key} must be {expected}, got {value}"
+        cases.append((value, yaml.safe_dump(nested), []))
+    for value, text, overrides in cases:
+        with pytest.raises(ConfigError) as error:
+            from_yaml(tmp_path, text, *overrides)
+        assert str(error.value) == f"{key} must be {expected}, got {value}"
 
 
 def without_range(hint: Any, key: str = "") -> Iterator[str]:
