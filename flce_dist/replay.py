@@ -8,6 +8,7 @@ tensor which neither it nor its inputs brought, or whose shapes follow from data
 """
 
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from flce_dist.torch_private import DispatchMode
 _T = TypeVar("_T")
 
 _MOST_PROGRAMS = 16  # of one owner
+_SCRATCH_BYTES = 1 << 16  # of one tensor
+_ALIGNMENT = 256
 _SEEN = object()  # in place of a program: facts of one call
 _RESULTS: Any = (Tensor, tuple, list, type(None))
 _PLAIN = (type(None), bool, int, str)
@@ -96,6 +99,7 @@ class Recorder(DispatchMode):
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._small: dict[str, tuple[int, torch.device]] = {}  # what was allocated: bytes
         self._inputs = [f"x{i}" for i in range(len(inputs))]
         given = [(x, name) for x, name in zip(inputs, self._inputs, strict=True) if x is not None]
         self._fails = len({id(x) for x, _ in given}) < len(given)  # two may differ another time
@@ -122,6 +126,8 @@ class Recorder(DispatchMode):
         if func in _ALLOCATIONS:
             size, facts = list(result.shape), {"dtype": result.dtype, "device": result.device}
             line = self._call(self.constant(torch.empty_strided), (size, result.stride()), facts)
+            if result.nbytes <= _SCRATCH_BYTES:
+                self._small[self._target(result)] = result.nbytes, result.device
         elif func is _aten.slice.Tensor and args[1:2] in ((), (0,)) and len(args) < 5:
             start = slice(args[2] if len(args) > 2 else 0, None).indices(len(args[0]))[0]
             line = f"{self.expression(args[0])}[{start}:{start + len(result)}]"
@@ -164,9 +170,27 @@ class Recorder(DispatchMode):
         if self._fails:
             return None
         head = f"def program({', '.join(self._inputs)}):"
-        lines = (head, *self._first.values(), *self._lines, f"return {returned}")
-        exec("\n ".join(lines), self._constants)
+        lines = self._in_scratch([*self._first.values(), *self._lines, f"return {returned}"])
+        exec("\n ".join((head, *lines)), self._constants)
         return self._constants["program"]
+
+    def _in_scratch(self, lines: list[str]) -> list[str]:
+        """Let small tensors of which launches alone use the address share one allocation.
+
+        The host takes as long for it as for one of them.
+        """
+        offset, devices = 0, {device for _, device in self._small.values()}
+        for name, (nbytes, _) in self._small.items() if len(devices) == 1 else ():
+            made = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = "))
+            rest = [x for i, x in enumerate(lines) if i != made and x != f"del {name}"]
+            if not re.search(rf"\b{name}\b(?!\.data_ptr\(\))", "\n".join(rest)):
+                lines = [re.sub(rf"\b{name}\.data_ptr\(\)", f"(a + {offset})", x) for x in rest]
+                offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if offset:
+            facts = {"dtype": torch.uint8, "device": devices.pop()}
+            made_of = self._call(self.constant(torch.empty), [offset], facts)
+            lines = [f"scratch = {made_of}", "a = scratch.data_ptr()", *lines]
+        return lines
 
     def expression(self, x: Any) -> str:
         """Return x in the program's source."""

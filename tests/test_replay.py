@@ -197,6 +197,31 @@ def test_each_fact_has_its_own_program() -> None:
     assert len(programs) == 2 * len(inputs) and all(map(callable, programs.values()))
 
 
+def test_small_memory_of_launches_is_one_allocation() -> None:
+    """But what is returned, given to an operator or large has its own."""
+    seen: list[list[int]] = []
+
+    def launch(*addresses: int) -> None:
+        seen.append(list(addresses))
+
+    def issue() -> tuple[Tensor, Tensor]:
+        made = [torch.empty(n) for n in (3, 100, 4, 5, 1 << 16)]
+        noted, addresses = replay.recorder(), [y.data_ptr() for y in made]
+        if noted is None:
+            launch(*addresses)
+        else:
+            noted.issued(noted.constant(launch), launch, addresses, [*map(noted.address, made)])
+        return made[2].fill_(1.0), made[3]
+
+    programs = dict[Any, Any]()
+    for _ in range(3):
+        filled, returned = replay.replayed(programs, None, (), issue)
+        assert filled.eq(1.0).all() and len(returned) == 5
+    a, b, *others = seen[2]
+    assert b - a == 256 and {filled.data_ptr(), returned.data_ptr()} == set(others[:2])
+    assert others[2] not in range(a, a + 512)
+
+
 def test_what_is_issued_in_its_own_way() -> None:
     class Adder:
         def __init__(self, x: Tensor) -> None:

@@ -150,6 +150,8 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
     checks.check_labels(labels, token_weight, call.vocab_size, options)
     places, n_counted, inverse = None, None, operands.inverse_temperature
+    if inverse is None and not options.partitions:
+        return operands
     if options.partitions:
         with torch.cuda.device_of(labels):
             places, labels, token_weight, n_counted = call.kernels.counted_tokens(
