@@ -163,17 +163,18 @@ class FakeTensor:
         self.rank.launch([source], [self], lambda tags: tags)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> None:
-        """``torch.sum(shares, 0, out=out)``."""
-        assert func is torch.sum and args[1:] == (0,)
-        (shares, _), out = args, kwargs["out"]
-        P, n = shares.shape[:2]
+    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        """``torch.sum(shares, 0)``."""
+        assert func is torch.sum and args[1:] == (0,) and not kwargs
+        shares = args[0]
+        (P, n), out = shares.shape[:2], shares.new_empty(*shares.shape[1:])
 
         def add(tags: list[Any]) -> list[Any]:
             return ["+".join(sorted(map(str, tags[i::n]))) for i in range(n)]
 
         every = [shares[rank] for rank in range(P)]
         out.rank.launch(every, [out], add)
+        return out
 
     def check_mapped(self) -> None:
         if self.mapping is not None and not self.mapping.is_mapped:

@@ -26,7 +26,6 @@ from flce_dist.parallel import transport
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver
 from flce_dist.parallel.peer_memory import PeerMemory
-from flce_dist.parallel.token_order import TokenOrder
 
 P = 2
 H = 64
@@ -63,34 +62,25 @@ class Rank:
         return values + (1000 * turn + rank) * 10_000
 
 
-def order_of(n: int) -> TokenOrder:
-    """Two chunks, the first one small."""
-    return TokenOrder(P, ((0, P * (n // 4)), (P * (n // 4), P * n)))
-
-
 def expected(me: Rank, turn: int, n: int) -> Tensor:
-    every = torch.cat([me.of(rank, turn, n) for rank in range(P)])
-    return every[order_of(n).permuted(torch.arange(P * n, device=me.device))]
+    return torch.cat([me.of(rank, turn, n) for rank in range(P)])
 
 
 def gather(memory: PeerMemory, x: Tensor) -> Tensor:
-    return PeerGather(x, order_of(len(x)), memory).wait_all()
+    return PeerGather(x, memory).wait()
 
 
 def scatter(memory: PeerMemory, shares: Tensor) -> Tensor:
-    T = len(shares)
-    total = PeerScatter((T, H), torch.float32, order_of(T // P), memory)
+    total = PeerScatter((len(shares), H), torch.float32, memory)
     total.acquire()
     total.tokens.copy_(shares)
-    total.start(0)
-    total.start(1)
+    total.start()
     return total.wait()
 
 
 def expected_sum(me: Rank, turn: int, T: int) -> Tensor:
     total = torch.stack([me.of(rank, turn, T) for rank in range(P)]).sum(0)
-    places = order_of(T // P).restored(torch.arange(T, device=me.device))
-    return total[places].tensor_split(P)[me.rank]
+    return total.tensor_split(P)[me.rank]
 
 
 def differs(what: str, found: Tensor, right: Tensor) -> Iterator[str]:
@@ -162,10 +152,10 @@ class Stop(Exception):
     """What these cases raise in the middle of a call."""
 
 
-def stopped_gather(x: Tensor, order: TokenOrder, memory: PeerMemory) -> None:
+def stopped_gather(x: Tensor, memory: PeerMemory) -> None:
     """Raise after the memory was acquired and before anything is published."""
     with mock.patch.object(memory, "pull", side_effect=Stop):
-        PeerGather(x, order, memory).wait_all()
+        PeerGather(x, memory).wait()
 
 
 def failed_capture(me: Rank) -> Iterator[str]:
@@ -179,7 +169,7 @@ def failed_capture(me: Rank) -> Iterator[str]:
     if me.rank == 0:
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                stopped_gather(me.tokens(2, n), order_of(n), memory)
+                stopped_gather(me.tokens(2, n), memory)
         except Exception as error:
             print(f"the capture failed as planned: {type(error).__name__}: {error}")
         else:
@@ -195,8 +185,8 @@ def exception(me: Rank) -> Iterator[str]:
     memory, n = me.memory(), 4000
     yield from check_gather(me, memory, "before", 0, n)
     delay(memory._stream)
-    one = PeerGather(me.tokens(1, n), order_of(n), memory)
-    one.start(0)
+    one = PeerGather(me.tokens(1, n), memory)
+    one.start()
     address = one.tokens.data_ptr()
     del one
     taken = [torch.full((P * n, H), 7.0, device=me.device) for _ in range(3)]
@@ -207,7 +197,7 @@ def exception(me: Rank) -> Iterator[str]:
     yield from check_gather(me, memory, "after copies were left behind", 2, n)
     for _ in range(2):
         try:
-            stopped_gather(me.tokens(3, n), order_of(n), memory)
+            stopped_gather(me.tokens(3, n), memory)
         except Stop:
             pass
         yield from check_gather(me, memory, "after none was published", 4, n)

@@ -227,6 +227,10 @@ def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     prepare.calls.clear()
 
 
+def chunks_of(chosen: plan.Plan) -> list[tuple[int, int]]:
+    return chosen.chunks() if isinstance(chosen, plan.InForward) else [(0, chosen.T)]
+
+
 IN_CHUNKS = Problem(T=48)
 FEW_BYTES = {"max_logits_bytes": 9_000}  # in_forward: several chunks
 small_chunks = partial(plan_sizes, tile=8, min_window=8)

@@ -10,11 +10,10 @@ import torch
 
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_memory import PeerMemory
-from flce_dist.parallel.token_order import TokenOrder
 from tests.fake_cuda import FakeTensor, Graph, Storage, Stream
 from tests.fake_ranks import Fault, Rank
 
-ROWS = 2  # of each rank, one in each piece
+ROWS = 2  # of each rank
 
 
 def memory_of(rank: Rank) -> PeerMemory:
@@ -22,43 +21,29 @@ def memory_of(rank: Rank) -> PeerMemory:
     return PeerMemory(driver, "tokens")
 
 
-def order_of(P: int) -> TokenOrder:
-    return TokenOrder(P, ((0, P), (P, ROWS * P)))
-
-
-def nothing() -> None:
-    pass
-
-
-def gather(
-    rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1, between: Callable[[], None] = nothing
-) -> FakeTensor:
-    """Gather tokens of ``wide`` elements; check each chunk as it arrives, and call ``between``."""
+def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
+    """Gather tokens of ``wide`` elements, and check them."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
     with rank.outside_the_call():
         rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
-    one = PeerGather(x, order_of(rank.P), memory)
-    tokens: Any = one.tokens
-    for chunk, (start, end) in enumerate(order_of(rank.P).chunks):
-        one.wait(chunk)
-        rank.expect(tokens[start:end], [(turn, r, chunk) for r in range(rank.P)])
-        between()
+    tokens: Any = PeerGather(x, memory).wait()
+    rank.expect(tokens, [(turn, r, k) for r in range(rank.P) for k in range(ROWS)])
     return tokens
 
 
 def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
-    """Sum all tokens over ranks, in one chunk or two."""
+    """Sum all tokens over ranks, written in one chunk or two."""
     T = ROWS * rank.P
-    order = TokenOrder(rank.P, ((0, T),)) if chunks == 1 else order_of(rank.P)
-    total = PeerScatter((T, 1), torch.float32, order, memory)
+    total = PeerScatter((T, 1), torch.float32, memory)
     tokens: Any = total.tokens
     tags = [(turn, rank.rank, t) for t in range(T)]
-    for chunk, (first, last) in enumerate(order.chunks):
+    for first in range(0, T, T // chunks):
         total.acquire()
-        rank.fill(tokens[first:last], tags[first:last])
-        total.start(chunk)
+        chunk = slice(first, first + T // chunks)
+        rank.fill(tokens[chunk], tags[chunk])
+    total.start()
     out: Any = total.wait()
-    mine = [t for chunk in range(chunks) for t in range(T)[order.part(chunk, rank.rank)]]
+    mine = range(ROWS * rank.rank, ROWS * (rank.rank + 1))
     rank.expect(out, ["+".join(str((turn, r, t)) for r in range(rank.P)) for t in mine])
 
 
@@ -85,8 +70,8 @@ def training(rank: Rank) -> None:
     """What two steps issue under sequence parallelism: copies, with collectives between them."""
     hidden, dhidden = memory_of(rank), memory_of(rank)
     for turn in range(2):
-        gather(rank, hidden, (turn, "forward"), between=rank.all_reduce)
-        for _ in range(2):
+        gather(rank, hidden, (turn, "forward"))
+        for _ in range(3):
             rank.all_reduce()
         gather(rank, hidden, (turn, "backward"))
         scatter(rank, dhidden, turn)

@@ -9,7 +9,7 @@ import torch
 from flce_dist import plan
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.options import Schedule
-from tests.parallel_problem import plan_sizes
+from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import both
 from tests.test_api_random_cases import Drawn, check_on_ranks
 
@@ -45,7 +45,7 @@ def test_cases_are_what_they_are_called(case: str) -> None:
     )  # fmt: skip
     assert (chosen.cached_v == 0) == ("recompute" in case)
     assert (0 < chosen.cached_v < 254) == ("mixed" in case)
-    assert (len(chosen.chunks()) > 1) == ("chunks" in case)
+    assert (len(chunks_of(chosen)) > 1) == ("chunks" in case)
     assert bool(getattr(chosen, "lending", ())) == ("lent" in case)
 
 

@@ -61,15 +61,15 @@ class SimulatedMemory:
         assert self.is_open
         self._writable = True
 
-    def pull(self, copies: Sequence[Any]) -> list["Arrival"]:
+    def pull(self, copy: Any) -> "Arrival":
         assert self._writable, "written before the peers had read it"
         self._writable = False
         self._meeting.barrier.wait()
-        found = [[copy(r) for r in range(self.P) if r != self.rank] for copy in copies]
-        arrivals = [Arrival([(x[rows], y[of].clone()) for x, rows, y, of in one]) for one in found]
-        self._meeting.copies += sum(map(len, found))
+        found = [copy(r) for r in range(self.P) if r != self.rank]
+        arrival = Arrival([(x[rows], y[of].clone()) for x, rows, y, of in found])
+        self._meeting.copies += len(found)
         self._meeting.barrier.wait()
-        return arrivals
+        return arrival
 
     def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
         out[rows] = source[of]

@@ -11,7 +11,7 @@ from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import DEFAULT_LOGITS_BYTES, Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.parallel.vocab import real_rows, vocab_range
-from tests.parallel_problem import plan_sizes
+from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import Upstream, both, check, make_inputs
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def lending_of(chosen: Plan) -> tuple[tuple[int, int], ...]:
 def held_bytes(chosen: Plan, itemsize: int, converts: bool) -> int:
     window = min(chosen.window_v, chosen.V if converts else chosen.V - chosen.cached_v)
     lent = sum(columns for columns, _ in lending_of(chosen))
-    (start, end), *later = chosen.chunks()
+    (start, end), *later = chunks_of(chosen)
     first = (end - start) * (chosen.cached_v - lent + window)
     return max([first, *((end - start) * chosen.V for start, end in later)]) * itemsize
 
@@ -76,7 +76,7 @@ def test_the_budget_is_held(T, V, itemsize, schedule, budget, H, converts):
 @example(9000, 128_256, 2, "in_forward", GIB, 0)
 def test_chunks_cover_the_tokens_once(T, V, itemsize, schedule, budget, H):
     chosen = make(T, V, itemsize, schedule, budget, H=H)
-    chunks = chosen.chunks()
+    chunks = chunks_of(chosen)
     assert chunks[0][0] == 0
     assert chunks[-1][1] == T
     for (_, end), (start, _) in itertools.pairwise(chunks):
@@ -126,7 +126,7 @@ def test_more_bytes_never_cache_less(T, V, itemsize, schedule, data):
 @example(8300, 64_000, 2, 4096, 0)
 def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     chosen = make(T, V, itemsize, "in_forward", T * V * itemsize + more, H=H)
-    assert len(chosen.chunks()) == 1 and not lending_of(chosen)
+    assert len(chunks_of(chosen)) == 1 and not lending_of(chosen)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunks):
     chosen = make(**arguments)
     by_cache = "cached" if chosen.cached_v else "recompute"
     name = "in_forward" if isinstance(chosen, InForward) else by_cache
-    sizes = name, chosen.cached_v, chosen.window_v, len(chosen.chunks())
+    sizes = name, chosen.cached_v, chosen.window_v, len(chunks_of(chosen))
     assert sizes == (schedule, cached_v, window_v, chunks)
 
 

@@ -1,4 +1,4 @@
-"""Which groups copy between GPUs, and labels at a group's first call."""
+"""How tokens travel: which groups copy between GPUs, labels at a first call, and what is sent."""
 
 import os
 from typing import Any
@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
 from flce_dist.parallel import transport
+from flce_dist.parallel.collectives import TokenGather
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import complaint
+from tests.parallel_problem import FEW_BYTES, IN_CHUNKS, complaint, on_threads, small_chunks
 
 
 def reach_rank(group: dist.ProcessGroup, environments: list[dict[str, str]]) -> bool:
@@ -114,3 +115,28 @@ def test_no_check_while_a_graph_is_captured(monkeypatch):
     group, labels = mock.Mock(), mock.Mock(is_cuda=True)
     transport.check_same_labels(labels, group)
     assert group not in called
+
+
+# --- what is gathered and summed
+
+
+def calls_of(**options: Any) -> Any:
+    with small_chunks():
+        return on_threads(4, IN_CHUNKS, sequence_parallel=True, **options).calls
+
+
+def test_all_tokens_are_gathered_and_summed_at_once_in_chunks_too():
+    sums = [f"allreduce {each} float32[{{}}]" for each in ("SUM", "MAX", "SUM")]
+    of_all, gather = [each.format(48) for each in sums], "allgather float32[384]"
+    scatter = "reduce_scatter SUM float32[1536]"
+    assert [*calls_of(schedule="cached")] == [gather, *of_all, gather, scatter]
+    assert [*calls_of(schedule="in_forward")] == [gather, *of_all, scatter]
+    first, *some, last = calls_of(schedule="in_forward", **FEW_BYTES)
+    assert (first, last) == (gather, scatter) and len(some) > 3
+    assert {call.split("[")[0] for call in some} == {each.split("[")[0] for each in sums}
+
+
+def test_what_is_all_here_is_not_copied():
+    """Also if one rank's hidden is column-major."""
+    hidden = torch.randn(8, 6).T
+    assert TokenGather(hidden).wait() is hidden

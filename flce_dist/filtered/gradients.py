@@ -114,9 +114,6 @@ class Filtered:
     def _is_exact(self) -> bool:
         return self.eps == 0.0 or self.recompute.T == 0
 
-    def chunks(self) -> list[tuple[int, int]]:
-        return self.recompute.chunks()
-
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         if self._is_exact:
             loss, metrics, saved = self.recompute.forward(call, operands)
@@ -125,9 +122,9 @@ class Filtered:
         kernels = filter_kernels_of(call.impl)
         one = Pass(call, operands)
         tiles = kernels.new_tile_stats(one.logits)
-        stats, loss = one.chunk_loss(0, ColumnCache(), tiles=tiles)
+        stats, loss = one.chunk_loss((0, call.T), ColumnCache(), tiles=tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
-        loss, metrics = one.finished([loss], [one.metrics(stats, 0)])
+        loss, metrics = one.finished([loss], [one.metrics(stats, (0, call.T))])
         outputs = *metrics, *_approximation(call, one.logits, kept, mass)
         return loss, outputs, FilteredSaved(one.norm, *stats[:3], kept, mass)
 
@@ -189,7 +186,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
         scale_of_d, rows = rows.scale, rows._replace(scale=None)
 
-    gather.wait_all()
+    gather.wait()
     total = kernels.tile_profile(logits, rows.reference, kept, sample)
     scratch = gradients.new_accumulator(chunk)
     profile, means, mass = kernels.rank_one(

@@ -18,7 +18,6 @@ from torch import Tensor
 from flce_dist.kernels.interface import Kernels
 from flce_dist.kernels.token_loss_formulas import LossTerms
 from flce_dist.options import LossOptions
-from flce_dist.parallel.token_order import TokenOrder
 
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
@@ -59,7 +58,7 @@ class Operands(NamedTuple):
     hidden: Tensor  # [T_all or T_all / P, H]
     weight: Tensor  # [V and padding, H]
     bias: Tensor | None  # [V and padding]
-    labels: Tensor  # [T] int64, in the order of the chunks
+    labels: Tensor  # [T] int64
     token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
     places: Tensor | None = None  # [T] int64, if options.partitions: of these tokens among T_all
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
@@ -104,9 +103,6 @@ class Schedule(Protocol):
     keeps_operands: ClassVar[bool]
     """Whether backward needs the operands again; they are then saved with the rest."""
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Return the token ranges (start, end) that are taken one after the other."""
-
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         """Return the loss, the metrics in the caller's order, and what backward needs."""
 
@@ -139,7 +135,6 @@ class Call:
     vocab_size: int  # of all ranks, without padding
     needs: Needs
     schedule: Schedule
-    order: TokenOrder
     impl: str  # "triton" or "eager"
     kernels: Kernels  # of that
     tp_group: dist.ProcessGroup | None

@@ -14,9 +14,9 @@ from flce_dist.parallel.collectives import TokenGather
 
 
 class Chunk(NamedTuple):
-    """Tokens whose statistics are known. Tensors hold these only."""
+    """Tokens ``first <= t < last`` whose statistics are known. Tensors hold these tokens only."""
 
-    number: int  # among ``call.order.chunks``
+    tokens: tuple[int, int]
     labels: Tensor
     stats: TokenStats
     rows: RowGradient
@@ -65,7 +65,7 @@ def dlogits(
 
 def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
     assert chunk.logits is not None and chunk.gather is not None
-    chunk.gather.wait(chunk.number)
+    chunk.gather.wait()
     logits = chunk.logits.columns(window.start, window.end)
     call.kernels.dlogits(logits, rows.reference, rows.label_value, rows.affine, out=out)
 

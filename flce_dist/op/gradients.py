@@ -63,7 +63,6 @@ class Gradients:
                 (call.T, self.weight.shape[1]),
                 call.stats_dtype if in_fp32 else call.dtype,
                 self.weight.device,
-                call.order,
                 call.tp_group if call.reduces_dhidden else None,
                 sequence_parallel=call.options.sequence_parallel,
                 places=operands.places,
@@ -100,7 +99,7 @@ class Gradients:
         def add_parameters(start: int, end: int, d: Tensor) -> None:
             if self.dweight is not None:
                 (hidden, row), out = factor(), rows_of(self.dweight, start, end)
-                adds = chunk.number > 0 or self.accumulates
+                adds = chunk.tokens[0] > 0 or self.accumulates
                 product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
             if self.dbias is not None:
                 self.dbias[start:end] += dbias_of(call, chunk, d, rows)
@@ -123,7 +122,7 @@ class Gradients:
         """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
         if self.dhidden is None:
             return None
-        share = rows_of(self.dhidden.tokens, *self.call.order.chunks[chunk.number])
+        share = rows_of(self.dhidden.tokens, *chunk.tokens)
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
@@ -137,13 +136,13 @@ class Gradients:
             weight = self.weight[: call.V]
             plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
         self.dhidden.acquire()
-        out = rows_of(self.dhidden.tokens, *call.order.chunks[chunk.number])
-        ignore_index = call.options.ignore_index
+        out, ignore_index = rows_of(self.dhidden.tokens, *chunk.tokens), call.options.ignore_index
         call.kernels.scale_rows(
             self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
         )
         self.acc = None  # freed before the peers' shares get buffers
-        self.dhidden.start(chunk.number)
+        if chunk.tokens[1] == call.T:
+            self.dhidden.start()
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
@@ -170,7 +169,7 @@ def dweight_factor(
     hidden is never written.
     """
     assert chunk.logits is not None and chunk.gather is not None
-    chunk.gather.wait(chunk.number)
+    chunk.gather.wait()
     kernels, ignore_index = call.kernels, call.options.ignore_index
     hidden, labels = chunk.logits.hidden, chunk.labels
     out = hidden if in_place and chunk.gather.owns_tokens else scratch

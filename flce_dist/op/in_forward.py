@@ -30,9 +30,8 @@ class InForward(Sizes):
 
     Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
-    parallelism a gather of each chunk's hidden, in flight while the one before is computed, and the
-    sum over ranks of its dhidden, in flight from its last dweight on; the all-reduces of
-    ``chunk_loss`` per chunk.
+    parallelism a gather of hidden, and the sum of dhidden over ranks, in flight during the last
+    dweight; the all-reduces of ``chunk_loss`` per chunk.
     Backward: the gradients times the scalar upstream gradient, at no cost if it is 1.
     """
 
@@ -43,6 +42,7 @@ class InForward(Sizes):
     keeps_operands: ClassVar[bool] = False
 
     def chunks(self) -> list[tuple[int, int]]:
+        """Return the token ranges (first, last) that are taken one after the other."""
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
@@ -59,23 +59,24 @@ class InForward(Sizes):
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
-        for number, (first, last) in enumerate(self.chunks()):
+        for tokens in self.chunks():
+            first, last = tokens
             chunk = one.logits.tokens(first, last)
             weights = None if token_weight is None else token_weight[first:last]
             if first in (0, self.first_t):
                 cache = part = ColumnCache()  # frees the last one before the next is allocated
                 cache = self._chunk_cache(call, operands, gradients.dweight, first, last)
             part = cache.tokens(0, last - first)
-            stats, loss = one.chunk_loss(number, part)
+            stats, loss = one.chunk_loss(tokens, part)
             losses.append(loss)
-            metrics.append(one.metrics(stats, number))
+            metrics.append(one.metrics(stats, tokens))
             rows = call.kernels.row_gradient(
                 stats, chunk.labels, weights, early_norm, None, call.loss_terms,
                 from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
             )  # fmt: skip
             gradients.add(
                 Chunk(
-                    number, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
+                    tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
                     n_counted=chunk.n_counted,
                 )
             )  # fmt: skip

@@ -4,7 +4,6 @@ A pure function of facts that all ranks share, so all plan alike and issue the s
 T = tokens, V = rows of the largest even shard.
 """
 
-import math
 from typing import NamedTuple
 
 from flce_dist import options
@@ -29,7 +28,7 @@ Plan = Windows | InForward
 def plan(
     *, T: int, V: int, itemsize: int, schedule: options.Schedule, max_logits_bytes: int | None,
     expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
-    reduces: bool = False, gathers_from: int = 1,
+    reduces: bool = False,
 ) -> Plan:  # fmt: skip
     """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
 
@@ -45,9 +44,8 @@ def plan(
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
-        gathers_from: ranks whose tokens are gathered; chunks hold as many of each.
     """
-    shape = _Shape(T, V, itemsize, _unit(gathers_from), converts, *dweight_row_bytes)
+    shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
     if schedule == "in_forward":
         return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
     caches = schedule == "cached" or (schedule == "auto" and expressible)
@@ -72,7 +70,6 @@ class _Shape(NamedTuple):
     T: int
     V: int
     itemsize: int
-    unit: int
     converts: bool
     row: int  # bytes of a row of dweight, rounded at once; 0 if it lends none
     accumulator_row: int  # the same of one that accumulates chunks
@@ -138,19 +135,19 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
 
     A first chunk that lends is longer than the others only as far as that saves a chunk.
     """
-    T, V, itemsize, unit, converts = shape[:5]
+    T, V, itemsize, converts = shape[:4]
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
     if not 0 < T <= chunk:
-        chunk = max(unit, _round_down(chunk, unit))
+        chunk = max(_TILE, _round_down(chunk))
 
     def later(rest: int) -> int:
-        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))), unit)))
+        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
 
     lends = shape.row and chunk < T and not converts
     for more in range(-(-T // chunk) - 1) if lends else ():  # chunks after the first
-        first_t = min(T, _round_up(max(T - more * chunk, -(-T // (more + 1))), unit))
+        first_t = min(T, _round_up(max(T - more * chunk, -(-T // (more + 1)))))
         fits = _lend(shape, first_t, later(T - first_t) if more else T, budget)
         if fits is not None:
             return fits
@@ -213,15 +210,9 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
     return tuple(windows)
 
 
-def _unit(P: int) -> int:
-    """Chunks are multiples of this: whole tiles, with as many tokens of each rank."""
-    return math.lcm(_TILE, P)
+def _round_down(n: int) -> int:
+    return n // _TILE * _TILE
 
 
-def _round_down(n: int, unit: int | None = None) -> int:
-    unit = unit or _TILE
-    return n // unit * unit
-
-
-def _round_up(n: int, unit: int | None = None) -> int:
-    return -_round_down(-n, unit)
+def _round_up(n: int) -> int:
+    return -_round_down(-n)

@@ -14,7 +14,6 @@ from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
 from flce_dist.op.plan import plan
 from flce_dist.options import POSITIVE, Declared, LossOptions
 from flce_dist.parallel import collectives
-from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.parallel.vocab import real_rows
 
 _TEMPERATURE = Declared(float, False, (), POSITIVE)
@@ -120,7 +119,7 @@ def prepare(
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
 
     def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
-        return call.order.permuted(as_stored(x).reshape(-1).to(call.stats_dtype).contiguous())
+        return as_stored(x).reshape(-1).to(call.stats_dtype).contiguous()
 
     inverse = None
     if temperature is not None:
@@ -129,7 +128,7 @@ def prepare(
     if scores is None:  # else it only had their shape
         if labels.dim() != 1:
             labels = labels.reshape(-1)
-        labels = call.order.permuted(labels.long().contiguous())
+        labels = labels.long().contiguous()
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
     return call, Operands(
@@ -194,7 +193,7 @@ def _checked_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen, order = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
+    chosen = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
         chosen = scores(chosen)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
@@ -212,7 +211,6 @@ def _checked_call(
         vocab_size=vocab_size,
         needs=Needs(*needs),
         schedule=chosen,
-        order=order,
         impl=impl,
         kernels=kernels_of(impl),
         tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
@@ -232,8 +230,8 @@ def _check_tensors(arguments: Arguments) -> int:
 
 def _plan(
     arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
-) -> tuple[Schedule, TokenOrder]:
-    """Return the schedule, and the order of tokens that follows from its chunks.
+) -> Schedule:
+    """Return the schedule.
 
     ``converts``: whether cached columns are copied window by window, as in fp16.
     """
@@ -246,8 +244,6 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    in_chunks = known and options.sequence_parallel and not options.partitions
-    P = P if in_chunks else 1
     extra = extra_schedule(options.schedule)
     schedule: Any = options.schedule if extra is None else "recompute"
     chosen: Schedule = plan(
@@ -260,8 +256,7 @@ def _plan(
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
-        gathers_from=P,
     )
     if extra is not None and (any(needs) or options.with_metrics):
         chosen = extra.planned(options.schedule, chosen)
-    return chosen, TokenOrder(P, tuple(chosen.chunks()) if known else ((0, T),))
+    return chosen

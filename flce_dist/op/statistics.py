@@ -16,7 +16,7 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    ``gather`` brings hidden of all ranks, [T, H], chunk by chunk, and ``norm`` is what a mean
+    ``gather`` brings hidden of all ranks, [T, H], and ``norm`` is what a mean
     divides by, a scalar on the device: known when the pass is finished, or from ``early_norm`` on.
     """
 
@@ -26,7 +26,7 @@ class Pass:
         self.norm: Tensor | None = None
 
     def chunk_loss(
-        self, chunk: int, cache: ColumnCache, *,
+        self, tokens: tuple[int, int], cache: ColumnCache, *,
         tiles: Tensor | None = None, named_x: Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:  # fmt: skip
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
@@ -43,16 +43,14 @@ class Pass:
         options, kernels, group = call.options, call.kernels, call.tp_group
         with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
-        first, last = call.order.chunks[chunk]
+        first, last = tokens
         logits, weights = self.logits.tokens(first, last), self.token_weight
         label_logit = logits.hidden.new_empty(logits.T, dtype=logits.stats_dtype)
         others_max = torch.empty_like(label_logit)
         sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
-        gather.wait(chunk)
+        gather.wait()
         kernels.label_logit(logits, vocab_size=call.vocab_size, out=label_logit)
         label_logit = collectives.all_reduce_sum(label_logit, group)
-        # After the all-reduce: a group's collectives run in order, and the statistics wait.
-        gather.start(chunk + 1)
         kernels.linear_stats(
             logits, label_logit,
             cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy,
@@ -74,12 +72,12 @@ class Pass:
                 kernels.write_label_value(window, logits.labels, label_value, column, ignored)
         return stats, loss
 
-    def metrics(self, stats: TokenStats, chunk: int) -> Metrics:
+    def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
         """Return the metrics of a chunk if they are asked for."""
         if not self.call.options.with_metrics:
             return Metrics()
         assert stats.others_max is not None
-        counted = self.logits.counted[slice(*self.call.order.chunks[chunk])]
+        counted = self.logits.counted[slice(*tokens)]
         correct = (stats.others_max <= stats.label_logit) & counted
         return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
 
@@ -87,7 +85,6 @@ class Pass:
         """Reduce the losses of all chunks; return them and the metrics in the caller's order."""
         call = self.call
         loss = losses[0] if len(losses) == 1 else torch.cat(losses)
-        loss = call.order.restored(loss)  # the order decides the bits of a sum
         if call.options.reduction in ("none", OWN_SUM):
             loss = put_back(loss, self.places, call.T_all)
         if call.options.reduction == OWN_SUM:
@@ -101,8 +98,8 @@ class Pass:
             return loss, Metrics()
         parts = zip(*metrics, strict=True)
         # Copies, also of one chunk: what an operator returns must not be what it saves.
-        ordered = (call.order.restored(torch.cat(part)) for part in parts)
-        lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in ordered)
+        joined = map(torch.cat, parts)
+        lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in joined)
         return loss, Metrics(lse, logprob, entropy, correct)
 
     def early_norm(self) -> Tensor | None:
@@ -112,16 +109,13 @@ class Pass:
         return self.norm
 
     def _of_norm(self) -> tuple[Tensor, Tensor | None, int]:
-        labels, token_weight = self.logits.labels, self.token_weight
-        if token_weight is not None:  # the caller's order decides the bits
-            labels, token_weight = map(self.call.order.restored, (labels, token_weight))
-        return labels, token_weight, self.call.options.ignore_index
+        return self.logits.labels, self.token_weight, self.call.options.ignore_index
 
 
 def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:
     """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
     options, bias, hidden = call.options, operands.bias, operands.hidden
-    gather = transport.gather(hidden, call.order, call.sequence_group, operands.places)
+    gather = transport.gather(hidden, call.sequence_group, operands.places)
     return gather, ShardLogits(
         hidden=gather.tokens,
         weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],

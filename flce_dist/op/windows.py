@@ -63,15 +63,12 @@ class Windows(Sizes):
 
     keeps_operands: ClassVar[bool] = True
 
-    def chunks(self) -> list[tuple[int, int]]:
-        return [(0, self.T)]
-
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         one = Pass(call, operands)
         cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
-        stats, loss = one.chunk_loss(0, windows)
-        metrics = one.metrics(stats, 0)
+        stats, loss = one.chunk_loss((0, call.T), windows)
+        metrics = one.metrics(stats, (0, call.T))
         results = one.finished([loss], [metrics])
         return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
 
@@ -113,17 +110,17 @@ class Windows(Sizes):
         )
         if call.needs.weight or call.options.with_metrics or some_recompute:
             gather, logits = gathered_logits(call, operands)
-            gather.start_all()
+            gather.start()
 
         gradients = Gradients(call, operands, given.accumulator)
         windows = ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
-            0, operands.labels, stats, rows, windows, gather, logits, self.window_v, overwrite,
-            operands.n_counted,
+            (0, call.T), operands.labels, stats, rows, windows, gather, logits, self.window_v,
+            overwrite, operands.n_counted,
         )  # fmt: skip
         add(gradients, chunk)
         if gather is not None:
-            gather.wait_all()  # even if nothing read it: copies must not outlive their buffer
+            gather.wait()  # even if nothing read it: copies must not outlive their buffer
         return gradients.finished()
 
     def new_cache(self, call: Call, device: torch.device) -> Tensor | None:

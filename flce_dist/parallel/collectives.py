@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.replay import issued
 
 # torch 2.13 renamed these two, and warns at their old names.
@@ -61,60 +60,42 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 class TokenGather:
-    """Gathers [T / P, H] of every rank into ``tokens`` [T, H] by chunks; here of one process."""
+    """Gathers [T / P, H] of every rank into ``tokens`` [T, H]; this class of one process."""
 
     owns_tokens = False
 
-    def __init__(self, tokens: Tensor, order: TokenOrder):
-        self.tokens, self._order = tokens, order
-        self._arrived: set[int] = set()
+    def __init__(self, tokens: Tensor):
+        self.tokens = tokens
 
-    def start(self, chunk: int) -> None:
-        """Start to gather this chunk if it is the next one."""
+    def start(self) -> None:
+        """Start to gather, if that has not begun."""
 
-    def start_all(self) -> None:
-        for chunk in range(len(self._order.chunks)):
-            self.start(chunk)
-
-    def wait(self, chunk: int) -> None:
-        """Make the current stream wait until this chunk has arrived."""
-        if chunk not in self._arrived:
-            self._arrived.add(chunk)
-            self.start(chunk)
-            self._await(chunk)
-
-    def wait_all(self) -> Tensor:
-        for chunk in range(len(self._order.chunks)):
-            self.wait(chunk)
+    def wait(self) -> Tensor:
+        """Make the current stream wait for all tokens, and return them."""
         return self.tokens
-
-    def _await(self, chunk: int) -> None:
-        pass
 
 
 class CollectiveGather(TokenGather):
-    """Gathers by all-gathers; callers first issue the collectives that they need before a chunk."""
+    """Gathers by an all-gather."""
 
     owns_tokens = True
 
-    def __init__(self, x: Tensor, order: TokenOrder, group: dist.ProcessGroup):
-        super().__init__(x.new_empty(group_size(group) * x.shape[0], *x.shape[1:]), order)
-        self._x, self._group = x.contiguous(), group
-        self._works: list[dist.Work | None] = []
+    def __init__(self, x: Tensor, group: dist.ProcessGroup):
+        super().__init__(x.new_empty(group_size(group) * x.shape[0], *x.shape[1:]))
+        self._x: Tensor | None = x.contiguous()
+        self._group, self._work = group, None
 
-    def start(self, chunk: int) -> None:
-        if chunk != len(self._works) or chunk >= len(self._order.chunks):
-            return
-        out, work = self.tokens[slice(*self._order.chunks[chunk])], None
-        if out.numel():
-            mine = self._x[self._order.local(chunk)]
-            work = all_gather(out, mine, group=self._group, async_op=True)
-        self._works.append(work)
+    def start(self) -> None:
+        x, self._x = self._x, None
+        if x is not None and x.numel():
+            self._work = all_gather(self.tokens, x, group=self._group, async_op=True)
 
-    def _await(self, chunk: int) -> None:
-        work, self._works[chunk] = self._works[chunk], None
-        if work is not None:
-            work.wait()
+    def wait(self) -> Tensor:
+        self.start()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.tokens
 
 
 class TokenSum:
@@ -122,44 +103,41 @@ class TokenSum:
 
     def __init__(self, tokens: Tensor):
         self.tokens = self._sum = tokens
-        self._works: list[dist.Work] = []
+        self._work: dist.Work | None = None
 
     def acquire(self) -> None:
         """Make the current stream wait until ``tokens`` may be written."""
 
-    def start(self, chunk: int) -> None:
-        """Start to sum the tokens of a chunk, which this rank has written."""
+    def start(self) -> None:
+        """Start to sum the tokens, which this rank has written."""
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
-        for work in self._works:
-            work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._sum
 
 
 class CollectiveSum(TokenSum):
-    """Sums by all-reduces, in place and in the dtype of ``tokens``; every rank gets all tokens."""
+    """Sums by an all-reduce, in place, in the dtype of ``tokens``; every rank gets all tokens."""
 
-    def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
         super().__init__(tokens)
-        self._order, self._group = order, group
+        self._group = group
 
-    def start(self, chunk: int) -> None:
-        mine = self.tokens[slice(*self._order.chunks[chunk])]
-        if mine.numel():
-            self._works.append(dist.all_reduce(mine, group=self._group, async_op=True))
+    def start(self) -> None:
+        if self.tokens.numel():
+            self._work = dist.all_reduce(self.tokens, group=self._group, async_op=True)
 
 
 class CollectiveScatter(TokenSum):
-    """Sums by reduce-scatters, in the dtype of ``tokens``; a rank gets its own [T / P, H]."""
+    """Sums by a reduce-scatter, in the dtype of ``tokens``; a rank gets its own [T / P, H]."""
 
-    def __init__(self, tokens: Tensor, order: TokenOrder, group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
         super().__init__(tokens)
-        self._order, self._group = order, group
-        self._sum = tokens.new_empty(tokens.shape[0] // order.P, *tokens.shape[1:])
+        self._group = group
+        self._sum = tokens.new_empty(tokens.shape[0] // group_size(group), *tokens.shape[1:])
 
-    def start(self, chunk: int) -> None:
-        mine = self.tokens[slice(*self._order.chunks[chunk])]
-        if mine.numel():
-            out = self._sum[self._order.local(chunk)]
-            self._works.append(reduce_scatter(out, mine, group=self._group, async_op=True))
+    def start(self) -> None:
+        if self.tokens.numel():
+            self._work = reduce_scatter(self._sum, self.tokens, group=self._group, async_op=True)

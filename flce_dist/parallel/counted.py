@@ -29,33 +29,27 @@ class SumPutBack(TokenSum):
         super().__init__(of_chosen.tokens)
         self._of_chosen, self._places, self._T_all = of_chosen, places, T_all
 
-    def start(self, chunk: int) -> None:
-        self._of_chosen.start(chunk)
+    def start(self) -> None:
+        self._of_chosen.start()
 
     def wait(self) -> Tensor:
         return put_back(self._of_chosen.wait(), self._places, self._T_all)
 
 
 class PutBackAndScattered(TokenSum):
-    """Shares [T, H] put back into [T_all, H], and their sum over ranks: [T_all / P, H].
-
-    The sum, which ``new_sum`` makes, starts with the last of ``chunks``.
+    """Shares [T, H] put back into [T_all, H], and their sum over ranks, which ``new_sum`` makes:
+    [T_all / P, H].
     """
 
-    def __init__(
-        self, tokens: Tensor, places: Tensor, chunks: int, new_sum: Callable[[], TokenSum]
-    ):
+    def __init__(self, tokens: Tensor, places: Tensor, new_sum: Callable[[], TokenSum]):
         super().__init__(tokens)
-        self._places, self._chunks, self._new_sum = places, chunks, new_sum
+        self._places, self._new_sum = places, new_sum
 
-    def start(self, chunk: int) -> None:
-        if chunk < self._chunks - 1:
-            return
+    def start(self) -> None:
         self._whole = self._new_sum()
         self._whole.acquire()
-        whole = self._whole.tokens
-        whole.zero_().index_copy_(0, self._places, self.tokens)
-        self._whole.start(0)
+        self._whole.tokens.zero_().index_copy_(0, self._places, self.tokens)
+        self._whole.start()
 
     def wait(self) -> Tensor:
         return self._whole.wait()

@@ -25,8 +25,7 @@ One use of a block; copies have a stream of their own:
     close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
 acquire, write and pull may repeat within one use. All ranks make the same uses in the same order.
-Copies from several peers run one after the other on any streams (H200), so one stream makes the
-first piece arrive first.
+Copies from several peers run one after the other on any streams (H200), so one stream is enough.
 
 Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
 wait READY, set FREE. Every rank issues in this order, and each wait is for a flag that its peer
@@ -147,8 +146,8 @@ class PeerMemory:
         self._driver.enqueue(self._await_free, here)
         self._writable = True
 
-    def pull(self, copies: Sequence[Copy]) -> list[Arrival]:
-        """Publish this block, copy from the peers'; the caller must wait for the last arrival."""
+    def pull(self, copy: Copy) -> Arrival:
+        """Publish this block, copy from the peers'; the caller must wait for the arrival."""
         self.acquire()
         driver, here, stream = self._driver, self._driver.current_stream(), self._stream
         driver.enqueue(self._tell_ready, here)
@@ -156,15 +155,12 @@ class PeerMemory:
         self._order(here, stream)
         self._joined = self._capture or 0
         driver.enqueue(self._await_ready, stream)
-        arrivals = []
-        for i, copy in enumerate(copies, start=1):
-            arrivals.append(Arrival(driver, stream))
-            for peer in self.peers:
-                arrivals[-1].copy(*copy(peer))
-            if i == len(copies):
-                driver.enqueue(self._tell_free, stream)
-            arrivals[-1].record()
-        return arrivals
+        arrival = Arrival(driver, stream)
+        for peer in self.peers:
+            arrival.copy(*copy(peer))
+        driver.enqueue(self._tell_free, stream)
+        arrival.record()
+        return arrival
 
     def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
         """Copy to or from this rank's block, on the current stream."""

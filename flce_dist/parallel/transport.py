@@ -19,43 +19,32 @@ from flce_dist.parallel.collectives import (
     TokenGather,
     TokenSum,
     gather_tokens,
-    group_size,
 )
 from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
 from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peer_memory import PeerMemory
-from flce_dist.parallel.token_order import TokenOrder
 from flce_dist.replay import issued
 
 
-def gather(
-    x: Tensor, order: TokenOrder, group: dist.ProcessGroup | None, places: Tensor | None = None
-) -> TokenGather:
+def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = None) -> TokenGather:
     """Return the gather of [T / P, H] of every rank into [T, H], or of the tokens at ``places``."""
     if places is not None:
-        if group is not None:
-            x = gather(x, _at_once(group, group_size(group) * len(x)), group).wait_all()
-        gathered = TokenGather(chosen(x, places), order)
+        gathered = TokenGather(chosen(gather(x, group).wait(), places))
         gathered.owns_tokens = True
         return gathered
-    if group is None:
-        return TokenGather(x, order)
-    return issued(_gather, x, order, group)
+    return TokenGather(x) if group is None else issued(_gather, x, group)
 
 
-def _gather(x: Tensor, order: TokenOrder, group: dist.ProcessGroup) -> TokenGather:
+def _gather(x: Tensor, group: dist.ProcessGroup) -> TokenGather:
     memories = memories_of(group, x.device)
-    if memories is not None:
-        return PeerGather(x, order, memories.hidden)
-    return CollectiveGather(x, order, group)
+    return CollectiveGather(x, group) if memories is None else PeerGather(x, memories.hidden)
 
 
 def token_sum(
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    order: TokenOrder,
     group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool,
@@ -72,28 +61,23 @@ def token_sum(
             token_sum, dtype=dtype, device=device, group=group, sequence_parallel=sequence_parallel
         )
         if group is None or not sequence_parallel:
-            return SumPutBack(new_sum(shape, order=order), places, T_all)
-        whole = partial(new_sum, (T_all, shape[1]), order=_at_once(group, T_all))
+            return SumPutBack(new_sum(shape), places, T_all)
         share = torch.empty(shape, dtype=dtype, device=device)
-        return PutBackAndScattered(share, places, len(order.chunks), whole)
+        return PutBackAndScattered(share, places, partial(new_sum, (T_all, shape[1])))
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
-    return issued(_token_sum, shape, dtype, device, order, group, sequence_parallel)
+    return issued(_token_sum, shape, dtype, device, group, sequence_parallel)
 
 
 def _token_sum(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, order: TokenOrder,
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
     group: dist.ProcessGroup, sequence_parallel: bool,
 ) -> TokenSum:  # fmt: skip
     memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
-        return PeerScatter(shape, dtype, order, memories.dhidden)
+        return PeerScatter(shape, dtype, memories.dhidden)
     share = torch.empty(shape, dtype=dtype, device=device)
-    return (CollectiveScatter if sequence_parallel else CollectiveSum)(share, order, group)
-
-
-def _at_once(group: dist.ProcessGroup, T: int) -> TokenOrder:
-    return TokenOrder(group_size(group), ((0, T),))
+    return (CollectiveScatter if sequence_parallel else CollectiveSum)(share, group)
 
 
 _have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

@@ -61,16 +61,13 @@ class Scores:
 
     keeps_operands: ClassVar[bool] = True
 
-    def chunks(self) -> list[tuple[int, int]]:
-        return self.windows.chunks()
-
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         assert operands.offsets is not None
         one, kernels, cache, rest = Pass(call, operands), call.kernels, None, None
-        one.gather.start_all()
+        one.gather.start()
         ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         if self.over == "ids":
-            one.gather.wait_all()
+            one.gather.wait()
             z = collectives.all_reduce_sum(kernels.logits_at_ids(one.logits, ids), call.tp_group)
         else:
             cache = self.windows.new_cache(call, ids.ids.device)
@@ -135,7 +132,7 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     one.logits = one.logits._replace(labels=labels, named=(ids.ids, begin, end))
     x = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
     windows = ColumnCache(() if cache is None else (cache,))
-    stats, _ = one.chunk_loss(0, windows, named_x=x)
+    stats, _ = one.chunk_loss((0, call.T), windows, named_x=x)
     x = collectives.all_reduce_sum(x, call.tp_group)
     z = x + first_reference(stats.label_logit).index_select(0, ids.token)
     # x of a repeated id was taken out with its first entry. That is not found by cummax, which
@@ -174,8 +171,8 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
     assert operands is not None
     kernels, start, gather = call.kernels, call.vocab_start_index, None
     if call.needs.weight:
-        gather = transport.gather(operands.hidden, call.order, call.sequence_group)
-        gather.start_all()
+        gather = transport.gather(operands.hidden, call.sequence_group)
+        gather.start()
     gradients = Gradients(call, operands, given.accumulator)
     if gradients.dhidden is not None:
         gradients.dhidden.acquire()
@@ -183,14 +180,14 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             factor, ids, operands.weight[: call.V],
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
-        gradients.dhidden.start(0)
+        gradients.dhidden.start()
     by_id = torch.sort(ids.ids.int(), stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(
-            factor, ids, gather.wait_all(), *by_id, vocab_start_index=start, out=out, adds=adds
+            factor, ids, gather.wait(), *by_id, vocab_start_index=start, out=out, adds=adds
         )
     if gradients.dbias is not None:
         one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
