@@ -1,4 +1,4 @@
-"""Triton's interpreter with NumPy of today and without work that it repeats: 30 times as fast.
+"""Triton's interpreter with NumPy of today and without work that it repeats: 15 times as fast.
 
 It is Python, and tiles of tests are small: nearly all of its time goes into types and shapes.
 """
