@@ -17,7 +17,9 @@ from flce_dist import (
     LinearCrossEntropy,
     check_ranks,
     data_parallel_linear_cross_entropy,
+    linear_logprob,
     rank_check,
+    scores,
 )
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
 from flce_dist.op import checks
@@ -52,6 +54,12 @@ def options_of_data_parallel(**options: Any) -> LossOptions:
     return LossOptions(**checked.call_args.kwargs)
 
 
+def options_of_scores(**options: Any) -> LossOptions:
+    with mock.patch.object(scores.api, "_scored") as scored:
+        linear_logprob(*[torch.zeros(1)] * 3, **options)
+    return scored.call_args.args[0].options
+
+
 def options_of_megatron(**options: Any) -> LossOptions:
     class Layer(nn.Linear):
         output_size, config, tp_group = 9, None, None
@@ -71,6 +79,11 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
     "data_parallel_linear_cross_entropy": (
         options_of_data_parallel,
         {"sequence_parallel", "sequence_dim", "reduce_dhidden", "with_metrics"},
+    ),
+    "linear_logprob": (
+        options_of_scores,
+        {"reduction", "ignore_index", "label_smoothing", "z_loss_weight", "max_counted",
+         "skip_ignored", "with_metrics"},
     ),
     "use_linear_cross_entropy": (
         options_of_megatron,
@@ -114,7 +127,9 @@ def test_options_are_accepted(taker: str, name: str) -> None:
         assert getattr(accept(**{name: CHANGED[name]}), name) == CHANGED[name]
 
 
-@pytest.mark.parametrize("documented", [LinearCrossEntropy, use_linear_cross_entropy])
+@pytest.mark.parametrize(
+    "documented", [LinearCrossEntropy, linear_logprob, use_linear_cross_entropy]
+)
 def test_docstrings_list_the_options_that_are_accepted(documented: Any) -> None:
     pattern = r"\*\*options: (.*?),\s+as in ``linear_cross_entropy``"
     listed = re.search(pattern, documented.__doc__, re.DOTALL)

@@ -1,7 +1,7 @@
 """The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import local_of, localized
 from flce_dist.op.prepare import Arguments, prepare, settled
-from flce_dist.options import DECLARED, Impl, LossOptions, Over, Schedule, declared
+from flce_dist.options import DECLARED, LossOptions, Over, declared, keywords_of
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import flat_ids
 from flce_dist.scores.schedule import Scores
@@ -44,20 +44,8 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
     bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    vocab_size: int | None = None,
-    vocab_range: tuple[int, int] | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    sequence_dim: int = 0,
-    reduce_dhidden: bool = True,
-    reduce_in_fp32: bool = False,
-    tp_invariant: bool = False,
-    accumulate_dweight: bool = False,
-    schedule: Schedule = "auto",
-    max_logits_bytes: int | None = None,
-    impl: Impl | None = None,
+    **options: Any,
 ) -> TokenScores:
     """Log-probabilities of chosen ids under ``softmax(hidden @ weight.T)``, without the logits.
 
@@ -79,11 +67,12 @@ def linear_logprob(
             logits after softcap, and gets no gradient. A value that is not above 0 makes the
             results of its token NaN. Values of ignored tokens are not read.
         with_entropy: also return the entropy of what ``over`` names.
-        schedule: of over="vocabulary": "auto", "recompute" or "cached".
-        max_logits_bytes: of over="vocabulary".
-        bias, softcap, logit_scale, vocab_size, vocab_range, tp_group, sequence_parallel,
-            sequence_dim, reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, impl: as
-            for ``linear_cross_entropy``. ``tp_invariant`` covers all scores, not gradients.
+        bias, tp_group: as for ``linear_cross_entropy``.
+        **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
+            reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, schedule,
+            max_logits_bytes and impl, as in ``linear_cross_entropy``. ``tp_invariant`` covers all
+            scores, not gradients. schedule, not "in_forward", and max_logits_bytes are of
+            over="vocabulary".
 
     Returns:
         ``TokenScores``, plain tensors. Operands may be DTensors as for ``linear_cross_entropy``;
@@ -95,18 +84,16 @@ def linear_logprob(
     """
     over = checks.checked_value("over", over, declared(Over))
     entropy = checks.checked_value("with_entropy", with_entropy, DECLARED["with_metrics"])
-    options = checks.checked_options(
-        reduction="none", ignore_index=-1, softcap=softcap, logit_scale=logit_scale,
-        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, impl=impl, with_metrics=entropy,
+    keywords = keywords_of(
+        linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
+        z_loss_weight=0.0, max_counted=None, skip_ignored=False, with_metrics=entropy,
     )  # fmt: skip
-    _check_schedule(over, options)
+    chosen = checks.checked_options(**keywords)
+    _check_schedule(over, chosen)
     refuse_transforms("linear_logprob")
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
-    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, options, tp_group)
+    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, chosen, tp_group)
     scored = _scored
     if torch.compiler.is_compiling():
         scored = torch_private.outside_graphs(
