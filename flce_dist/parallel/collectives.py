@@ -82,19 +82,17 @@ class CollectiveGather(TokenGather):
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup):
         super().__init__(x.new_empty(group_size(group) * x.shape[0], *x.shape[1:]))
-        self._x: Tensor | None = x.contiguous()
-        self._group, self._work = group, None
+        self._x, self._group = x.contiguous(), group
+        self._work: dist.Work | None = None
 
     def start(self) -> None:
-        x, self._x = self._x, None
-        if x is not None and x.numel():
-            self._work = all_gather(self.tokens, x, group=self._group, async_op=True)
+        if self._work is None and self._x.numel():
+            self._work = all_gather(self.tokens, self._x, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
         self.start()
         if self._work is not None:
             self._work.wait()
-            self._work = None
         return self.tokens
 
 
