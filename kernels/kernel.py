@@ -64,16 +64,16 @@ class Kernel:
         )  # fmt: skip
         given = (noted.address(x) if isinstance(x, Tensor) else x for x in args)
         rest = (constexprs[param.name] for param in self.jit.params[len(args) :])
-        call, again = _passed_on(noted, compiled.run, *lead, *given, *rest)
+        call, again = _passed_on(compiled.run, *lead, *given, *rest)
+        call, again = _with_descriptors(noted, call, again)
         noted.issued(noted.constant(call), launch, args, again)
 
 
-def _passed_on(noted: Recorder, launcher: Any, *args: Any) -> tuple[Callable[..., None], Any]:
+def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence[Any]]:
     """Return the C function that a launcher of Triton's calls, and the arguments that it passes.
 
     Or the launcher and its own, if at each launch it allocates memory, which our kernels do not
-    need, works for a sanitizer, or changes tensors. Descriptors are remembered where Triton's
-    function that makes them is as we know it.
+    need, works for a sanitizer, or changes tensors.
     """
     each_time = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
     if any(getattr(launcher, name, 0) for name in each_time) or not hasattr(launcher, "launch"):
@@ -85,11 +85,20 @@ def _passed_on(noted: Recorder, launcher: Any, *args: Any) -> tuple[Callable[...
     arrived = {id(x) for x in passed} | {id(x) for y in passed if type(y) is tuple for x in y}
     if not all(id(x) in arrived for x in args if isinstance(x, Source | Tiled)):
         return launcher, args
-    make = launcher.launch
+    return launcher.launch, passed
+
+
+def _with_descriptors(
+    noted: Recorder, make: Callable[..., None], given: Sequence[Any]
+) -> tuple[Callable[..., None], Sequence[Any]]:
+    """Return the C function behind Triton's that makes descriptors, and arguments that have them.
+
+    Or what is given, if ``make`` is not that function as we know it.
+    """
     facts = inspect.getclosurevars(make).nonlocals if inspect.isfunction(make) else {}
     describe = getattr(make, "__globals__", {}).get("make_tensordesc_arg")
     if describe is None or "launcher" not in facts or None in facts.get("tensordesc_meta", (None,)):
-        return make, passed
+        return make, given
     of_tiled = iter(facts["tensordesc_meta"])
 
     def described(given: Sequence[Any]) -> Iterator[Any]:
@@ -103,7 +112,7 @@ def _passed_on(noted: Recorder, launcher: Any, *args: Any) -> tuple[Callable[...
                 holds = type(x) is tuple and any(isinstance(y, Tiled) for y in x)
                 yield tuple(described(x)) if holds else x
 
-    return facts["launcher"], tuple(described(passed))
+    return facts["launcher"], tuple(described(given))
 
 
 class _Descriptors(dict[int, Any]):
