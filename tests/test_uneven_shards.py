@@ -65,7 +65,7 @@ def test_a_smaller_shard_stays_within_the_budget_with_lent_windows(missing: int)
     hidden, weight = torch.empty(T, H, **options), torch.empty(V - missing, H, **options)
     call: Any = SimpleNamespace(V=V - missing, cache_dtype=torch.bfloat16)
     operands: Any = SimpleNamespace(hidden=hidden)
-    cache = chosen._chunk_cache(call, operands, torch.empty_like(weight), 0, T)
+    cache = chosen._chunk_cache(call, operands, torch.empty_like(weight), (0, T))
     new = [x for x in cache.windows if x.untyped_storage().nbytes() != weight.nbytes]
     window = T * 2 * chosen.window_v if cache.width < V - missing else 0
     assert sum(x.untyped_storage().nbytes() for x in new) + window <= limit

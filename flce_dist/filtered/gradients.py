@@ -120,11 +120,11 @@ class Filtered:
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
         kernels = filter_kernels_of(call.impl)
-        one = Pass(call, operands)
+        one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
-        stats, loss = one.chunk_loss((0, call.T), ColumnCache(), tiles=tiles)
+        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
-        loss, metrics = one.finished([loss], [one.metrics(stats, (0, call.T))])
+        loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
         outputs = *metrics, *_approximation(call, one.logits, kept, mass)
         return loss, outputs, FilteredSaved(one.norm, *stats[:3], kept, mass)
 

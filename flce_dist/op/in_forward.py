@@ -59,13 +59,12 @@ class InForward(Sizes):
         gradients = Gradients(call, operands, accumulator)
         losses, metrics = [], []
 
-        for tokens in self.chunks():
-            first, last = tokens
-            chunk = one.logits.tokens(first, last)
+        for first, last in self.chunks():
+            chunk, tokens = one.logits.tokens(first, last), (first, last)
             weights = None if token_weight is None else token_weight[first:last]
             if first in (0, self.first_t):
                 cache = part = ColumnCache()  # frees the last one before the next is allocated
-                cache = self._chunk_cache(call, operands, gradients.dweight, first, last)
+                cache = self._chunk_cache(call, operands, gradients.dweight, tokens)
             part = cache.tokens(0, last - first)
             stats, loss = one.chunk_loss(tokens, part)
             losses.append(loss)
@@ -123,11 +122,12 @@ class InForward(Sizes):
         return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
 
     def _chunk_cache(
-        self, call: Call, operands: Operands, dweight: Tensor | None, first: int, last: int
+        self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
     ) -> ColumnCache:
         """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        dtype, T, H, windows = call.cache_dtype, last - first, operands.hidden.shape[1], []
-        lending = self.lending if first == 0 and dweight is not None else ()
+        (start_t, end_t), dtype = tokens, call.cache_dtype
+        T, H, windows = end_t - start_t, operands.hidden.shape[1], []
+        lending = self.lending if start_t == 0 and dweight is not None else ()
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
             assert dweight is not None

@@ -64,11 +64,11 @@ class Windows(Sizes):
     keeps_operands: ClassVar[bool] = True
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one = Pass(call, operands)
+        one, tokens = Pass(call, operands), (0, call.T)
         cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
-        stats, loss = one.chunk_loss((0, call.T), windows)
-        metrics = one.metrics(stats, (0, call.T))
+        stats, loss = one.chunk_loss(tokens, windows)
+        metrics = one.metrics(stats, tokens)
         results = one.finished([loss], [metrics])
         return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
 
