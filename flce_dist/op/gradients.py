@@ -127,7 +127,7 @@ class Gradients:
         return None if self.call.reduces_dhidden else share
 
     def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
-        """Round the accumulator into this rank's share, and start the sum over ranks."""
+        """Round the accumulator into this rank's share; after the last chunk start the sum."""
         if self.dhidden is None:
             return
         assert self.acc is not None

@@ -231,10 +231,7 @@ def _check_tensors(arguments: Arguments) -> int:
 def _plan(
     arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
 ) -> Schedule:
-    """Return the schedule.
-
-    ``converts``: whether cached columns are copied window by window, as in fp16.
-    """
+    """Return the schedule; it ``converts`` if cached columns are copied window by window."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     (V, H), itemsize = weight.shape, weight.element_size()
     if options.vocab_range is not None:

@@ -16,8 +16,8 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    ``gather`` brings hidden of all ranks, [T, H], and ``norm`` is what a mean
-    divides by, a scalar on the device: known when the pass is finished, or from ``early_norm`` on.
+    ``gather`` brings hidden of all ranks, [T, H], and ``norm`` is what a mean divides by, a scalar
+    on the device: known when the pass is finished, or from ``early_norm`` on.
     """
 
     def __init__(self, call: Call, operands: Operands):

@@ -24,7 +24,7 @@ One use of a block; copies have a stream of their own:
     (read)    current stream: wait for the copies; read them, and this rank's own block
     close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
-acquire, write and pull may repeat within one use. All ranks make the same uses in the same order.
+acquire and write may repeat before pull. All ranks make the same uses in the same order.
 Copies from several peers run one after the other on any streams (H200), so one stream is enough.
 
 Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
