@@ -106,10 +106,11 @@ def _linear_stats_kernel(
             x = z_above
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            for i in range(most):
-                x = take_out(x, named_0, named[2] + begin + i)
-                named_0 = named_1
-                named_1 = named_column(named[0], begin + i + 2, end, first_id)
+            x = take_out(x, named_0, named[2] + begin)
+            x = take_out(x, named_1, named[2] + begin + 1)
+            for i in range(2, most):
+                more = named_column(named[0], begin + i, end, first_id)
+                x = take_out(x, more, named[2] + begin + i)
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
