@@ -21,24 +21,22 @@ def data_parallel_linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
 
-    Hidden states are gathered, the weight never is. Gradients are as FSDP2 makes them: that of this
-    rank's loss for hidden, and the mean over ranks for this rank's rows of weight and bias. All
-    ranks must call, and call backward.
+    Gathers hidden states, not the weight. Gradients are FSDP2's: that of this rank's loss, and for
+    weight and bias the mean over ranks. All ranks must call, and call backward.
 
     Args:
         hidden, labels, token_weight, temperature: of this rank's tokens, equally many on all ranks.
         weight, bias: this rank's rows, or DTensors with Shard(0) over ``data_group``.
-        data_group: the ranks that share the vocabulary; None, or a group of one, for one process.
+        data_group: the ranks that share the vocabulary; None for one process.
         reduction: over this rank's tokens. The upstream gradient of a sum or mean must be the same
             on all ranks; otherwise gradients are NaN.
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
     """
-    keywords = keywords_of(
+    chosen = checks.checked_options(**keywords_of(
         data_parallel_linear_cross_entropy, options, reduction=reduction, reduce_dhidden=True,
         sequence_parallel=data_group is not None, sequence_dim=0,
-    )  # fmt: skip
-    chosen = checks.checked_options(**keywords)
+    ))  # fmt: skip
     checks.check_group(data_group, False, "data_group")
     flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
@@ -51,8 +49,8 @@ def data_parallel_linear_cross_entropy(
         given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
         counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())
-        weights = counted if token_weight is None else given["token_weight"].view_as(counted)
-        weights = weights.double().where(counted, 0.0)
+        weights = counted.double() if token_weight is None else given["token_weight"].double()
+        weights = weights.view_as(counted).where(counted, 0.0)
         norms = weights.sum(1).where(weights.any(1), 1.0)
         most = norms.abs().amax()  # not 1, since a gradient over T would underflow in fp16
         given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
@@ -71,9 +69,8 @@ def data_parallel_linear_cross_entropy(
 
 def _upstream_of_mean(dloss: Tensor, data_group: dist.ProcessGroup | None) -> Tensor:
     """Return the gradient of the mean over ranks, from that of this rank's loss or tokens [P T]."""
+    P = collectives.group_size(data_group)
     if dloss.dim():
-        dlosses = collectives.all_reduce_sum(dloss.clone(), data_group)  # others' are 0 here
-    else:
-        every = collectives.gather_tokens(dloss[None], data_group)
-        dlosses = dloss.where((every == dloss).all(), torch.nan)
-    return dlosses / collectives.group_size(data_group)
+        return collectives.all_reduce_sum(dloss.clone(), data_group) / P  # others' are 0 here
+    every = collectives.gather_tokens(dloss[None], data_group)
+    return dloss.where((every == dloss).all(), torch.nan) / P

@@ -81,7 +81,7 @@ def test_sequence_first(temperature):
 def test_labels_in_another_order_are_refused():
     hidden, weight, labels = operands()
     said = complaint(compat.linear_cross_entropy, hidden.transpose(0, 1), weight, labels)
-    assert said.startswith("labels must be (7, 3) from hidden with sequence_first=False, or flat")
+    assert said.startswith("labels must be (7, 3) from hidden, or flat, got (3, 7)")
     one, *_ = compat.linear_cross_entropy(hidden[:1].transpose(0, 1), weight, labels[:1])
     flat, *_ = compat.linear_cross_entropy(hidden[0], weight, labels[:1].flatten())
     assert torch.equal(one, flat)

@@ -67,7 +67,7 @@ def test_adapters_that_are_merged_or_disabled():
     for one in (plugged, model):
         one.merge_adapter()
     torch.testing.assert_close(plugged(**batch()).loss, trained)
-    with plugged.disable_adapter(), pytest.warns(UserWarning, match="merged LoRA .* is disabled"):
+    with plugged.disable_adapter(), pytest.warns(UserWarning, match="merged LoRA is disabled"):
         torch.testing.assert_close(plugged(**batch()).loss, expected)
 
 

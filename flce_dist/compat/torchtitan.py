@@ -28,10 +28,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def set_lm_head(self, lm_head: Any) -> None:
         """Let ``lm_head(hidden, labels)`` be the loss, so that FSDP2's hooks gather the weight."""
         if type(lm_head).forward is not nn.Linear.forward:
-            raise NotImplementedError(
-                "lm_head must be torchtitan's Linear, whose forward is known, got "
-                f"{type(lm_head).__name__}: use ChunkedLossWrapper"
-            )
+            raise NotImplementedError(f"lm_head must be an nn.Linear, got {type(lm_head).__name__}")
         self.lm_head, logits = lm_head, lm_head.forward
         lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
 
@@ -74,8 +71,7 @@ def _local(x: Any) -> Any:
 @override(target=BaseLoss.Config, description="flce_dist.linear_cross_entropy, without logits")
 def linear_cross_entropy_loss(config: Any, **options: Any) -> LinearCrossEntropyLoss.Config:
     """Return what takes the place of torchtitan's cross entropy, chunked or not."""
-    replaced = getattr(config, "loss_fn", config)
-    if type(replaced) is not CrossEntropyLoss.Config:
-        name = type(replaced).__qualname__
-        raise NotImplementedError(f"only torchtitan's CrossEntropyLoss can be replaced, got {name}")
+    kind = type(getattr(config, "loss_fn", config))
+    if kind is not CrossEntropyLoss.Config:
+        raise NotImplementedError(f"loss must be CrossEntropyLoss, got {kind.__qualname__}")
     return LinearCrossEntropyLoss.Config(options=options)

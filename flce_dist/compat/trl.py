@@ -25,9 +25,8 @@ class ChunkedLogProbFunction:
 
         The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, that of
         all tokens, or [N]. weight [V, H] and bias are cast to the dtype of hidden [N, H], or all to
-        autocast's; if FSDP2 has sharded them, the call gathers them and averages their gradients.
-        A target of -100 is ignored; one that ties is top 1. ``outputs`` that are not wanted are
-        None; log_sum_sq_probs and mean_logits take a second pass. chunk_size is not used.
+        autocast's, and may be sharded by FSDP2. A target of -100 is ignored. ``outputs`` left out
+        are None; log_sum_sq_probs and mean_logits take a second pass. chunk_size is not used.
         """
         if not (isinstance(weight, DTensor) or torch.is_autocast_enabled(hidden.device.type)):
             weight = weight.to(hidden.dtype)
@@ -54,9 +53,6 @@ def use_linear_cross_entropy() -> None:
     from trl.trainer import utils
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise NotImplementedError(
-            "flce_dist.compat.trl replaces trl.trainer.utils._ChunkedLogProbFunction of TRL 1.16, "
-            f"which TRL {trl.__version__} does not have"
-        )
+        raise NotImplementedError(f"TRL 1.16's fused LM head is not in TRL {trl.__version__}")
     utils._ChunkedLogProbFunction = ChunkedLogProbFunction
     utils.DTensor = ()  # TRL would gather FSDP2's weight by full_tensor(), which sums its gradient

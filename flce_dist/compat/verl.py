@@ -17,14 +17,12 @@ def linear_cross_entropy(
     """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
 
     Args:
-        hidden: [..., H], the same on every rank. With ``sequence_first`` it is [S, B, H], and
-            labels, temperature and flat results are [B, S].
+        hidden: [..., H], the same on every rank; with ``sequence_first`` [S, B, H] for [B, S].
         weight: [V, H], this rank's rows of the vocabulary.
         labels: hidden's shape without H, or flat; global ids. -100 is ignored, with results 0.
         temperature: of all tokens, or labels' shape.
         reduction: of logprobs alone.
-        dist_process_group: ranks that share the vocabulary. The caller sums dhidden over them, as
-            Megatron's mappings around hidden do.
+        dist_process_group: ranks that share the vocabulary, over which the caller sums dhidden.
     """
     if sequence_first:
         hidden = hidden.transpose(0, 1)
@@ -33,9 +31,8 @@ def linear_cross_entropy(
     sizes, given = ([n for n in shape if n != 1] for shape in (expected, labels.shape))
     if given not in (sizes, [expected.numel()]):
         raise ValueError(
-            f"labels must be {tuple(expected)} from hidden with sequence_first={sequence_first}, "
-            f"or flat, got {tuple(labels.shape)}: hidden [S, B, H] with labels [B, S] needs "
-            "sequence_first=True"
+            f"labels must be {tuple(expected)} from hidden, or flat, got {tuple(labels.shape)}: "
+            "hidden [S, B, H] with labels [B, S] needs sequence_first=True"
         )
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1)
@@ -51,6 +48,6 @@ def use_linear_cross_entropy() -> None:
     from verl.utils.kernel import linear_cross_entropy as module
 
     theirs = module.linear_cross_entropy
-    for name, loaded in list(sys.modules.items()):
-        if name.startswith("verl.") and vars(loaded).get("linear_cross_entropy") is theirs:
-            loaded.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    for loaded in [getattr(x, "__dict__", {}) for x in sys.modules.values()]:
+        if loaded.get("linear_cross_entropy") is theirs:
+            loaded["linear_cross_entropy"] = linear_cross_entropy

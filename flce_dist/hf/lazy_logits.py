@@ -15,15 +15,15 @@ _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__"}, {"div", "__truediv__"}
 _KNOWN = {Tensor.size, Tensor.dim} | {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad", "grad_fn")
 }  # needs no values
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _PARALLEL = ("torch.distributed.", "transformers.distributed.")  # their hooks only move tensors
 
 
 class LazyLogits(Tensor):
     """Logits without values (on the meta device), and what the model has done to them.
 
-    Products and quotients with numbers, one tanh, ``float`` (accelerate's) and the view [T, V] are
-    kept as steps, which a cross entropy in the model contains. Whatever else is asked for is asked
-    of the real logits; the loss then is theirs, too.
+    Steps are products and quotients with numbers, one tanh, ``float`` and the view [T, V]; a cross
+    entropy contains them. Whatever else is asked of real logits; the loss then is theirs, too.
     """
 
     head: Any
@@ -75,8 +75,7 @@ def real(x: Any, why: str) -> Any:
         return type(x)([real(one, why) for one in x])
     if not isinstance(x, LazyLogits):
         return x
-    mode = torch.is_grad_enabled()
-    if mode not in x.computed:
+    if (mode := torch.is_grad_enabled()) not in x.computed:
         if x.head.is_lazy:
             x.head.warn(why)
         logits = nn.Module.__call__(x.head, x.hidden)
@@ -104,22 +103,19 @@ class FusedHead:
         """Whether the loss of the model needs no real logits."""
         layer, adapters = linear_of(self), _adapters_of(self)
         hooks = [vars(x)["forward"] for x in (self, layer) if "forward" in vars(x)]
-        for x in (self, layer):
-            hooks += [*x._forward_hooks.values(), *x._forward_pre_hooks.values()]
-            hooks += [*x._backward_hooks.values(), *x._backward_pre_hooks.values()]
-        why = ""
-        if getattr(model, "_is_replica", False):
-            why = "DataParallel gathers them"
-        elif not all(getattr(x, "__module__", "").startswith(_PARALLEL) for x in hooks):
-            why = "a hook of the output layer, or a forward of its own, may look at them"
-        elif adapters and isinstance(layer.weight, DTensor):
-            why = "the weight of an output layer with LoRA is a DTensor"
-        elif any(getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters):
-            why = "the LoRA of the output layer is a variant, such as DoRA"
-        elif layer is not self and self.merged and self.disable_adapters:
-            why = "the merged LoRA of the output layer is disabled"
+        hooks += [hook for x in (self, layer) for kind in _HOOKS for hook in vars(x)[kind].values()]
+        of_others = [x for x in hooks if not getattr(x, "__module__", "").startswith(_PARALLEL)]
+        variants = [getattr(self, "lora_variant", self.use_dora).get(x) for x in adapters]
+        reasons = {
+            "DataParallel gathers them": getattr(model, "_is_replica", False),
+            "a hook of the output layer, or a forward of its own, may look at them": of_others,
+            "its weight, with LoRA, is a DTensor": adapters and isinstance(layer.weight, DTensor),
+            "its LoRA is a variant, such as DoRA": any(variants),
+            "merged LoRA is disabled": layer is not self and self.merged and self.disable_adapters,
+        }
+        why = [why for why, holds in reasons.items() if holds]
         if why:
-            self.warn(why)
+            self.warn(why[0])
         return not why
 
     def warn(self, why: str) -> None:
@@ -134,20 +130,18 @@ class FusedHead:
         """Return the loss of labels [T]; under FSDP2 as a call, whose hooks gather the weight."""
 
         def compute(hidden: Tensor) -> Tensor:  # [..., H]; LoRA of rank r makes that H + r
-            weight, bias = linear_of(self).weight, linear_of(self).bias
-            inputs, rows = [hidden], [weight]
+            whole, weight, bias = hidden, linear_of(self).weight, linear_of(self).bias
             for name in _adapters_of(self):
                 A, B, scaling = self.lora_A[name], self.lora_B[name], self.scaling[name]
                 low = A(self.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
-                inputs, rows = [*inputs, low.to(hidden.dtype)], [*rows, B.weight.to(weight.dtype)]
+                whole = torch.cat((whole, low.to(hidden.dtype)), dim=-1)
+                weight = torch.cat((weight, B.weight.to(weight.dtype)), dim=-1)
                 if B.bias is not None:
                     bias = B.bias * scaling + (0.0 if bias is None else bias)
-            if len(inputs) > 1:
-                hidden, weight = torch.cat(inputs, dim=-1), torch.cat(rows, dim=-1)
             is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
             scale, softcap = logits.scaling
             return linear_cross_entropy(
-                hidden, weight, labels.view(hidden.shape[:-1]), softcap=softcap, logit_scale=scale,
+                whole, weight, labels.view(hidden.shape[:-1]), softcap=softcap, logit_scale=scale,
                 bias=bias if bias is None or scale == 1.0 else bias * scale,
                 tp_group=weight.device_mesh.get_group() if is_split else None,
                 sequence_parallel=isinstance(hidden, DTensor) and hidden.placements == (Shard(1),),
@@ -156,7 +150,7 @@ class FusedHead:
 
         if not isinstance(self, FSDPModule):
             return compute(logits.hidden)
-        own = {name: x for name, x in vars(self).items() if name == "forward"}
+        own = {"forward": vars(self)["forward"]} if "forward" in vars(self) else {}
         vars(self)["forward"] = compute
         try:
             return nn.Module.__call__(self, logits.hidden)

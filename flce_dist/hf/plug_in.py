@@ -1,8 +1,7 @@
 """``use_linear_cross_entropy``: where the plug-in meets a model of transformers.
 
-The classes of model and output layer become subclasses. In a forward with labels the layer returns
-``LazyLogits``, which note what the model does to them; their cross entropy contains that. So no
-forward is copied, no config interpreted; parameters, state dicts, hooks and signatures stay.
+Model and output layer become subclasses. With labels the layer returns ``LazyLogits``, which note
+what the model does to them. So no forward is copied and no config interpreted.
 """
 
 import functools
@@ -27,9 +26,9 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
 
     Call it after ``get_peft_model``, before Trainer, accelerate, DDP, FSDP or torch.compile take
     the model; again to change options. With labels the model returns its loss as before (0, not
-    NaN, if no label counts). Scale, softcap, bias, LoRA on the output layer and the tensor-parallel
-    group are the model's. ``outputs.logits`` are computed when they are used. Logits with which a
-    model does more, or that hooks see, are computed for its own loss; a warning says so.
+    NaN, if no label counts); ``outputs.logits`` are computed when they are used. Scale, softcap,
+    bias, LoRA and the tensor-parallel group are the model's. Logits with which a model does more,
+    or that hooks see, are computed for its own loss; a warning says so.
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
@@ -43,7 +42,7 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     checks.checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
-    base, found = _base_of(restore(model)), ""
+    base, found = getattr(restore(model), "get_base_model", lambda: model)(), ""
     if not isinstance(base, PreTrainedModel):
         found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
     elif (head := _head_of(base)) is None or not _is_linear(head):
@@ -62,21 +61,18 @@ def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
 
 def restore(model: Any) -> Any:
     """Undo ``use_linear_cross_entropy``, where it was called, and return the model."""
-    base = _base_of(model)
-    if "unfused" in vars(type(base)):
-        for module in (_head_of(base), base):
-            module.__class__ = vars(type(module)).get("unfused", type(module))
+    base = getattr(model, "get_base_model", lambda: model)()
+    for module in (_head_of(base), base) if "unfused" in vars(type(base)) else ():
+        module.__class__ = vars(type(module)).get("unfused", type(module))
     return model
 
 
 @functools.cache
 def _subclass(base: Any, *mixin: Any) -> Any:
     """Return a class by the name of ``base``, a layer's with ``mixin`` or a model's."""
-    names = ("__module__", "__qualname__", "__doc__")
-    members = {"unfused": base, **{name: getattr(base, name) for name in names}}
-    if not mixin:
-        members["forward"] = _forward_of(base)
-    return type(base.__name__, (*mixin, base), members)
+    members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {} if mixin else {"forward": _forward_of(base)}
+    return type(base.__name__, (*mixin, base), {**members, "unfused": base})
 
 
 def _forward_of(base: Any) -> Any:
@@ -87,10 +83,8 @@ def _forward_of(base: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head, labels = _head_of(self), args[at] if len(args) > at else kwargs.get("labels")
         if not isinstance(head, FusedHead):
-            raise RuntimeError(
-                "the output layer must be the one that use_linear_cross_entropy has replaced, got "
-                f"another {type(head).__name__}; call it again, after get_peft_model"
-            )
+            found = f"the output layer was replaced, got another {type(head).__name__}"
+            raise RuntimeError(f"{found}; call it again, after get_peft_model")
         head.is_lazy = labels is not None and head.may_be_lazy(self)
         try:
             return base.forward(self, *args, **kwargs)
@@ -98,10 +92,6 @@ def _forward_of(base: Any) -> Any:
             head.is_lazy = False
 
     return forward
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _head_of(model: Any) -> Any:

@@ -157,8 +157,7 @@ def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
 def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """Return ``x``; if FSDP2 has sharded it, this rank's rows over ``tp_group`` in hidden's dtype.
 
-    One all-gather. Backward sums in the dtype of ``x``, by a reduce-scatter and an all-reduce over
-    replicas, then divides as FSDP2 does.
+    One all-gather. Backward sums in the dtype of ``x``, then divides as FSDP2 does.
     """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
