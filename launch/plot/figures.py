@@ -136,14 +136,14 @@ def dial(records: list[Record]) -> Figure | None:
 
 
 def shares(records: list[Record]) -> Figure | None:
-    """Draw time against the share of tokens that count."""
+    """Draw time against the share of tokens that count, of random masks."""
     drawn: dict[str, Lines] = {}
     for shape, found in with_gradients(records).items():
         lines: Lines = {}
         for r in found:
-            if r.op != "floor" and r.p50_ms is not None and r.schedule in (None, "auto"):
-                name = f"{r.run.name}, the first ignored" if r.contiguous else r.run.name
-                lines.setdefault(name, {})[r.counted] = r.p50_ms
+            is_drawn = r.op != "floor" and r.schedule in (None, "auto") and not r.contiguous
+            if is_drawn and r.p50_ms is not None:
+                lines.setdefault(r.run.name, {})[r.counted] = r.p50_ms
         if any(len(line) > 1 for line in lines.values()):
             drawn[shape] = lines
     figure = _against(drawn, "Time against the share of tokens that count", "linear")
