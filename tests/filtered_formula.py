@@ -53,7 +53,7 @@ def filtered_gradients(
 ) -> Outcome:
     """The gradients of ``definition`` by name."""
     found = definition(inputs, eps, upstream, **options)
-    return {name: x for name in GRADIENTS if (x := getattr(found, name)) is not None}
+    return Outcome({name: x for name in GRADIENTS if (x := getattr(found, name)) is not None})
 
 
 def check_filtered(

@@ -23,7 +23,7 @@ from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
-from tests.parallel_problem import Outcome, Problem, complaint, rank_step, share_of
+from tests.parallel_problem import Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -37,6 +37,7 @@ from tests.parallel_ranks import (
     same_bits,
     ways,
 )
+from tests.problems import Outcome
 
 
 def problems(device: torch.device) -> dict[str, Problem]:
@@ -184,7 +185,7 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
             ]
             for i in order:
                 gradients = torch.autograd.grad(losses[i], leaves[i], heads[i].upstream)
-                mine = Outcome(losses[i].detach(), *gradients)
+                mine = Outcome.of(losses[i], *gradients)
                 yield from differing(f"{way}, head {i} of {order}", mine, plain[i])
 
 
@@ -214,7 +215,7 @@ def activation_checkpointing(ranks: Ranks) -> Iterator[str]:
                 error = relative_rms(mine.loss, plain.loss)
                 if not error <= 1e-6:
                     yield f"{way}: loss: error {error:.3g} exceeds 1e-06"
-                mine = mine._replace(loss=plain.loss)
+                mine = mine.changed(loss=plain.loss)
             yield from differing(f"{way}, use_reentrant={use_reentrant}", mine, plain)
 
 

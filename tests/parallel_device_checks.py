@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_dist.kernels import eager_logits
 from flce_dist.memory import peak_memory, release_shared_memory
-from tests.parallel_problem import Outcome, Problem, Share, rank_step, share_of
+from tests.parallel_problem import Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
     Ranks,
@@ -23,6 +23,7 @@ from tests.parallel_ranks import (
     said,
     same_bits,
 )
+from tests.problems import Outcome
 from tests.test_gpu_graphs import Replayed
 from tests.test_gpu_oracle import host_must_not_wait
 
@@ -81,7 +82,7 @@ def step_on_streams(
         poison(ranks, one, leaves)
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
-    copies = Outcome(loss.detach().clone(), *(x.clone() for x in gradients))
+    copies = Outcome.of(loss.clone(), *(x.clone() for x in gradients))
     del loss, gradients
     poison(ranks, one, leaves)
     if ranks.on_gpu:
@@ -152,7 +153,7 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
                 buffer.copy_(new)
 
     static = batch(0)
-    expected = [Outcome(*forward_and_backward(batch(i))) for i in range(3)]
+    expected = [Outcome.of(*forward_and_backward(batch(i))) for i in range(3)]
     # NCCL's watchdog asks after events from a thread of its own while this one captures.
     replayed = Replayed(
         lambda: forward_and_backward(static), ranks.device.type, capture_error_mode="thread_local"
@@ -162,12 +163,12 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
         if torch.equal(replayed.results[0], expected[i].loss):
             yield f"batch {i}: its loss was there before the replay"
         replayed.replay()
-        yield from differing(f"batch {i}", Outcome(*replayed.results), expected[i])
+        yield from differing(f"batch {i}", Outcome.of(*replayed.results), expected[i])
     for times in (2, 3) if options["sequence_parallel"] else ():
         rank_step(ranks.group, one.changed(T=times * one.T), **options)  # what ranks share grows
     load(1)
     replayed.replay()
-    yield from differing("after larger calls", Outcome(*replayed.results), expected[1])
+    yield from differing("after larger calls", Outcome.of(*replayed.results), expected[1])
     if ranks.on_gpu:
         torch.cuda.synchronize()  # a graph must not go while it runs
 

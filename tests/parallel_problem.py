@@ -1,7 +1,7 @@
 """One problem, whole and by ranks: what the tests of parallel runs share."""
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,26 +18,9 @@ from flce_dist.op.call import Call
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests import problems
-from tests.problems import Inputs, Upstream, run_reference
+from tests.problems import Inputs, Outcome, Upstream, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
-
-
-class Outcome(NamedTuple):
-    """Loss and gradients of one rank, or of all ranks joined."""
-
-    loss: Tensor
-    dhidden: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    calls: Any = ()  # names of collectives, over threads
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(zip(self._fields[:4], self[:4], strict=True))
-
-    def part(self, tokens: Any, rows: slice) -> "Outcome":
-        """Only the gradients of these tokens and vocabulary rows."""
-        return Outcome(self.loss, self.dhidden[tokens], self.dweight[rows], self.dbias[rows])
 
 
 @dataclass(frozen=True)
@@ -93,8 +76,7 @@ class Problem:
         options = {"vocab_size": self.V_all, **self.options}
         of_tokens = options.pop("token_weight", None), options.pop("temperature", 1.0)
         inputs = Inputs(hidden, weight, labels, bias, *of_tokens)
-        found = run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
-        return Outcome(found["loss"], found["dhidden"], found["dweight"], found["dbias"])
+        return run_reference(inputs.to(dtype), Upstream(self.upstream), **options)
 
     @cached_property
     def truth(self) -> tuple[Outcome, Outcome]:
@@ -161,15 +143,13 @@ def rank_step(
     if loss.requires_grad:
         loss.backward(problem.upstream.to(loss.dtype) * upstream_factor)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    dhidden, dweight, dbias = gradients
-    calls = tuple(getattr(group, "calls", ()))
-    return Outcome(loss.detach(), dhidden, dweight, dbias, calls=calls)
+    return Outcome.of(loss, *gradients, calls=tuple(getattr(group, "calls", ())))
 
 
-def joined_by_name(ranks: Sequence[Mapping[str, Any]], sequence_parallel: bool) -> dict[str, Any]:
+def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
     """Join what ranks have parts of; check that they agree on all else, tensors bitwise."""
     split = ("dweight", "dbias", "dhidden") if sequence_parallel else ("dweight", "dbias")
-    found = dict(ranks[0])
+    found = ranks[0].changed()
     for name, first in found.items():
         every = [rank[name] for rank in ranks]
         if name in split:
@@ -180,17 +160,12 @@ def joined_by_name(ranks: Sequence[Mapping[str, Any]], sequence_parallel: bool) 
     return found
 
 
-def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
-    """Join the ranks' outcomes; check that loss, collectives and dhidden agree."""
-    return Outcome(**joined_by_name([rank._asdict() for rank in ranks], sequence_parallel))
-
-
 def misses(
     outcome: Outcome, problem: Problem, tokens: Any = slice(None), rows: slice = slice(None)
 ) -> list[str]:
     """Return the results of these tokens and rows whose error against fp64 exceeds their budget."""
-    truth, eager = (whole.part(tokens, rows).tensors() for whole in problem.truth)
-    return problems.misses(outcome.tensors(), truth, eager, problem.dtype)
+    truth, eager = (whole.part(tokens, rows) for whole in problem.truth)
+    return problems.misses(outcome, truth, eager, problem.dtype)
 
 
 def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flce_dist.op.plan import Plan, plan
 from flce_dist.parallel.vocab import vocab_range
-from tests.parallel_problem import GRADIENTS, Outcome, Problem, misses, rank_step
+from tests.parallel_problem import GRADIENTS, Problem, misses, rank_step
+from tests.problems import Outcome
 
 Options = dict[str, Any]
 

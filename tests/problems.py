@@ -22,9 +22,32 @@ from flce_dist.testing import error_budget, relative_rms
 
 IGNORE = -100
 METRICS = ("lse", "logprob", "entropy")
+Results = dict[str, Any]
 
-Outcome = dict[str, Tensor]
-"""Loss, metrics and gradients by name."""
+
+class Outcome(dict[str, Any]):
+    """Loss, metrics and gradients by name, also as attributes; ``calls`` names collectives."""
+
+    @classmethod
+    def of(cls, loss: Tensor, *gradients: Any, calls: Any = ()) -> "Outcome":
+        names = ("dhidden", "dweight", "dbias")
+        return cls(loss=loss.detach(), **dict(zip(names, gradients, strict=True)), calls=calls)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for name, x in self.items() if name != "calls"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+    def changed(self, **changes: Any) -> "Outcome":
+        return Outcome(self, **changes)
+
+    def part(self, tokens: Any, rows: slice) -> "Outcome":
+        """Only the gradients of these tokens and vocabulary rows."""
+        of = {"dhidden": tokens, "dweight": rows, "dbias": rows}
+        return Outcome({name: x[of[name]] if name in of else x for name, x in self.items()})
 
 
 def device_of(impl: str) -> torch.device:
@@ -115,7 +138,7 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
     }
     of_tokens = {name: getattr(inputs, name) for name in ("labels", "token_weight", "temperature")}
     out = call(**of_tokens, **leaves, **options)
-    results = dict(zip(("loss", *METRICS, "correct"), out, strict=False))
+    results = Outcome(zip(("loss", *METRICS, "correct"), out, strict=False))
 
     heads, gradients = [], []
     if upstream.loss is not None:
@@ -126,7 +149,7 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
         heads.append(results[name])
         gradients.append(g.to(results[name]))
     torch.autograd.backward(heads, gradients, retain_graph=twice)
-    results = {name: x.detach() for name, x in results.items()}
+    results.update({name: x.detach() for name, x in results.items()})
     for name, leaf in leaves.items():
         assert leaf.grad is not None, f"d{name} is missing"
         assert leaf.grad.dtype == leaf.dtype
@@ -149,7 +172,7 @@ def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> 
         return (linear_cross_entropy(hidden, weight, labels, **kwargs),)
 
     results = run(call, inputs.to(device_of(impl)), upstream, impl=impl, **options)
-    return {name: x.cpu() for name, x in results.items()}
+    return Outcome({name: x.cpu() for name, x in results.items()})
 
 
 def run_reference(inputs: Inputs, upstream: Upstream, **options: Any) -> Outcome:
@@ -170,7 +193,7 @@ def check(
     return actual
 
 
-def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
+def compare(actual: Results, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
     """Compare ``actual`` with the reference in fp64; an AssertionError names the result."""
     inputs = inputs.to(torch.device("cpu"))
     truth = run_reference(inputs.to(torch.float64), upstream, **options)
@@ -181,7 +204,7 @@ def compare(actual: Outcome, inputs: Inputs, upstream: Upstream, **options: Any)
 
 
 def misses(
-    actual: Outcome, truth: Outcome, eager: Outcome, dtype: torch.dtype, slack: float = 0.0
+    actual: Results, truth: Results, eager: Results, dtype: torch.dtype, slack: float = 0.0
 ) -> list[str]:
     """Name what in ``actual`` is further from ``truth``, in fp64, than it may be.
 
@@ -190,6 +213,8 @@ def misses(
     """
     found = []
     for name, result in actual.items():
+        if name == "calls":
+            continue
         assert result.shape == truth[name].shape, f"{name}: {result.shape}, not {truth[name].shape}"
         result, expected = without_infinities(name, result, truth[name])
         error, budget = relative_rms(result, expected), 1e-5
@@ -216,7 +241,7 @@ def without_infinities(name: str, result: Tensor, expected: Tensor) -> tuple[Ten
     return result.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
 
 
-def entropy_rounding(truth: Outcome) -> float:
+def entropy_rounding(truth: Results) -> float:
     """Absolute error that fp32 costs the entropy, for logits whose deviation is near 1 or above.
 
     It is ``(lse - z_label) - mean(z - z_label)``: where the label is unlikely both terms are large,

@@ -16,7 +16,7 @@ from flce_dist import linear_logprob
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_logprob
 from flce_dist.testing import error_budget, relative_rms, run_ranks
-from tests.parallel_problem import joined_by_name
+from tests.parallel_problem import joined
 from tests.problems import Outcome, device_of, without_infinities
 
 SCORES = ("logprob", "lse", "other", "entropy")
@@ -92,12 +92,12 @@ def run(call: Any, given: Scored, **options: Any) -> Outcome:
         if getattr(given, name) is not None
     }
     out = call(ids=given.ids, **leaves, **given.options, **options)
-    results = {k: x for k, x in zip(SCORES, out, strict=True) if x is not None}
+    results = Outcome({k: x for k, x in zip(SCORES, out, strict=True) if x is not None})
     heads = [results[name] for name in given.upstream]
     gradients = [g.to(head) for head, g in zip(heads, given.upstream.values(), strict=True)]
     torch.autograd.backward(heads, gradients)
-    results = {name: x.detach() for name, x in results.items()}
-    return results | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    results.update({name: x.detach() for name, x in results.items()})
+    return results.changed(**{f"d{k}": x.grad for k, x in leaves.items() if x.grad is not None})
 
 
 def run_scores(given: Scored, impl: str, **options: Any) -> Outcome:
@@ -110,7 +110,7 @@ def run_scores(given: Scored, impl: str, **options: Any) -> Outcome:
     tensors = {name: moved(getattr(given, name)) for name in ("hidden", "weight", "bias", "ids")}
     there = replace(given, options=moved_options, **tensors)
     results = run(linear_logprob, there, impl=impl, **options)
-    return {name: x.cpu() for name, x in results.items()}
+    return Outcome({name: x.cpu() for name, x in results.items()})
 
 
 def run_reference(given: Scored) -> Outcome:
@@ -122,7 +122,7 @@ def run_reference(given: Scored) -> Outcome:
     return run(reference_linear_logprob, replace(given, options=options))
 
 
-def compare(actual: Outcome, given: Scored) -> None:
+def compare(actual: dict[str, Any], given: Scored) -> None:
     """Compare all that ``actual`` has with fp64; an AssertionError names the result."""
     truth, eager = run_reference(given.to(torch.float64)), run_reference(given)
     for name, result in actual.items():
@@ -145,11 +145,11 @@ def check(given: Scored, impl: str, **options: Any) -> Outcome:
     return actual
 
 
-def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list[dict[str, Any]]:
-    """Results of each of P ranks, and the names of its collectives as "calls"."""
+def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list[Outcome]:
+    """Results of each of P ranks, with its ``calls``."""
     n_rows, split = len(given.weight), options.get("sequence_parallel", False)
 
-    def one(group: dist.ProcessGroup) -> dict[str, Any]:
+    def one(group: dist.ProcessGroup) -> Outcome:
         start, end = vocab_range(n_rows, group.rank(), P)
         parts = given.hidden.tensor_split(P, options.get("sequence_dim", 0))
         hidden = parts[group.rank()] if split else given.hidden
@@ -157,7 +157,7 @@ def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list
         mine = replace(given, hidden=hidden, weight=given.weight[start:end], bias=bias)
         mine = mine.changed(**{"vocab_size": n_rows, **given.options})
         found = run_scores(mine, impl, tp_group=group, vocab_range=(start, end), **options)
-        return {**found, "calls": tuple(getattr(group, "calls", ()))}
+        return found.changed(calls=tuple(getattr(group, "calls", ())))
 
     return run_ranks(one, P)
 
@@ -165,6 +165,6 @@ def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list
 def on_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> Outcome:
     """Results of P ranks, joined; they must agree in scores, bit by bit, and in collectives."""
     ranks = of_ranks(given, P, impl, **options)
-    found = joined_by_name(ranks, options.get("sequence_parallel", False))
+    found = joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
     found.pop("calls")
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import joined_by_name, small_chunks
+from tests.parallel_problem import joined, small_chunks
 from tests.problems import (
     DTYPES,
     IGNORE,
@@ -190,7 +190,7 @@ def rank_step(
         **options_of(drawn),
     }
     found = run(call, share.to(torch.device(device)), upstream_of(drawn), twice=True, **how)
-    return {name: x.cpu() for name, x in found.items()}
+    return Outcome({name: x.cpu() for name, x in found.items()})
 
 
 def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> None:
@@ -199,8 +199,8 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
         ranks = [rank_step(None, drawn, whole, impl, device)]
     else:
         ranks = run_ranks(lambda group: rank_step(group, drawn, whole, impl, device), drawn.P)
-    joined = joined_by_name(ranks, drawn.sequence_parallel)
-    compare(joined, whole, upstream_of(drawn), **options_of(drawn))
+    found = joined(ranks, sequence_parallel=drawn.sequence_parallel)
+    compare(found, whole, upstream_of(drawn), **options_of(drawn))
 
 
 @settings(max_examples=100, **SETTINGS)

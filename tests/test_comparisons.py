@@ -36,7 +36,7 @@ def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
     x = right[name]
     for wrong in [~x] if name == "correct" else [0.0 * x, factor * x]:
         with pytest.raises(AssertionError, match=f"^{name}: "):
-            compare({**right, name: wrong}, inputs(dtype), Upstream())
+            compare(right.changed(**{name: wrong}), inputs(dtype), Upstream())
 
 
 # --- parallel_problem: misses, joined
@@ -47,7 +47,7 @@ def test_results_of_ranks(name: str) -> None:
     outcome = on_threads(4, UNEVEN)
     assert misses(outcome, UNEVEN) == []
     changed: dict[str, Any] = {name: 1.01 * getattr(outcome, name)}
-    assert [miss.split(":")[0] for miss in misses(outcome._replace(**changed), UNEVEN)] == [name]
+    assert [miss.split(":")[0] for miss in misses(outcome.changed(**changed), UNEVEN)] == [name]
 
 
 @pytest.mark.parametrize("name", ["loss", "dhidden", "calls"])
@@ -55,7 +55,7 @@ def test_ranks_that_differ(name: str) -> None:
     one = on_threads(1, UNEVEN)
     other: Any = ("allreduce",) if name == "calls" else getattr(one, name) * (1 + 2e-7)
     with pytest.raises(AssertionError, match=r"differs|different"):
-        joined([one, one._replace(**{name: other})], sequence_parallel=False)
+        joined([one, one.changed(**{name: other})], sequence_parallel=False)
 
 
 # --- fake_ranks: orders of streams

@@ -200,7 +200,7 @@ def plain_step(
     group: dist.ProcessGroup, compiles: Any, problem: Problem, **options: Any
 ) -> list[Tensor]:
     call = compiles(linear_cross_entropy, backend="aot_eager")
-    return list(rank_step(group, problem, call=call, **options)[:4])
+    return rank_step(group, problem, call=call, **options).tensors()
 
 
 def dtensor_step(group: dist.ProcessGroup, compiles: Any, sequence_parallel: bool) -> list[Tensor]:
@@ -226,7 +226,7 @@ def two_heads_step(group: dist.ProcessGroup, compiles: Any) -> list[Tensor]:
     """By inductor. Graphs of ranks differ in sizes; the order of their collectives must not."""
     call = layered(compiles(two_heads))
     options: dict[str, Any] = {"sequence_parallel": True, "schedule": "cached"}
-    return list(rank_step(group, UNEVEN, call=call, **options)[:4])
+    return rank_step(group, UNEVEN, call=call, **options).tensors()
 
 
 STEPS: dict[str, Callable[..., list[Tensor]]] = {

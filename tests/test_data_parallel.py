@@ -13,8 +13,17 @@ from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.on_ranks import on_ranks
-from tests.parallel_problem import Outcome, complaint
-from tests.problems import IGNORE, Inputs, Upstream, make_inputs, misses, pairwise, run_reference
+from tests.parallel_problem import complaint
+from tests.problems import (
+    IGNORE,
+    Inputs,
+    Outcome,
+    Upstream,
+    make_inputs,
+    misses,
+    pairwise,
+    run_reference,
+)
 
 P, T, H, V_ALL, ROWS = 3, 8, 16, 101, 104  # 35, 35, 34 rows, of which three are padding
 IGNORING = 1  # a rank whose tokens are all ignored
@@ -51,11 +60,10 @@ def expected(inputs: Inputs, of_tokens: tuple[str, ...], options: dict[str, Any]
     for rank in range(P):
         own = part(inputs, rank, *of_tokens)
         g = Upstream(upstream_of(options["reduction"], rank, len(own.labels)))
-        one = run_reference(own, g, vocab_size=V_ALL, **options)
-        found.append(Outcome(one["loss"], one["dhidden"], one["dweight"], one["dbias"]))
+        found.append(run_reference(own, g, vocab_size=V_ALL, **options))
     dweight = torch.stack([one.dweight for one in found]).mean(0)
     dbias = torch.stack([one.dbias for one in found]).mean(0)
-    return [one._replace(dweight=dweight, dbias=dbias) for one in found]
+    return [one.changed(dweight=dweight, dbias=dbias) for one in found]
 
 
 def step(
@@ -72,8 +80,8 @@ def step(
         **options,
     )  # fmt: skip
     upstream = upstream_of(options["reduction"], group.rank(), len(hidden)).to(loss.dtype)
-    dhidden, dweight, dbias = torch.autograd.grad(loss, (hidden, weight, bias), upstream)
-    return Outcome(loss.detach(), dhidden, dweight, dbias, tuple(getattr(group, "calls", ())))
+    gradients = torch.autograd.grad(loss, (hidden, weight, bias), upstream)
+    return Outcome.of(loss, *gradients, calls=tuple(getattr(group, "calls", ())))
 
 
 def check(inputs: Inputs, of_tokens: tuple[str, ...] = (), **options: Any) -> list[Outcome]:
@@ -86,8 +94,8 @@ def check(inputs: Inputs, of_tokens: tuple[str, ...] = (), **options: Any) -> li
     eager = expected(inputs, of_tokens, plain)
     for rank, one in enumerate(ours):
         rows = slice(*vocab_range(ROWS, rank, P))
-        exact, rounded = (x[rank].part(slice(None), rows).tensors() for x in (truth, eager))
-        assert misses(one.tensors(), exact, rounded, inputs.dtype) == [], f"rank {rank}"
+        exact, rounded = (x[rank].part(slice(None), rows) for x in (truth, eager))
+        assert misses(one, exact, rounded, inputs.dtype) == [], f"rank {rank}"
     return ours
 
 

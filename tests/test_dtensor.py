@@ -18,7 +18,8 @@ from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
-from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Outcome, Problem, complaint, misses
+from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Problem, complaint, misses
+from tests.problems import Outcome
 
 SPLIT, WHOLE = Shard(0), Replicate()
 NONE = Problem(options={"reduction": "none"})
@@ -81,8 +82,7 @@ def step_rank(
         elif name != "hidden" and tp_group is not None:
             dx = dtensor.whole_of_rows(dx, problem.n_rows, tp_group)
         gradients.append(dx.full_tensor() if isinstance(dx, DTensor) else dx)
-    dhidden, dweight, dbias = gradients
-    return Outcome(loss.detach(), dhidden, dweight, dbias)
+    return Outcome.of(loss, *gradients)
 
 
 ROWS = {"weight": SPLIT, "bias": SPLIT}
@@ -128,7 +128,7 @@ def test_a_sum_left_to_dtensor_is_partial(pools, placements):
     ranks = pools[2].run(step_rank, (2,), UNEVEN, placements, reduce_dhidden=False)
     if "hidden" not in placements:
         total = ranks[0].dhidden + ranks[1].dhidden
-        ranks = [rank._replace(dhidden=total) for rank in ranks]
+        ranks = [rank.changed(dhidden=total) for rank in ranks]
     assert all(misses(rank, UNEVEN) == [] for rank in ranks)
 
 

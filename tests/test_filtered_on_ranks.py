@@ -17,8 +17,9 @@ from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.op.gradients import Gradients
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
+from tests import parallel_problem
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
-from tests.parallel_problem import GRADIENTS, joined_by_name
+from tests.parallel_problem import GRADIENTS
 from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, both, device_of, run, run_op
 from tests.test_main_grad import parameter, step
 
@@ -44,7 +45,7 @@ def on_rank(
     share = replace(
         problem, hidden=hidden, weight=problem.weight[start:end], bias=problem.bias[start:end]
     )
-    shares: Outcome = {}
+    shares = Outcome()
 
     def call(**given: Any) -> tuple[Tensor, ...]:
         out: Any = linear_cross_entropy_with_metrics(**given)
@@ -53,16 +54,15 @@ def on_rank(
 
     options = {"vocab_size": len(problem.weight), "vocab_range": (start, end), **options}
     found = run(call, share, Upstream(), tp_group=group, schedule=FILTERED, **options)
-    return found | shares, list(getattr(group, "calls", ()))
+    return found.changed(**shares), list(getattr(group, "calls", ()))
 
 
 def joined(problem: Inputs, ranges: list[tuple[int, int]], **options: Any) -> Outcome:
     """All ranks' gradients; loss and metrics must be the same bits, and so the collectives."""
     found = run_ranks(lambda group: on_rank(group, problem, ranges, **options), len(ranges))
     assert all(calls == found[0][1] for _, calls in found)
-    return joined_by_name(
-        [results for results, _ in found], options.get("sequence_parallel", False)
-    )
+    sp = options.get("sequence_parallel", False)
+    return parallel_problem.joined([results for results, _ in found], sequence_parallel=sp)
 
 
 CUTS: dict[str, list[tuple[int, int]]] = {

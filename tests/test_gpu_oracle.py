@@ -67,7 +67,7 @@ def textbook_in_chunks(
         dweight += found["dweight"]
         parts.append((found["loss"], found["dhidden"]))
     loss, dhidden = map(torch.cat, zip(*parts, strict=True))
-    return {"loss": loss, "dhidden": dhidden, "dweight": dweight}
+    return Outcome(loss=loss, dhidden=dhidden, dweight=dweight)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def test_more_than_two_to_the_31_logits(schedule, device):
     inputs, truth, eager = large(device)
     of_tokens = {"dhidden": slice(first_beyond(device), None)}
     if schedule == "in_forward":
-        truth = truth | {"loss": truth["loss"].sum()}
+        truth = truth.changed(loss=truth["loss"].sum())
     else:
         of_tokens["loss"] = of_tokens["dhidden"]
     how = {"schedule": schedule, "reduction": "sum" if schedule == "in_forward" else "none"}

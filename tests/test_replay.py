@@ -120,7 +120,7 @@ def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
     def rank(group: dist.ProcessGroup) -> list[Any]:
         problems = [Problem(T=T, H=H, V_all=V, seed=seed) for seed in (0, 1)]
         how = {"impl": "triton", "sequence_parallel": sequence_parallel, **CASES[case][1]}
-        return [rank_step(group, problem, **how)[:4] for problem in 2 * problems]
+        return [rank_step(group, problem, **how).tensors() for problem in 2 * problems]
 
     for first, recorded, *replays in run_ranks(rank, 2):
         for one, other in zip((*first, *recorded), (*replays[0], *replays[1]), strict=True):

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
 from flce_dist import linear_cross_entropy_with_metrics as with_metrics
 from flce_dist.testing import relative_rms, run_ranks
-from tests.parallel_problem import Outcome, Problem, complaint, joined, misses, rank_step, share_of
+from tests.parallel_problem import Problem, complaint, joined, misses, rank_step, share_of
+from tests.problems import Outcome
 
 B, S = 3, 8
 WEIGHTS = torch.linspace(0, 2, B * S)
@@ -59,7 +60,7 @@ def step_rank(group: Any, problem: Problem, kind: str = "", **options: Any) -> O
 
 def whole(ranks: list[Outcome]) -> Outcome:
     found = joined(ranks, sequence_parallel=True)
-    return found._replace(dhidden=found.dhidden.view(len(ranks), B * S, -1).sum(0))
+    return found.changed(dhidden=found.dhidden.view(len(ranks), B * S, -1).sum(0))
 
 
 @pytest.mark.parametrize("P, problem, schedule", [(2, MEAN, "in_forward"), (4, NONE, "cached")])
