@@ -17,7 +17,7 @@ def linear_cross_entropy(
     """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
 
     Args:
-        hidden: [..., H], the same on every rank; with ``sequence_first`` [S, B, H] for [B, S].
+        hidden: [..., H], the same on every rank; [S, B, H] of labels [B, S] if ``sequence_first``.
         weight: [V, H], this rank's rows of the vocabulary.
         labels: hidden's shape without H, or flat; global ids. -100 is ignored, with results 0.
         temperature: of all tokens, or labels' shape.

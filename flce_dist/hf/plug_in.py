@@ -83,7 +83,7 @@ def _forward_of(base: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head, labels = _head_of(self), args[at] if len(args) > at else kwargs.get("labels")
         if not isinstance(head, FusedHead):
-            found = f"the output layer was replaced, got another {type(head).__name__}"
+            found = f"the output layer must be the replaced one, got another {type(head).__name__}"
             raise RuntimeError(f"{found}; call it again, after get_peft_model")
         head.is_lazy = labels is not None and head.may_be_lazy(self)
         try:
