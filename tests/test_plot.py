@@ -48,7 +48,7 @@ def test_memory_names_what_is_wrong_or_failed():
     assert bars[0].get_facecolor() != bars[1].get_facecolor() == bars[2].get_facecolor()
     assert texts(figure) == ["0", "100", "100, wrong dweight", "OutOfMemoryError: CUDA out"]
     labels = [label.get_text() for label in first.get_yticklabels()]
-    assert labels == ["triton cached", "canonical", "cce", "cce_exact"]
+    assert labels == ["ours, cached", "PyTorch, fp32 logits", "cut-cross-entropy", "cce exact"]
     assert second.get_xlabel().endswith("\nnot installed: liger")
     assert first.get_xlim() == second.get_xlim()
     assert_readable(figure)
@@ -77,8 +77,8 @@ def test_time_over_the_share_of_tokens_that_count():
     found = [auto, replace(auto, counted=0.25, p50_ms=4.0), replace(auto, skip_ignored=True)]
     figure: Any = shares([*DIAL[:2], *found])
     assert lines_of(figure.axes[0]) == {
-        "triton auto": [[0.25, 1.0], [4.0, 14.0]],
-        "triton auto skip_ignored": [[1.0], [14.0]],
+        "ours, auto": [[0.25, 1.0], [4.0, 14.0]],
+        "ours, auto skip_ignored": [[1.0], [14.0]],
     }
     assert_readable(figure)
     assert shares(DIAL) is None
@@ -119,13 +119,13 @@ def test_scaling_shows_time_and_memory_against_ranks():
     times, memory_axes = figure.axes
     found = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in times.lines}
     rows = [label.get_text() for label in times.get_yticklabels()]
-    assert rows == ["gemm3", "triton cached SP", "eager cached SP", "megatron_fused SP"]
-    assert found["1 rank"] == [1.0, 1.0, 1.0, 1.5]
-    assert found["4 ranks"] == [1.0, 1.25, 1.25, 2.0]
-    assert texts(figure) == ["100%, 100%", "80%, 80%", "80%, 80%", "91%, 75%"]
+    assert rows == ["three GEMMs", "Megatron, fused loss", "ours, cached", "eager cached"]
+    assert found["1 rank"] == [1.0, 1.5, 1.0, 1.0]
+    assert found["4 ranks"] == [1.0, 2.0, 1.25, 1.25]
+    assert texts(figure) == ["100%, 100%", "91%, 75%", "80%, 80%", "80%, 80%"]
     of_memory = [line for line in memory_axes.lines if line.get_marker() != "None"]
     found_mib = [np.asarray(line.get_xdata()).tolist() for line in of_memory]
-    assert found_mib == [[200.0, 200.0, 900.0]] * 3
+    assert found_mib == [[900.0, 200.0, 200.0]] * 3
     assert_readable(figure)
 
 
@@ -185,7 +185,7 @@ def test_the_timeline_has_communication_in_a_row_of_its_own():
     rows = [patch.get_y() + patch.get_height() / 2 for patch in patches]
     assert rows == pytest.approx([0.2, -0.2, 0.2, -0.2])
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["triton cached SP"], "a floor is its products"
+    assert labels == ["ours, cached"], "a floor is its products"
     assert timeline(PROFILED[3:]) is None and timeline([]) is None
 
 

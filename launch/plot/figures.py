@@ -16,7 +16,13 @@ from flce_dist.launch.bench.profiles import Kind
 from flce_dist.launch.bench.report import MIB, Record
 
 OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
-BLUE = "blue: linear_cross_entropy"
+NAMES = {
+    "triton": "ours,", "indexed": "ours, rows by a mask", "cce": "cut-cross-entropy",
+    "gemm1": "one GEMM", "gemm3": "three GEMMs", "gemm4": "four GEMMs", "torch_eager": "PyTorch",
+    "canonical": "PyTorch, fp32 logits", "torch_compile_fp32": "torch.compile, fp32 loss",
+    "megatron_fused": "Megatron, fused loss", "megatron_unfused": "Megatron, unfused loss",
+}  # fmt: skip
+"""What readers call an implementation, if not by its name."""
 WORKSPACE = "MiB at the peak, beyond inputs and gradients"
 LEAST_MIB = 1.0
 """Where the axis starts: a logarithm has no place for 0."""
@@ -41,8 +47,14 @@ def panels(heights: dict[str, float], width: float) -> tuple[Figure, list[Axes]]
     return figure, stacked
 
 
-def name_rows(axes: Axes, names: Sequence[str], **style: Any) -> None:
+def label_of(run: str) -> str:
+    impl, *rest = run.replace(" SP", "").split(maxsplit=1)
+    return " ".join((NAMES.get(impl, impl.replace("_", " ")), *rest)).rstrip(",")
+
+
+def name_rows(axes: Axes, runs: Sequence[str], **style: Any) -> None:
     """Name the rows of a panel, downwards."""
+    names = [label_of(run) for run in runs]
     axes.set_yticks(range(len(names)), names, **style)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
@@ -91,7 +103,7 @@ def memory(records: list[Record]) -> Figure | None:
     missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
     below = f"\nnot installed: {missing}" if missing else ""
     stacked[-1].set_xlabel(f"{WORKSPACE}{below}", fontsize=8)
-    figure.suptitle(f"Forward and backward of output layer and loss: memory ({BLUE})", fontsize=10)
+    figure.suptitle("Forward and backward of output layer and loss: memory", fontsize=10)
     return figure
 
 
@@ -162,7 +174,8 @@ def _against(drawn: dict[str, Lines], title: str, scale: str) -> Figure | None:
     figure, stacked = panels(dict.fromkeys(drawn, 3.4), 8.0)
     for axes, lines in zip(stacked, drawn.values(), strict=True):
         for (name, points), marker in zip(lines.items(), "osD^v<>*" * len(lines), strict=False):
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker=marker, label=name)
+            xs, ys = zip(*sorted(points.items()), strict=True)
+            axes.plot(xs, ys, marker=marker, label=label_of(name))
         places = sorted({x for points in lines.values() for x in points})
         axes.set_xscale(scale)
         axes.set_xticks(places, [f"{x:g}" for x in places])

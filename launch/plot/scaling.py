@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flce_dist.launch.bench.config import OURS
 from flce_dist.launch.bench.report import Record
 from flce_dist.launch.plot import figures
 from flce_dist.launch.yaml_config import require
@@ -64,8 +63,7 @@ def scaling(records: list[Record]) -> Figure | None:
     )
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
-        # The floor, ours, the others; among each as the files have them.
-        rows = sorted(runs.items(), key=lambda item: (item[0] != FLOOR, not _is_ours(item[1])))
+        rows = sorted(runs.items(), key=lambda item: item[0] != FLOOR)  # the floor first
         _draw(times, memory, dict(rows), counts)
     times, memory = panels[-1]
     left, right = times.get_xlim()
@@ -77,8 +75,7 @@ def scaling(records: list[Record]) -> Figure | None:
     memory.set_xlabel(f"{figures.WORKSPACE}, per rank", fontsize=8)
     markers = times.get_legend_handles_labels()
     figure.legend(*markers, loc="outside upper right", ncols=5, fontsize=8)
-    title = f"The same problem on more ranks ({figures.BLUE})"
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    figure.suptitle("The same problem on more ranks", fontsize=10, x=0.01, ha="left")
     return figure
 
 
@@ -107,8 +104,6 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
         figures.write_at(times, shares, (most, y), (8, 0), va="center", fontsize=7)
     figures.mark_gemms(times.axvline)
     figures.name_rows(times, list(runs))
-    for name, over in zip(times.get_yticklabels(), runs.values(), strict=True):
-        name.set_color(figures.OUR_COLOR if _is_ours(over) else "black")
     for axes in (times, memory):
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
@@ -129,7 +124,3 @@ def _is_drawn(r: Record) -> bool:
 def _runs(records: list[Record]) -> set[Any]:
     """Return what is comparable with a run in another file; floors alone are not."""
     return {(r.shape, r.run.name) for r in records if _is_drawn(r) and r.op != "floor"}
-
-
-def _is_ours(over: OverRanks) -> bool:
-    return any(r.impl in OURS for r in over.values())
