@@ -4,7 +4,6 @@ Run by test_compile.py in a process of its own, since triton is either interpret
 good, from its first import.
 """
 
-import itertools
 import json
 import os
 import re
@@ -32,8 +31,8 @@ from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 H = 4096
-# T and V for each tile of an architecture, and one tile: the compiler takes 1 for a constant. V is
-# no multiple of any tile, and one segment of the statistics.
+# T and V for each tile of an architecture, and one tile. V is no multiple of any tile, and one
+# segment of the statistics.
 SHAPES = (8192, 16976), (128, 16976), (64, 16976), (1, 100)
 NVIDIA_BIN = Path(triton.backends.nvidia.__file__).parent / "bin"
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -104,13 +103,13 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             (" affine", partial(dlogits, token, token, token)),
         ]
     if logits.group_v is None and logits.T == SHAPES[0][0]:
-        calls += [
-            (" entropy", partial(statistics, metrics=True)),
-            ("", partial(filtered, logits, False)),
-        ]
+        is_hopper = tuning.device_arch(out.device)[0] == "sm_90"
+        calls.append((" entropy", partial(statistics, metrics=True)))
+        if is_hopper or out.dtype == torch.bfloat16:  # in fp32 tiles are the same elsewhere
+            calls.append(("", partial(filtered, logits, False)))
         if out.dtype == torch.bfloat16:
             calls.append((" main_grad", partial(filtered, logits._replace(bias=bias), True)))
-            if tuning.device_arch(out.device)[0] == "sm_90":  # elsewhere they differ as little
+            if is_hopper:  # elsewhere they differ as little
                 calls += [
                     (" tempered", partial(statistics, out, of=with_temperature)),
                     (" tempered", partial(dlogits, token, of=with_temperature)),
@@ -265,9 +264,10 @@ def compile_for(arch: str, itemsize: int) -> None:
         mock.patch.object(tuning, "device_arch", lambda device: (arch, 132)),
         mock.patch.object(JITFunction, "run", compile_only),
     ):
-        for (T, V), group_v in itertools.product(SHAPES, (None, INVARIANT_ROWS)):
-            if group_v is not None and (T, V) not in (SHAPES[0], SHAPES[-1]):
-                continue  # the order of a group is compared between the extremes
+        # The order of a group is compared between the extremes. In fp32 tiles are those of sm_80.
+        plain = SHAPES[:-1] if itemsize == 2 or arch in ("sm_80", "sm_90") else ()
+        of_groups = [(shape, INVARIANT_ROWS) for shape in (SHAPES[0], SHAPES[-1])]
+        for (T, V), group_v in [*((shape, None) for shape in plain), *of_groups]:
             hidden, weight = (torch.empty(n, H, dtype=dtype) for n in (T, V))
             labels = torch.zeros(T, dtype=torch.int64)
             logits = ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None, group_v)
