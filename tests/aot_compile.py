@@ -103,19 +103,19 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             (" affine", partial(dlogits, token, token, token)),
         ]
     if logits.group_v is None and logits.T == SHAPES[0][0]:
-        is_hopper = tuning.device_arch(out.device)[0] == "sm_90"
-        calls.append((" entropy", partial(statistics, metrics=True)))
-        if is_hopper or out.dtype == torch.bfloat16:  # in fp32 tiles are the same elsewhere
+        is_hopper = tuning.device_arch(out.device)[0] == "sm_90"  # elsewhere these differ as little
+        if is_hopper:
+            calls.append((" entropy", partial(statistics, metrics=True)))
+        if is_hopper or out.dtype == torch.bfloat16:
             calls.append(("", partial(filtered, logits, False)))
-        if out.dtype == torch.bfloat16:
-            calls.append((" main_grad", partial(filtered, logits._replace(bias=bias), True)))
-            if is_hopper:  # elsewhere they differ as little
-                calls += [
-                    (" tempered", partial(statistics, out, of=with_temperature)),
-                    (" tempered", partial(dlogits, token, of=with_temperature)),
-                    (" named", partial(scores, logits, out)),
-                    (" counted", partial(counted, logits, out)),
-                ]
+        if is_hopper and out.dtype == torch.bfloat16:
+            calls += [
+                (" main_grad", partial(filtered, logits._replace(bias=bias), True)),
+                (" tempered", partial(statistics, out, of=with_temperature)),
+                (" tempered", partial(dlogits, token, of=with_temperature)),
+                (" named", partial(scores, logits, out)),
+                (" counted", partial(counted, logits, out)),
+            ]
     return calls
 
 
