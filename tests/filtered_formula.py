@@ -11,7 +11,8 @@ import torch
 from flce_dist import filtered
 from flce_dist.filtered import FilteredGradients
 from flce_dist.testing import relative_rms
-from tests.problems import IGNORE, Inputs, Outcome, Upstream, run_op, run_reference
+from tests.outcomes import Outcome
+from tests.problems import IGNORE, Inputs, Upstream, run_op, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 

@@ -23,6 +23,7 @@ from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.parallel import transport
 from flce_dist.testing import relative_rms
+from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, complaint, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
@@ -37,7 +38,6 @@ from tests.parallel_ranks import (
     same_bits,
     ways,
 )
-from tests.problems import Outcome
 
 
 def problems(device: torch.device) -> dict[str, Problem]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flce_dist.kernels import eager_logits
 from flce_dist.memory import peak_memory, release_shared_memory
+from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (
     Options,
@@ -23,7 +24,6 @@ from tests.parallel_ranks import (
     said,
     same_bits,
 )
-from tests.problems import Outcome
 from tests.test_gpu_graphs import Replayed
 from tests.test_gpu_oracle import host_must_not_wait
 

@@ -17,8 +17,9 @@ from flce_dist.op import plan, prepare
 from flce_dist.op.call import Call
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
-from tests import problems
-from tests.problems import Inputs, Outcome, Upstream, run_reference
+from tests import outcomes
+from tests.outcomes import Outcome
+from tests.problems import Inputs, Upstream, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 
@@ -165,7 +166,7 @@ def misses(
 ) -> list[str]:
     """Return the results of these tokens and rows whose error against fp64 exceeds their budget."""
     truth, eager = (whole.part(tokens, rows) for whole in problem.truth)
-    return problems.misses(outcome, truth, eager, problem.dtype)
+    return outcomes.misses(outcome, truth, eager, problem.dtype)
 
 
 def complaint(call: Callable[..., Any], *args: Any, **options: Any) -> str:

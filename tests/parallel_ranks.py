@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flce_dist.op.plan import Plan, plan
 from flce_dist.parallel.vocab import vocab_range
+from tests.outcomes import Outcome
 from tests.parallel_problem import GRADIENTS, Problem, misses, rank_step
-from tests.problems import Outcome
 
 Options = dict[str, Any]
 

@@ -16,8 +16,9 @@ from flce_dist import linear_logprob
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_logprob
 from flce_dist.testing import error_budget, relative_rms, run_ranks
+from tests.outcomes import Outcome, Results, without_infinities
 from tests.parallel_problem import joined
-from tests.problems import Outcome, device_of, without_infinities
+from tests.problems import device_of
 
 SCORES = ("logprob", "lse", "other", "entropy")
 T, V, H, K = 24, 150, 32, 5
@@ -122,7 +123,7 @@ def run_reference(given: Scored) -> Outcome:
     return run(reference_linear_logprob, replace(given, options=options))
 
 
-def compare(actual: dict[str, Any], given: Scored) -> None:
+def compare(actual: Results, given: Scored) -> None:
     """Compare all that ``actual`` has with fp64; an AssertionError names the result."""
     truth, eager = run_reference(given.to(torch.float64)), run_reference(given)
     for name, result in actual.items():

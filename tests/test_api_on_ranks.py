@@ -17,11 +17,11 @@ from flce_dist.memory import peak_memory
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms, run_ranks
 from tests import problems
+from tests.outcomes import Outcome
 from tests.parallel_problem import (
     EVEN,
     SCHEDULES,
     UNEVEN,
-    Outcome,
     Problem,
     joined,
     misses,

@@ -17,13 +17,13 @@ from torch import Tensor
 from flce_dist import linear_cross_entropy_with_metrics
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
+from tests.outcomes import Outcome
 from tests.parallel_problem import joined, small_chunks
 from tests.problems import (
     DTYPES,
     IGNORE,
     METRICS,
     Inputs,
-    Outcome,
     Upstream,
     compare,
     make_inputs,

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flce_dist import check_ranks, filtered, linear_cross_entropy
 from flce_dist.kernels import counted_tokens, eager_rows
 from flce_dist.testing import RankPool, run_ranks
+from tests.outcomes import assert_same
 from tests.parallel_problem import (
     Problem,
     complaint,
@@ -34,7 +35,6 @@ from tests.problems import (
     SCHEDULES,
     Inputs,
     Upstream,
-    assert_same,
     both,
     compare,
     device_of,

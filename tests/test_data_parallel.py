@@ -13,17 +13,9 @@ from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.on_ranks import on_ranks
+from tests.outcomes import Outcome, misses
 from tests.parallel_problem import complaint
-from tests.problems import (
-    IGNORE,
-    Inputs,
-    Outcome,
-    Upstream,
-    make_inputs,
-    misses,
-    pairwise,
-    run_reference,
-)
+from tests.problems import IGNORE, Inputs, Upstream, make_inputs, pairwise, run_reference
 
 P, T, H, V_ALL, ROWS = 3, 8, 16, 101, 104  # 35, 35, 34 rows, of which three are padding
 IGNORING = 1  # a rank whose tokens are all ignored

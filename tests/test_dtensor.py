@@ -18,8 +18,8 @@ from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
+from tests.outcomes import Outcome
 from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Problem, complaint, misses
-from tests.problems import Outcome
 
 SPLIT, WHOLE = Shard(0), Replicate()
 NONE = Problem(options={"reduction": "none"})

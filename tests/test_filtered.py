@@ -21,9 +21,9 @@ from tests.filtered_formula import (
     filtered_gradients,
     zipf_inputs,
 )
+from tests.outcomes import assert_same
 from tests.problems import (
     Upstream,
-    assert_same,
     device_of,
     each_dtype,
     everywhere,

@@ -19,8 +19,9 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests import parallel_problem
 from tests.filtered_formula import definition, filtered_gradients, zipf_inputs
+from tests.outcomes import Outcome
 from tests.parallel_problem import GRADIENTS
-from tests.problems import IGNORE, Inputs, Outcome, Patch, Upstream, both, device_of, run, run_op
+from tests.problems import IGNORE, Inputs, Patch, Upstream, both, device_of, run, run_op
 from tests.test_main_grad import parameter, step
 
 EPS = 2.0**-9

@@ -11,18 +11,11 @@ import triton
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.memory import peak_memory
 from flce_dist.op.plan import plan
+from tests.outcomes import assert_same
 from tests.parallel_device_checks import step_on_streams
 from tests.parallel_problem import rank_step
 from tests.parallel_ranks import Ranks, differing, problem
-from tests.problems import (
-    METRICS,
-    SCHEDULES,
-    Upstream,
-    assert_same,
-    each_schedule,
-    make_inputs,
-    run,
-)
+from tests.problems import METRICS, SCHEDULES, Upstream, each_schedule, make_inputs, run
 from tests.test_gpu_oracle import (
     SMALL,
     each_device,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist.options import Schedule
-from tests.problems import Inputs, Outcome, Upstream, make_inputs, run_reference
+from tests.outcomes import Outcome
+from tests.problems import Inputs, Upstream, make_inputs, run_reference
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_cuda = pytest.mark.parametrize("device", [CUDA])

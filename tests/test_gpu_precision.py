@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.testing import relative_rms
-from tests.problems import SCHEDULES, Inputs, Outcome, Upstream, each_dtype, misses, run
+from tests.outcomes import Outcome, misses
+from tests.problems import SCHEDULES, Inputs, Upstream, each_dtype, run
 from tests.test_gpu_oracle import (
     CUDA,
     aim,

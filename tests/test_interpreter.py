@@ -5,16 +5,8 @@ from typing import Any
 import pytest
 
 from tests.interpreter import make_fast
-from tests.problems import (
-    DTYPES,
-    SCHEDULES,
-    Upstream,
-    assert_same,
-    interpreted,
-    metric_upstream,
-    run_op,
-    small,
-)
+from tests.outcomes import assert_same
+from tests.problems import DTYPES, SCHEDULES, Upstream, interpreted, metric_upstream, run_op, small
 
 pytestmark = interpreted
 

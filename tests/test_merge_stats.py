@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from flce_dist.kernels import launching, linear_stats, tuning
 from flce_dist.kernels.launching import TileLaunch, segment_columns
 from flce_dist.kernels.shard_logits import ShardLogits
+from tests.outcomes import Outcome, assert_same
 from tests.problems import (
     DTYPES,
     H,
     Inputs,
-    Outcome,
     Patch,
     T,
     Upstream,
     V,
-    assert_same,
     compare,
     make_inputs,
     poisoned_memory,

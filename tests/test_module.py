@@ -33,8 +33,8 @@ from tests.module_layouts import (
     whole,
 )
 from tests.on_ranks import on_ranks
+from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, misses
-from tests.problems import Outcome
 
 
 @pytest.mark.parametrize("vocab_size", [507, 5])

@@ -16,11 +16,11 @@ from torch import Tensor
 from flce_dist.parallel import transport
 from flce_dist.parallel.transport import PeerMemories
 from flce_dist.testing import run_ranks
+from tests.outcomes import Outcome
 from tests.parallel_problem import (
     FEW_BYTES,
     IN_CHUNKS,
     SCHEDULES,
-    Outcome,
     Problem,
     joined,
     misses,

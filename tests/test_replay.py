@@ -14,11 +14,10 @@ from torch import Tensor
 from flce_dist import filtered, replay
 from flce_dist.memory import peak_memory
 from flce_dist.testing import run_ranks
+from tests.outcomes import Outcome, assert_same
 from tests.parallel_problem import Problem, rank_step
 from tests.problems import (
-    Outcome,
     Upstream,
-    assert_same,
     make_inputs,
     metric_upstream,
     on_a_gpu,

@@ -8,7 +8,8 @@ import torch
 
 from flce_dist import linear_cross_entropy_with_metrics, linear_logprob
 from flce_dist.testing import relative_rms
-from tests.problems import assert_same, both, device_of, each_dtype, poisoned_memory
+from tests.outcomes import assert_same
+from tests.problems import both, device_of, each_dtype, poisoned_memory
 from tests.score_problem import (
     SCORES,
     H,

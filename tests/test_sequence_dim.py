@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_dist import LinearCrossEntropy, check_ranks, linear_cross_entropy
 from flce_dist import linear_cross_entropy_with_metrics as with_metrics
 from flce_dist.testing import relative_rms, run_ranks
+from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, complaint, joined, misses, rank_step, share_of
-from tests.problems import Outcome
 
 B, S = 3, 8
 WEIGHTS = torch.linspace(0, 2, B * S)

@@ -17,11 +17,11 @@ from flce_dist import LinearCrossEntropy, linear_cross_entropy
 from flce_dist.op import prepare
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import differing, problem, statistics
+from tests.outcomes import assert_same
 from tests.parallel_problem import complaint
 from tests.problems import (
     IGNORE,
     Upstream,
-    assert_same,
     both,
     check,
     compare,

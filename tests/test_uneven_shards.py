@@ -11,8 +11,8 @@ from flce_dist.memory import peak_memory
 from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import plan
 from tests import parallel_problem
+from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, joined, misses, rank_step
-from tests.problems import Outcome
 
 ONE = Problem(T=256, H=8, V_all=16384)
 CUT = ONE.V_all * 3 // 4
