@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
 from flce_dist.op import checks
 from flce_dist.options import KEYWORDS, LossOptions, keywords_of
 from flce_dist.parallel import collectives
@@ -37,9 +36,6 @@ class LinearCrossEntropy(VocabShard):
         bias: whether to add a bias, [V], initially 0, to the logits.
         padded_vocab_size: rows of the whole weight, at least ``vocab_size`` (the default). Rows
             beyond ``vocab_size`` are excluded from the loss and get a zero gradient.
-        vocab_order: which token each row is of, for example by ``frequency_order``; the same on all
-            ranks. Labels, ``ignore_index`` and gathered logits keep the tokenizer's ids; weight and
-            bias have the new order. Default: row i is of token i.
         tp_group: ranks that share the vocabulary; None for one process.
         init_method: fills a CPU fp32 tensor [64, H] in place from the default random generator, as
             Megatron's do. It is called once per block of rows, so a row must not depend on the
@@ -57,8 +53,7 @@ class LinearCrossEntropy(VocabShard):
 
     With a tp_group ``state_dict`` holds DTensors, so ``torch.distributed.checkpoint`` can save with
     one P and load with another. ``load_state_dict`` accepts such DTensors, this rank's rows, or
-    whole parameters. ``copy.deepcopy`` shares the group. With a ``vocab_order`` the state dict also
-    holds ``row_of_token`` [V_all], and rows of another order, or of none, are refused.
+    whole parameters. ``copy.deepcopy`` shares the group.
 
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
@@ -73,7 +68,6 @@ class LinearCrossEntropy(VocabShard):
         *,
         bias: bool = False,
         padded_vocab_size: int | None = None,
-        vocab_order: VocabOrder | Tensor | None = None,
         tp_group: dist.ProcessGroup | None = None,
         init_method: Callable[[Tensor], Any] = _normal,
         device: torch.device | str | None = None,
@@ -86,17 +80,13 @@ class LinearCrossEntropy(VocabShard):
         checks.check_group(tp_group, chosen.sequence_parallel)
         super().__init__(
             hidden_size, vocab_size, bias=bias, padded_vocab_size=padded_vocab_size,
-            vocab_order=vocab_order, tp_group=tp_group, init_method=init_method, device=device,
-            dtype=dtype,
+            tp_group=tp_group, init_method=init_method, device=device, dtype=dtype,
         )  # fmt: skip
         if chosen.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
             checks.check_invariant(chosen.impl or "triton", shards)
         self.options = replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
         self.sequence_parallel = chosen.sequence_parallel
-        self._ignored_row = chosen.ignore_index
-        if self.vocab_order is not None:
-            self._ignored_row = row_of_id(chosen.ignore_index, self.vocab_order)
 
     def forward(
         self,
@@ -126,9 +116,8 @@ class LinearCrossEntropy(VocabShard):
 
         Args:
             hidden: as in ``forward``.
-            gather: True returns [..., V_all] on every rank, by token id. False returns the columns
-                of this rank's rows, [..., V] with padding, in the order of rows; only sequence
-                parallelism then communicates.
+            gather: True returns [..., V_all] on every rank. False returns the columns of this
+                rank's rows, [..., V] with padding; only sequence parallelism then communicates.
         """
         group = self.tp_group
         if self.sequence_parallel:
@@ -145,10 +134,7 @@ class LinearCrossEntropy(VocabShard):
         # Only the last shards are shorter than the first, so padding them keeps ids in order.
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
-        columns = collectives.gather_tokens(columns, group)[: self.vocab_size]
-        if self.row_of_token is not None:
-            columns = columns[self.row_of_token]
-        return columns.movedim(0, -1)
+        return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range
@@ -159,8 +145,6 @@ class LinearCrossEntropy(VocabShard):
             f"rows=[{start}, {end}) of rank {self.rank}/{self.P}, bias={self.bias is not None}",
             f"sequence_parallel={self.sequence_parallel}",
         ]
-        if self.vocab_order is not None:
-            parts.append("vocab_order=True")
         shown = {"vocab_size", "vocab_range", "sequence_parallel"}
         for name, value in vars(self.options).items():
             if name not in shown and value != getattr(LossOptions, name):
@@ -168,10 +152,7 @@ class LinearCrossEntropy(VocabShard):
         return ", ".join(parts)
 
     def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
-        if self.row_of_token is not None:
-            labels = rows_of(labels, self.row_of_token)
         options = {name: getattr(self.options, name) for name in KEYWORDS}
-        options["ignore_index"] = self._ignored_row
         return dict(
             weight=self.weight, labels=labels, bias=self.bias, token_weight=token_weight,
             tp_group=self.tp_group, **options,

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist.filtered.order_checks import agreed_order, mismatch
-from flce_dist.filtered.vocab_order import MAP, VocabOrder, as_vocab_order
 from flce_dist.op import checks, dtensor
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -23,20 +21,17 @@ _BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a see
 
 
 class VocabShard(nn.Module):
-    """Weight [V, H] and bias [V] of this rank: initial values, order of rows, state dicts.
+    """Weight [V, H] and bias [V] of this rank: initial values and state dicts.
 
     ``LinearCrossEntropy`` explains the arguments and is its face.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    row_of_token: Tensor | None
-    vocab_order: VocabOrder | None
 
     def __init__(
         self, hidden_size: int, vocab_size: int, *, bias: bool, padded_vocab_size: int | None,
-        vocab_order: VocabOrder | Tensor | None, tp_group: dist.ProcessGroup | None,
-        init_method: Callable[[Tensor], Any],
+        tp_group: dist.ProcessGroup | None, init_method: Callable[[Tensor], Any],
         device: torch.device | str | None, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Make the parameters and initialise them, unless on the meta device; collective."""
@@ -57,28 +52,13 @@ class VocabShard(nn.Module):
         self.weight = nn.Parameter(torch.empty(V, self.hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
         self._mark_parameters()
-
-        def make_order() -> VocabOrder | None:
-            return None if vocab_order is None else as_vocab_order(vocab_order, self.vocab_size)
-
-        self.vocab_order = agreed_order(make_order, self.weight, self._groups())
-        rows = None
-        if self.vocab_order is not None:
-            rows = torch.empty_like(self.vocab_order.row_of_token, device=self.weight.device)
-        self.register_buffer(MAP, rows)
-        self._initialize()
-
-    def reset_parameters(self) -> None:
-        """Initialise the weight and zero the bias. Per group a gather and an all-reduce."""
-        agreed_order(lambda: self.vocab_order, self.weight, self._groups())
-        self._initialize()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def _initialize(self) -> None:
+    def reset_parameters(self) -> None:
+        """Initialise the weight and zero the bias. An all-reduce per group."""
         if self.weight.is_meta:
             return
-        if self.vocab_order is not None and self.row_of_token is not None:
-            self.row_of_token.copy_(self.vocab_order.row_of_token)
         seed = self._shared_seed()
         state = torch.get_rng_state()
         weight, (rows, columns) = dtensor.local_part(self.weight)
@@ -98,16 +78,10 @@ class VocabShard(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def _groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups of ranks that initialise a part of the weight each, one per dimension."""
-        if self.weight.is_meta:
-            return []
-        return [self.tp_group, *dtensor.groups_of(self.weight)]
-
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
         seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
-        for group in self._groups():
+        for group in (self.tp_group, *dtensor.groups_of(self.weight)):
             seed = seed.to(collectives.message_device(self.weight, group))
             collectives.all_reduce_max(seed, group)
         return int(seed)
@@ -144,13 +118,6 @@ class VocabShard(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        error_msgs: list[str] = args[-1]
-        if any(prefix + name in state_dict for name in self._parameters):
-            key = prefix + MAP
-            problem = mismatch(state_dict.get(key), self.vocab_order, key)
-            if problem is not None:
-                error_msgs.append(problem)
-                return
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self.named_parameters(recurse=False):
             if (value := state_dict.get(prefix + name)) is not None:

@@ -34,12 +34,11 @@ PROGRAM = _SPEC.name.removesuffix(".__main__") if _SPEC else ""
 
 MODULES = {
     "verify": {"rich", "tyro", "yaml"},
-    "vocab-order": {"mistral_common", "tyro", "yaml"},
     "bench": {"matplotlib", "rich", "tyro", "yaml"},
     "train": {*"matplotlib megatron mistral_common rich tensorboard tqdm tyro yaml".split()},
 }
 """What each extra of pyproject.toml brings."""
-EXTRAS = {"verify": "verify", "vocab_order": "vocab-order", "bench": "bench", "plot": "bench"}
+EXTRAS = {"verify": "verify", "bench": "bench", "plot": "bench"}
 """The extra of a program, by the folder it is in; that of others is "train"."""
 
 

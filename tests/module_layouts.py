@@ -11,19 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flce_dist.filtered import VocabOrder, frequency_order
 from flce_dist.module import LinearCrossEntropy
 
 H, VOCAB = 24, 507  # 507 over 4: 127, 127, 127, 126
 PADDED = 512
-
-
-def order_of(seed: int = 0) -> VocabOrder:
-    generator = torch.Generator().manual_seed(seed)
-    return frequency_order(torch.rand(VOCAB, generator=generator), padded_vocab_size=PADDED)
-
-
-ORDER = order_of()
 
 
 def make(group: dist.ProcessGroup | None, seed: int = 0, **kwargs: Any) -> LinearCrossEntropy:

@@ -44,7 +44,6 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
-    "flce_dist/megatron/vocab_rows.py": {"megatron"},
     "flce_dist/op/call.py": {"filtered"},
     "flce_dist/op/checks.py": {"triton"},
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find

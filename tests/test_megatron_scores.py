@@ -12,7 +12,6 @@ from flce_dist import TokenScores
 from flce_dist.megatron import scores, use_linear_cross_entropy
 from flce_dist.testing import relative_rms
 from tests.contract.models import VOCAB, Setting, batch, gpt, in_ddp, packing_of, uneven
-from tests.megatron_models import order_of
 from tests.on_ranks import on_ranks
 
 K = 3
@@ -84,7 +83,7 @@ def test_scores_are_those_of_megatrons_logits(group, P, at, cp, packed, tied):
 
 @pytest.mark.parametrize("over", ["vocabulary", "ids"])
 @on_ranks(2)
-def test_options_and_an_order_of_the_vocabulary(group, over):
+def test_options(group, over):
     """CSR ids of packed sequences, a temperature of each token, softcap and padding of rows."""
     plain = gpt(Setting(2, True))
     args, keywords, ids = inputs(1, packed=True)
@@ -100,13 +99,12 @@ def test_options_and_an_order_of_the_vocabulary(group, over):
         held.scatter_(-1, ids.where(ids >= 0, ids[..., :1].clamp_min(0)), True)
         logits = logits.where(held, -torch.inf)
     logprob = logits.log_softmax(-1).gather(-1, ids.clamp_min(0))
-    for order in (None, order_of(VOCAB - 1)):
-        model = use_linear_cross_entropy(gpt(Setting(2, True)), vocab_order=order, **options)
-        padded = scores(model, ids, *args, **given)
-        csr = scores(model, flat, *args, offsets=offsets, **given)
-        assert torch.equal(padded.logprob[ids >= 0], csr.logprob)
-        assert relative_rms(csr.logprob, logprob[ids >= 0]) < 1e-5
-        assert padded.entropy is not None and torch.equal(padded.entropy, csr.entropy)
+    model = use_linear_cross_entropy(gpt(Setting(2, True)), **options)
+    padded = scores(model, ids, *args, **given)
+    csr = scores(model, flat, *args, offsets=offsets, **given)
+    assert torch.equal(padded.logprob[ids >= 0], csr.logprob)
+    assert relative_rms(csr.logprob, logprob[ids >= 0]) < 1e-5
+    assert padded.entropy is not None and torch.equal(padded.entropy, csr.entropy)
 
 
 @on_ranks(2)

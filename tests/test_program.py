@@ -152,15 +152,13 @@ def test_a_program_without_its_packages_names_the_extra(tmp_path):
     runs = [f"{','.join(MODULES['train'])} {name} --help" for name in PROGRAMS]
     has_all = all(map(importlib.util.find_spec, MODULES["train"] - {"megatron"}))
     if has_all:
-        (tmp_path / "text").write_text("text")
-        runs += [f"mistral_common vocab_order count {tmp_path}/text --out {tmp_path}/counts.npy"]
         others = {name: MODULES["train"] - MODULES[extra] for name, extra in EXTRAS.items()}
         runs += [f"{','.join(modules)} {name} --help" for name, modules in others.items()]
     with started([sys.executable, "-c", BLOCKED, *runs], tmp_path, forks=True) as run:
         (status,), (output,) = run.finish()
     assert status == 0, output
     found = iter([part.splitlines() for part in output.split("\0")[:-1]])
-    for name, extra in [*extras.items(), *([("vocab_order", "vocab-order")] if has_all else [])]:
+    for name, extra in extras.items():
         line, *end = next(found)
         needs = rf"flce_dist\.launch\.{name} needs \w+: pip install 'flce_dist\[{extra}\]'"
         assert re.fullmatch(f"error: {needs}", line) and end == [f"{name} 2"], [line, *end]

@@ -14,8 +14,8 @@ from flce_dist.launch.program import RunError
 from flce_dist.launch.train import __main__ as program
 from flce_dist.launch.train import data as data_module
 from flce_dist.launch.train import ranks
-from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.data import open_corpus, tokenise
+from flce_dist.launch.train.config import DataConfig, RunConfig, flatten, resume_conflicts
+from flce_dist.launch.train.data import IGNORED, open_corpus, tokenise
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, corpus, load_once
 
@@ -45,6 +45,23 @@ def test_the_real_text_has_a_real_vocabulary_and_a_validation_split():
     ids = torch.cat([data.train, data.validation])
     assert ids.shape[1] == 257 and 0 <= ids.min() and ids.max() < data.vocab_size
     assert ids.unique().numel() > 3000
+
+
+def test_tokens_are_renumbered_by_how_often_the_training_text_has_them():
+    """On all ranks alike; labels follow, and a checkpoint knows the numbers."""
+    pytest.importorskip("mistral_common")
+    given = RunConfig(data=DataConfig(by_frequency=True, prompt_tokens=3))
+    plain, data = (open_corpus(config, tokenise(config)) for config in (RunConfig(), given))
+    (ids, _), (new_ids, labels) = (each.train_batch(0, 4) for each in (plain, data))
+    assert data.new_ids is not None and not torch.equal(ids, new_ids)
+    assert torch.equal(data.new_ids[ids], new_ids)
+    assert (labels[:, :3] == IGNORED).all() and torch.equal(labels[:, 3:-1], new_ids[:, 4:])
+    counts = data.new_ids[data.train.flatten()].bincount(minlength=data.vocab_size)
+    tiles = counts.view(-1, 256).sum(1)
+    assert tiles.max() > 0.4 * tiles.sum() and torch.equal(
+        data.new_ids.sort()[0], torch.arange(131_072)
+    )
+    assert data.sources.keys() - plain.sources.keys() == {"ids.sha256"}
 
 
 def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path):

@@ -221,7 +221,7 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, even
     assert last["step"] == step and (last["loss"] is None) == (event.endswith("loss"))
 
 
-# --- runs with ``head.filter_eps`` and ``head.vocab_order``
+# --- runs with ``head.filter_eps`` and ``data.by_frequency``
 
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
 TILES = VOCAB * SPREAD // 256
@@ -231,7 +231,7 @@ FILTERED = replace(
     validate_every=2,
     checkpoint_every=2,
     model=replace(CONFIG.model, init_std=0.02),
-    head=HeadConfig(filter_eps=2.0**-9, vocab_order=True),
+    head=HeadConfig(filter_eps=2.0**-9),
 )
 
 
@@ -248,7 +248,8 @@ def spread_corpus(shift: int = 0) -> Corpus:
 def rank_of_run(group: Any, config: RunConfig, shift: int = 0) -> int | str:
     forget_earlier_runs()
     try:
-        return run(config, spread_corpus(shift), torch.device("cpu"))
+        corpus = spread_corpus(shift).by_frequency(VOCAB * SPREAD)
+        return run(config, corpus, torch.device("cpu"))
     except RunError as error:
         return str(error)
 
@@ -283,4 +284,4 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path
     (message, _) = ranks.run(
         rank_of_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1
     )
-    assert message.startswith("cannot continue ") and "head.vocab_order is '" in message
+    assert message.startswith("cannot continue ") and "ids.sha256 is '" in message

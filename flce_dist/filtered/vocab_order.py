@@ -1,20 +1,20 @@
-"""Rows of the output layer in an order of their own.  V_all = vocabulary, P = ranks."""
+"""Token ids in an order of frequency.  V_all = vocabulary, P = ranks."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flce_dist.kernels.filtered.tiles import TILE_V
-from flce_dist.op.dtensor import in_kind
 
 SHARDS = 64  # an order gives equal work to P ranks if P divides this
-MAP = "row_of_token"  # the layer's buffer, and so its tensor in checkpoints
 
 
 class VocabOrder(NamedTuple):
-    """A permutation of the vocabulary and its inverse, each [V_all] int64 on the CPU."""
+    """A permutation of the vocabulary and its inverse, each [V_all] int64 on the CPU.
+
+    ``row_of_token[ids]`` are the ids that a model with ordered rows is trained on.
+    """
 
     token_of_row: Tensor
     row_of_token: Tensor
@@ -53,7 +53,7 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     token_of_row = tokens.clone()
     places = torch.tensor(_dealt(whole // TILE_V, rows), dtype=torch.long, device="cpu")
     token_of_row[:whole].view(-1, TILE_V)[places] = tokens[:whole].view(-1, TILE_V)
-    return as_vocab_order(token_of_row, V_all)
+    return VocabOrder(token_of_row, token_of_row.argsort())
 
 
 def _dealt(tiles: int, rows: int) -> list[int]:
@@ -70,37 +70,3 @@ def _dealt(tiles: int, rows: int) -> list[int]:
             shard = 2 * shard + (number >> level).bit_count() % 2
         dealt += places[shard][number // SHARDS :][:1]
     return dealt
-
-
-def as_vocab_order(order: VocabOrder | Tensor, vocab_size: int) -> VocabOrder:
-    """Return ``order``, of which the tokens of its rows are enough, if it is a permutation."""
-    tokens: Any = order.token_of_row if isinstance(order, VocabOrder) else order
-    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
-        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"vocab_order must be a VocabOrder or an int64 tensor, got {kind}")
-    if tokens.shape != (vocab_size,):
-        raise ValueError(
-            f"vocab_order must have the token of each of vocab_size = {vocab_size} rows, "
-            f"got {tuple(tokens.shape)}"
-        )
-    tokens = tokens.detach().to("cpu", torch.int64, copy=True)
-    rows = tokens.argsort()
-    if not torch.equal(tokens[rows], torch.arange(vocab_size, device="cpu")):
-        raise ValueError(f"vocab_order must contain each of {vocab_size} token ids once")
-    return VocabOrder(tokens, rows)
-
-
-def rows_of(tokens: Tensor, row_of_token: Tensor) -> Tensor:
-    """Return the rows of token ids of any shape; what is no token, such as -100, stays as it is."""
-    if isinstance(tokens, DTensor):
-        return in_kind(rows_of(tokens.to_local(), row_of_token), tokens)
-    if tokens.dtype not in (torch.int64, torch.int32):
-        return tokens  # the op refuses it
-    known = (tokens >= 0) & (tokens < len(row_of_token))
-    rows = row_of_token[torch.where(known, tokens, 0)]
-    return torch.where(known, rows.to(tokens.dtype), tokens)
-
-
-def row_of_id(token: int, order: VocabOrder) -> int:
-    """``rows_of`` for one number of the host, such as ignore_index."""
-    return int(order.row_of_token[token]) if 0 <= token < len(order.row_of_token) else token

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.filtered.vocab_order import VocabOrder, row_of_id, rows_of
-from flce_dist.megatron.vocab_rows import by_token, place_of_token
 from flce_dist.op.call import extra_schedule
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.scores import TokenScores
@@ -98,8 +96,6 @@ class FusedLayer:
     scoring: Callable[..., TokenScores] | None = None  # what computes them, in a call of ``scores``
     keeps_metrics = False  # as the next one, see ``use_linear_cross_entropy``
     last_metrics: LossWithMetrics | None = None
-    vocab_order: VocabOrder | None  # on the CPU; None if row i is of token i
-    row_of_token: Tensor | None  # a buffer, likewise
 
     def forward(
         self: Any, input_: Tensor, weight: Tensor | None = None,
@@ -117,13 +113,6 @@ class FusedLayer:
         self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [s, b, V] of this rank, or gathered ones of all, and the bias."""
-        logits, bias = self.row_logits(hidden, weight, runtime_gather_output)
-        return by_token(self, logits), None if bias is None else by_token(self, bias)
-
-    def row_logits(
-        self: Any, hidden: Tensor, weight: Tensor | None, runtime_gather_output: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same in the order of the layer's rows."""
         logits, bias = super().forward(hidden, weight, runtime_gather_output)  # type: ignore[misc]
         scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
         if scale != 1.0:
@@ -140,9 +129,6 @@ class FusedLayer:
         is copied into that order.
         """
         keywords = {**self.loss_keywords, **changes, **self.keywords_for(weight, scale)}
-        if self.vocab_order is not None:
-            labels = rows_of(labels, self.row_of_token)
-            keywords["ignore_index"] = row_of_id(keywords["ignore_index"], self.vocab_order)
         ranks = 0  # whose tokens are put into another order
         if extra_schedule(keywords["schedule"]) is not None:
             ranks = self.tp_group.size() if self.sequence_parallel else 1
@@ -174,10 +160,7 @@ class FusedLayer:
 
     @torch.no_grad()
     def largest(self: Any, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Largest logit of each token and its row, one window of the vocabulary at a time.
-
-        With a ``vocab_order`` the row is its token's id, counted from this rank's first row.
-        """
+        """Largest logit of each token and its row, one window of the vocabulary at a time."""
         if self.sequence_parallel:
             hidden = gather_tokens(hidden, self.tp_group)
         scale = scale * self.loss_keywords["logit_scale"]
@@ -190,7 +173,7 @@ class FusedLayer:
             value, column = logits.max(dim=-1)
             place = torch.where(value > best, column + start, place)
             best = torch.maximum(best, value)
-        return best, place_of_token(self, place)
+        return best, place
 
     def _is_watched(self: Any) -> bool:
         """Whether a hook that is no framework's would miss the logits, or their gradient."""

@@ -6,7 +6,7 @@ call ``logits, _ = self.output_layer(hidden, weight=...)`` and then
 calls once per depth. The layer's class becomes a subclass, which in these calls returns
 ``LazyLogits``, and the method computes the loss of those. Everywhere else the layer returns real
 logits: without labels, in ``compute_mtp_single_step``, for a user's ``output_processor`` and under
-forward hooks. Only ``vocab_order`` changes parameters or ``sharded_state_dict``.
+forward hooks. Parameters and state dicts stay as they are.
 """
 
 import functools
@@ -16,9 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flce_dist.filtered.vocab_order import VocabOrder
 from flce_dist.megatron.fused_layer import FusedLayer, LazyLogits
-from flce_dist.megatron.vocab_rows import order_rows
 from flce_dist.op import checks
 from flce_dist.options import KEYWORDS, LossOptions, keywords_of
 
@@ -32,21 +30,14 @@ _LOSS, _FUSED = "compute_language_model_loss", "megatron.core.transformer.linear
 _signature = functools.cache(inspect.signature)
 
 
-def use_linear_cross_entropy(
-    model: Any,
-    *,
-    metrics: bool = False,
-    vocab_order: VocabOrder | Tensor | None = None,
-    **options: Any,
-) -> Any:
+def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: Any) -> Any:
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
-    stage: one without output layer is left as it is, unless ``vocab_order`` moves the rows of its
-    tied embedding. Ranks of a tensor-parallel group compare their ``vocab_order``, also None, by a
-    gather of a few words. With labels [b, s] the model returns the loss [b, s] fp32 as before. The
-    tensor-parallel group, sequence parallelism, tied embeddings, MuP's scale and
-    gradient_accumulation_fusion are the model's; ``config``'s cross-entropy fusions are not used.
+    stage: one without output layer is left as it is. With labels [b, s] the model returns the loss
+    [b, s] fp32 as before. The tensor-parallel group, sequence parallelism, tied embeddings, MuP's
+    scale and gradient_accumulation_fusion are the model's; ``config``'s cross-entropy fusions are
+    not used.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list
@@ -54,10 +45,6 @@ def use_linear_cross_entropy(
         metrics: keep the ``LossWithMetrics`` [b, s] of the latest loss, detached, as
             ``model.output_layer.last_metrics``. With multi-token prediction the latest loss is that
             of the next token.
-        vocab_order: which token each row of the output layer, and of an embedding tied to it, is
-            of; the same on all ranks and stages. Rows move there now. Input ids, labels and logits
-            keep the tokenizer's ids. ``row_of_token`` is in state dicts; rows of another order, or
-            of none, are refused.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
             vocab_size, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and
@@ -84,7 +71,6 @@ def use_linear_cross_entropy(
             )
         if getattr(stage, "post_process", True):
             _replace(stage, chosen, metrics)
-        order_rows(stage, vocab_order, chosen.vocab_size)
     return model
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.megatron.fused_layer import FusedLayer
 from flce_dist.scores import TokenScores, linear_logprob
 
@@ -65,8 +64,6 @@ def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **gi
     """Return scores [b, s] of hidden [s, b, H]."""
     if given["offsets"] is not None and hidden.shape[1] != 1:
         raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
-    if layer.row_of_token is not None:
-        given["ids"] = rows_of(given["ids"], layer.row_of_token)
     given = {name: _transposed(x) for name, x in given.items()}
     options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
     found = linear_logprob(hidden, weight, **given, **options, **layer.keywords_for(weight, scale))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import check_ranks
-from flce_dist.filtered.vocab_order import rows_of
 from flce_dist.launch.about import about, caption
 from flce_dist.launch.process_group import reduced
 from flce_dist.launch.train.data import IGNORED
@@ -83,13 +82,9 @@ class HeadAlone:
 
     def megatrons(self) -> Tensor:
         """Compute it by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
-        labels, rows = self.labels, getattr(self.layer, "row_of_token", None)
-        if rows is None:
-            logits, _ = self.layer(self.hidden, self.weight)
-        else:  # putting logits into the tokenizer's order is no part of Megatron's loss
-            logits, _ = self.layer.row_logits(self.hidden, self.weight, None)
-            labels = rows_of(labels, rows)
-        loss: Tensor = type(self.model).compute_language_model_loss(self.model, labels, logits)
+        logits, _ = self.layer(self.hidden, self.weight)
+        kind = type(self.model)
+        loss: Tensor = kind.compute_language_model_loss(self.model, self.labels, logits)
         return loss.where(self.labels != IGNORED, 0.0)
 
     def run(self, head: Head) -> HeadResult:

@@ -52,6 +52,8 @@ class DataConfig:
     """Microbatches of a step on each data-parallel replica, whose gradients are accumulated."""
     prompt_tokens: Annotated[int, SIZE_OR_0] = 0
     """Tokens at the start of each sequence whose labels are ignored, as a prompt's are."""
+    by_frequency: bool = False
+    """Renumber tokens by how often the training text has them, as head.filter_eps needs it."""
     validation_fraction: Annotated[float, BETWEEN_0_AND_1] = 0.05
     """Share of the text, at its end, that is never trained on."""
     validation_batches: Annotated[int, SIZE] = 4
@@ -76,11 +78,9 @@ class HeadConfig:
     logit_scale: float = 1.0
     filter_eps: Annotated[float | None, BELOW_1] = None
     """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
-    recorded. Saves time only with vocab_order."""
+    recorded. Saves time only with data.by_frequency."""
     skip_ignored: bool = False
     """Leave out the tokens that data.prompt_tokens ignores."""
-    vocab_order: bool = False
-    """Order the vocabulary by how often tokens occur in the training text."""
 
     @property
     def is_ours(self) -> bool:
@@ -88,7 +88,7 @@ class HeadConfig:
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of ``use_linear_cross_entropy``."""
-        not_of_the_op = ("kind", "vocab_order", "filter_eps")
+        not_of_the_op = ("kind", "filter_eps")
         options = {name: x for name, x in vars(self).items() if name not in not_of_the_op}
         if self.filter_eps is not None:
             options["schedule"] = filtered.schedule(self.filter_eps)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flce_dist.filtered import frequency_order
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
 from flce_dist.launch.write import replacing
 from flce_dist.launch.yaml_config import read_utf8, require
@@ -39,6 +40,7 @@ class Corpus:
     seed: int
     sources: dict[str, str] = field(default_factory=dict)  # digests, for checkpoints to hold
     prompt_tokens: int = 0  # of each sequence, whose labels are IGNORED
+    new_ids: Tensor | None = None  # [vocab_size], of each token, where they are renumbered
 
     def train_batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, [batch_size, seq_length] int64, of samples from the start.
@@ -56,14 +58,17 @@ class Corpus:
         return self._split(self.validation[rows])
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        ids = sequences.long()
+        ids = sequences.long() if self.new_ids is None else self.new_ids[sequences.long()]
         labels = ids[:, 1:].contiguous()
         labels[:, : self.prompt_tokens] = IGNORED
         return ids[:, :-1].contiguous(), labels
 
-    def token_counts(self) -> Tensor:
-        """Return how often each token occurs in the training sequences, [vocab_size] int64."""
-        return torch.bincount(self.train.flatten(), minlength=self.vocab_size)
+    def by_frequency(self, rows: int) -> "Corpus":
+        """Return the corpus renumbered for an output layer of so many rows, padding included."""
+        counts = torch.bincount(self.train.flatten(), minlength=self.vocab_size)
+        new_ids = frequency_order(counts, padded_vocab_size=rows).row_of_token
+        digest = hashlib.sha256(new_ids.numpy().tobytes()).hexdigest()
+        return replace(self, new_ids=new_ids, sources={**self.sources, "ids.sha256": digest})
 
 
 class Tokens(NamedTuple):
@@ -104,9 +109,16 @@ def tokenise(config: RunConfig) -> Tokens:
 def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
     """Return sequences that stay in the file until a batch needs them."""
     sequences = cut(np.load(tokens.path, mmap_mode="c"), config)
-    return Corpus(
+    corpus = Corpus(
         *sequences, tokens.vocab_size, config.seed, tokens.sources, config.data.prompt_tokens
     )
+    rows = padded_rows(tokens.vocab_size, config)
+    return corpus.by_frequency(rows) if config.data.by_frequency else corpus
+
+
+def padded_rows(vocab_size: int, config: RunConfig) -> int:
+    """Return the rows of the output layer, of which all ranks of a replica hold equally many."""
+    return -(-vocab_size // config.parallel.tensor) * config.parallel.tensor
 
 
 def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce_dist.filtered import frequency_order
 from flce_dist.launch.train.config import RunConfig
+from flce_dist.launch.train.data import padded_rows
 from flce_dist.launch.yaml_config import require
 from flce_dist.megatron import use_linear_cross_entropy
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -68,13 +68,8 @@ def initialize_megatron(
     return parallel_state.get_tensor_model_parallel_group(), data
 
 
-def build_model(
-    config: RunConfig, vocab_size: int, device: torch.device, counts: Tensor | None = None
-) -> nn.Module:
-    """Return the ``GPTModel`` of this rank, with the head of ``config.head``.
-
-    ``counts`` [vocab_size] of tokens order the vocabulary by frequency.
-    """
+def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.Module:
+    """Return the ``GPTModel`` of this rank, with the head of ``config.head``."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -94,8 +89,7 @@ def build_model(
         bias_dropout_fusion=False, masked_softmax_fusion=False, bias_activation_fusion=False,
         apply_rope_fusion=False, gradient_accumulation_fusion=False,
     )  # fmt: skip
-    # Each rank holds the same number of rows; our head leaves out those beyond vocab_size.
-    rows = -(-vocab_size // tensor) * tensor
+    rows = padded_rows(vocab_size, config)  # our head leaves out those beyond vocab_size
     require(
         config.head.is_ours or rows == vocab_size,
         f"head.kind={config.head.kind} takes padding for vocabulary; parallel.tensor must "
@@ -115,7 +109,6 @@ def build_model(
         use_linear_cross_entropy(
             gpt,
             vocab_size=vocab_size,
-            vocab_order=None if counts is None else frequency_order(counts, padded_vocab_size=rows),
             metrics=config.head.filter_eps is not None,
             **config.head.options(),
         )

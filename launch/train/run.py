@@ -1,6 +1,5 @@
 """The training loop: how a run begins, continues and ends, and one rank's share of it."""
 
-import hashlib
 import math
 import sys
 import time
@@ -36,22 +35,15 @@ class Trainer:
         self.config, self.corpus, self.device = config, corpus, device
         groups = model.initialize_megatron(device, config.seed, config.parallel.tensor)
         self.tensor_group, self.data_group = groups
-        order_by = corpus.token_counts() if config.head.vocab_order else None
-        self.model = model.build_model(config, corpus.vocab_size, device, order_by)
+        self.model = model.build_model(config, corpus.vocab_size, device)
         self.distributed = model.distribute(self.model)
         self.optimizer = Optimizer(self.distributed, config.optimizer, device)
         self.step = self.samples = 0
         self.checkpoints = config.out_dir / "checkpoints"
         data = config.data
         self.samples_per_step = data.batch_size * data.microbatches * self.data_group.size()
-        order = getattr(self.model.output_layer, "vocab_order", None)
-        rows = b"" if order is None else order.row_of_token.numpy()
-        self.identity = {
-            **flatten(config),
-            "head.vocab_order": hashlib.sha256(rows).hexdigest() if len(rows) else None,
-            **corpus.sources,
-            "world_size": dist.get_world_size(),
-        }
+        world_size = dist.get_world_size()
+        self.identity = {**flatten(config), **corpus.sources, "world_size": world_size}
 
     def train_step(self) -> dict[str, float]:
         """Do one update; return the mean loss and ``filter_shares``, and the gradient norm.
