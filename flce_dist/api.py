@@ -132,8 +132,8 @@ def linear_cross_entropy(
             returns approximates the gradients, in less time; experimental.
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
             same on all ranks. A rank with more rows than an even share recomputes columns that do
-            not fit. Default for in_forward: 1 GiB. For auto: 1 GiB, or if that means
-            computing logits again, half of the fp32 logits of up to 16,384 tokens, or less if
+            not fit. Default for auto and in_forward: 1 GiB, or if that means computing logits
+            again or several chunks, half of the fp32 logits of up to 16,384 tokens, or less if
             in_forward needs less. Otherwise no bound.
         max_counted: upper bound on the tokens that count: whose label is not ``ignore_index`` and
             whose token_weight is not 0. The same on all ranks. Time and memory are then those of so

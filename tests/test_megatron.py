@@ -35,7 +35,10 @@ def test_the_largest_logit_without_logits(group, tp, sp):
     hidden = torch.randn(S // (tp if sp else 1), B, H)
     logits, gathered = layer(hidden)[0], layer(hidden, runtime_gather_output=True)[0]
     assert gathered.shape[-1] == VOCAB
-    layer.is_lazy = True
+    layer.skip_bias_add = True
+    unbiased, bias = layer(hidden)
+    assert torch.equal(unbiased + bias, logits) and bias.count_nonzero()
+    layer.skip_bias_add, layer.is_lazy = False, True
     lazy, _ = layer(hidden)
     value, place = (lazy * -2.0).max(dim=-1)
     torch.testing.assert_close(value, -2 * logits.min(-1).values)

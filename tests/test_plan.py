@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flce_dist.op.in_forward import InForward
-from flce_dist.op.plan import DEFAULT_LOGITS_BYTES, Plan, plan
+from flce_dist.op.plan import Plan, plan
 from flce_dist.options import Schedule
 from flce_dist.parallel.vocab import real_rows, vocab_range
 from tests.parallel_problem import chunks_of, plan_sizes
@@ -66,7 +66,7 @@ def test_the_budget_is_held(T, V, itemsize, schedule, budget, H, converts):
     smallest = SMALLEST * itemsize * (V + window if schedule == "in_forward" else T * pieces)
     asked = budget
     if budget is None and schedule in ("auto", "in_forward"):
-        asked = DEFAULT_LOGITS_BYTES if schedule == "in_forward" else most_of_auto(T, V + window)
+        asked = most_of_auto(T, V + window)
     assert held_bytes(chosen, itemsize, converts) <= chosen.logits_bytes
     if asked is not None:
         assert chosen.logits_bytes <= max(asked, smallest)
@@ -153,7 +153,9 @@ def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
         ({"T": 12346, "H": 1536, "V": 151936}, "cached", 151936, WAVE, 1),
         ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 1),
         ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 2),
-        ({"schedule": "in_forward", "H": 4096, "converts": True}, "in_forward", 128256, 4096, 3),
+        ({"schedule": "in_forward", "H": 1536, "T": 12345}, "in_forward", 128256, 4096, 1),
+        ({"schedule": "in_forward", "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
+        ({"schedule": "in_forward", "H": 4096, "converts": True}, "in_forward", 128256, 4096, 1),
         ({"T": 0}, "cached", 128256, 4 * WAVE, 1),
     ],
 )

@@ -11,7 +11,7 @@ from flce_dist.op.in_forward import InForward, LentWindows
 from flce_dist.op.windows import Windows
 
 DEFAULT_LOGITS_BYTES = 1 << 30
-"""Budget of ``in_forward`` where the caller names none, and of ``auto`` unless it needs more."""
+"""Budget of ``auto`` and ``in_forward`` where the caller names none, unless they need more."""
 
 _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
@@ -36,7 +36,7 @@ def plan(
         itemsize: bytes of one cached exponential.
         schedule: ``cached`` caches what fits, everything if no budget is given; ``recompute``
             nothing; ``in_forward`` takes all tokens at once if they fit with what dweight's own
-            memory can hold, else chunks of them that fit.
+            memory can hold, else chunks of them that fit; without a budget what ``auto`` would.
         max_logits_bytes: bound on cache plus window, per rank. 256 columns or tokens are taken even
             where they exceed it.
         expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
@@ -46,24 +46,26 @@ def plan(
         reduces: whether one scalar upstream gradient is all that backward can bring.
     """
     shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
-    if schedule == "in_forward":
+    is_named = schedule == "in_forward"
+    if is_named and (max_logits_bytes is not None or not shape.row):  # no dweight to accumulate
         return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
-    caches = schedule == "cached" or (schedule == "auto" and expressible)
-    if schedule != "auto":
+    caches = is_named or schedule == "cached" or (schedule == "auto" and expressible)
+    if schedule in ("cached", "recompute"):
         return _windows(shape, caches, max_logits_bytes, max_logits_bytes)
+    reduces = reduces or is_named
     budgets = [max_logits_bytes or DEFAULT_LOGITS_BYTES]
     if max_logits_bytes is None and caches:
         budgets.append(max(DEFAULT_LOGITS_BYTES, _spares_a_gemm(shape, reduces)))
     for budget in budgets:
         chosen = _windows(shape, caches, budget, max_logits_bytes)
-        if chosen.cached_v == V:
+        if chosen.cached_v == V and not is_named:
             break
         fits = _auto_in_forward(shape, budget) if caches and reduces else None
         # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
         few = fits is not None and (len(fits.chunks()) == 1 or shape.row == shape.accumulator_row)
         if fits is not None and (few or budget == budgets[-1]):
             return fits
-    return chosen
+    return _in_forward(shape, DEFAULT_LOGITS_BYTES) if is_named else chosen
 
 
 class _Shape(NamedTuple):
