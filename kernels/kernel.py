@@ -5,11 +5,9 @@ a pass over [T] takes the GPU. A line in a program of ``replay.py`` runs what Tr
 the arguments that were recorded: they then differ in addresses alone, which are as aligned.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
@@ -17,9 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce_dist.replay import Recorder, Source, issued, recorder
-
-_MOST_DESCRIPTORS = 64  # of one argument of a launch
+from flce_dist.replay import Source, issued, recorder
 
 FOLLOW_T = ("T", "T_all", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
@@ -65,12 +61,11 @@ class Kernel:
         given = (noted.address(x) if isinstance(x, Tensor) else x for x in args)
         rest = (constexprs[param.name] for param in self.jit.params[len(args) :])
         call, again = _passed_on(compiled.run, *lead, *given, *rest)
-        call, again = _with_descriptors(noted, call, again)
         noted.issued(noted.constant(call), launch, args, again)
 
 
 def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence[Any]]:
-    """Return the C function that a launcher of Triton's calls, and the arguments that it passes.
+    """Return the function that a launcher of Triton's calls, and the arguments that it passes.
 
     Or the launcher and its own, if at each launch it allocates memory, which our kernels do not
     need, works for a sanitizer, or changes tensors.
@@ -86,47 +81,6 @@ def _passed_on(launcher: Any, *args: Any) -> tuple[Callable[..., None], Sequence
     if not all(id(x) in arrived for x in args if isinstance(x, Source | Tiled)):
         return launcher, args
     return launcher.launch, passed
-
-
-def _with_descriptors(
-    noted: Recorder, make: Callable[..., None], given: Sequence[Any]
-) -> tuple[Callable[..., None], Sequence[Any]]:
-    """Return the C function behind Triton's that makes descriptors, and arguments that have them.
-
-    Or what is given, if ``make`` is not that function as we know it.
-    """
-    facts = inspect.getclosurevars(make).nonlocals if inspect.isfunction(make) else {}
-    describe = getattr(make, "__globals__", {}).get("make_tensordesc_arg")
-    if describe is None or "launcher" not in facts or None in facts.get("tensordesc_meta", (None,)):
-        return make, given
-    of_tiled = iter(facts["tensordesc_meta"])
-
-    def described(given: Sequence[Any]) -> Iterator[Any]:
-        for x in given:
-            if isinstance(x, Tiled):
-                about = next(of_tiled)
-                descriptors = noted.constant(_Descriptors(partial(describe, metadata=about), x))
-                yield Source(f"{descriptors}[{noted.address(x.base)}]")
-                yield from describe(x, about)[1:]
-            else:
-                holds = type(x) is tuple and any(isinstance(y, Tiled) for y in x)
-                yield tuple(described(x)) if holds else x
-
-    return facts["launcher"], tuple(described(given))
-
-
-class _Descriptors(dict[int, Any]):
-    """TMA's descriptors of a matrix by its address, since the host takes 5 us to make one."""
-
-    def __init__(self, describe: Callable[[Tiled], list[Any]], tiled: Tiled) -> None:
-        self._describe, self._rest = describe, tiled[1:]
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) == _MOST_DESCRIPTORS:
-            self.clear()
-        base: Any = SimpleNamespace(data_ptr=lambda: address)
-        self[address] = made = self._describe(Tiled(base, *self._rest))[0]
-        return made
 
 
 def _as_triton(launch: Callable[..., Any], *args: Any) -> Any:
