@@ -74,8 +74,8 @@ def linear_cross_entropy(
             same on every rank. Under ``sequence_parallel`` this rank's [T / P, ..., H], split along
             ``sequence_dim`` in rank order.
         weight: [V, H] output projection in hidden's dtype; this rank's rows of the vocabulary.
-        labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank. Ranks
-            compare a hash of them at the first call of a group.
+        labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank. At the
+            first call of a group its ranks compare labels, options and sizes.
         bias: [V], this rank's part. A bias of -inf bans a column: its probability and gradient are
             0. A token with a banned label has loss inf and a finite gradient, as in PyTorch.
         reduction: "none" (labels' shape), "sum" or "mean" (divided by the sum of token_weight).

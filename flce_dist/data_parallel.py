@@ -10,8 +10,9 @@ from torch import Tensor
 from flce_dist.api import apply
 from flce_dist.op import checks
 from flce_dist.op.prepare import Arguments
+from flce_dist.op.rank_check import check_lengths
 from flce_dist.options import OWN_SUM, LossOptions, Reduction, keywords_of
-from flce_dist.parallel import collectives, transport
+from flce_dist.parallel import collectives
 
 
 def data_parallel_linear_cross_entropy(
@@ -44,7 +45,7 @@ def data_parallel_linear_cross_entropy(
     checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)
     if not torch.compiler.is_compiling():
-        transport.check_same_labels(labels.reshape(-1), data_group, are_own=True)
+        check_lengths(labels, data_group)
     for name, x in tensors.items():
         given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean

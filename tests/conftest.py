@@ -16,7 +16,7 @@ from tests import machine
 from tests.processes import LAST_RESORT_S
 
 # Tests count collectives, and plant wrong labels; tests/test_transport.py has the check's own.
-os.environ.setdefault("FLCE_DIST_CHECK_LABELS", "0")
+os.environ.setdefault("FLCE_DIST_CHECK_RANKS", "0")
 
 # Tests are small, and several processes or simulated ranks share the cores.
 torch.set_num_threads(1)

@@ -43,7 +43,7 @@ CHECKS: dict[str, Check] = {
     "compile": parallel_checks.under_compile,
     "host": parallel_device_checks.no_waiting_host,
     "collectives": parallel_checks.without_peer_copies,
-    "check_ranks": parallel_checks.ranks_that_disagree,
+    "first_call": parallel_checks.ranks_that_disagree,
 }
 # On a CPU test_compiled.py and test_verify.py have two of them.
 GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")

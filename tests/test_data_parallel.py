@@ -256,6 +256,6 @@ def test_what_is_refused(message):
 
 
 def test_other_numbers_of_tokens_are_refused_at_the_first_call():
-    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
         said = run_ranks(lambda group: complaint(small, group, 4 + group.rank()), 2)
     assert all("labels must be equally many" in text and "got [4, 5]" in text for text in said)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.parallel import transport
+from flce_dist.op import rank_check
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
 from tests.parallel_problem import UNEVEN, complaint
@@ -205,10 +205,10 @@ def test_fsdp_is_recognised_and_its_mesh_is_not_advised(group):
     with mock.patch.dict(sys.modules, {"torch.distributed._composable_state": None}):
         assert "FSDP2" not in complaint(linear_cross_entropy, hidden, plain.weight, labels)
     assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
-    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_LABELS": "1"}):
-        transport._have_called.clear()
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
+        rank_check._have_called.clear()
         labels = labels.roll(mesh.get_local_rank("other"))
-        with pytest.raises(ValueError, match=r"labels must be the same .* FSDP2"):
+        with pytest.raises(ValueError, match=r"labels is .* FSDP2 shards"):
             linear_cross_entropy(hidden, plain.weight, labels, tp_group=mesh.get_group("other"))
 
 

@@ -15,10 +15,8 @@ from torch import nn
 import flce_dist
 from flce_dist import (
     LinearCrossEntropy,
-    check_ranks,
     data_parallel_linear_cross_entropy,
     linear_logprob,
-    rank_check,
     scores,
 )
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
@@ -39,12 +37,6 @@ CHANGED: dict[str, Any] = dict(
 
 def options_of_module(**options: Any) -> LossOptions:
     return LinearCrossEntropy(4, 9, **options).options
-
-
-def options_of_check_ranks(**options: Any) -> LossOptions:
-    with mock.patch.object(rank_check, "_summary") as summary:
-        check_ranks(*[torch.zeros(1)] * 3, **options)
-    return summary.call_args.args[0].options
 
 
 def options_of_data_parallel(**options: Any) -> LossOptions:
@@ -75,7 +67,6 @@ def options_of_megatron(**options: Any) -> LossOptions:
 # Who takes ``**options``: what becomes of them, and which options it does not take.
 TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
     "LinearCrossEntropy.__init__": (options_of_module, {"vocab_range", "with_metrics"}),
-    "check_ranks": (options_of_check_ranks, {"with_metrics"}),
     "data_parallel_linear_cross_entropy": (
         options_of_data_parallel,
         {"sequence_parallel", "sequence_dim", "reduce_dhidden", "with_metrics"},
@@ -144,7 +135,7 @@ def test_docstrings_list_the_options_that_are_accepted(documented: Any) -> None:
         *((taker, name, None) for taker in TAKERS for name in ("none", *sorted(TAKERS[taker][1]))),
         ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
         ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
-        ("check_ranks", "token_weights", "token_weight"),
+        ("linear_logprob", "temperatur", "temperature"),
         ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
     ],
 )

@@ -17,7 +17,7 @@ from flce_dist.op.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.op.gradients import new_dweight
 from flce_dist.op.main_grad import MainGrad, captured
 from flce_dist.op.prepare import as_stored
-from flce_dist.parallel import transport
+from flce_dist.op.rank_check import check_alike
 from flce_dist.replay import replayed
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ def check_not_resharded(weight: Tensor | None) -> None:
 def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
     """Return what the call's schedule returns, on the operands' device."""
     with _computing_on(operands.hidden):
-        transport.check_same_labels(operands.labels, call.tp_group)
+        check_alike(call, operands)
         issue = partial(call.schedule.forward, call, operands)
         return _issued(call, "forward", operands, issue)
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from flce_dist.parallel.collectives import (
     CollectiveSum,
     TokenGather,
     TokenSum,
-    gather_tokens,
 )
 from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
@@ -78,44 +76,6 @@ def _token_sum(
         return PeerScatter(shape, dtype, memories.dhidden)
     share = torch.empty(shape, dtype=dtype, device=device)
     return (CollectiveScatter if sequence_parallel else CollectiveSum)(share, group)
-
-
-_have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def check_same_labels(
-    labels: Tensor, group: dist.ProcessGroup | None, *, are_own: bool = False
-) -> None:
-    """Check at a group's first call that the labels [T] int64 are the same on all its ranks.
-
-    If they ``are_own``, not yet gathered, only that they are equally many. One gather of 16 bytes
-    per rank, for which hosts wait, unless all have ``FLCE_DIST_CHECK_LABELS=0``; not in a capture.
-    """
-    if group is None or group in _have_called:
-        return
-    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    _have_called.add(group)
-    if os.environ.get("FLCE_DIST_CHECK_LABELS", "1") == "0":
-        return
-    place = torch.arange(1, len(labels) + 1, device=labels.device) * 0x1E3779B97F4A7C15  # wraps
-    mixed = (place ^ (place >> 29)) * 0x3F58476D1CE4E5B9
-    code = (labels * mixed).sum() * (not are_own)
-    mine = torch.stack((code, torch.full_like(code, len(labels))))
-    of_ranks = gather_tokens(mine[None], group).tolist()
-    others = [str(rank) for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
-    if others and are_own:
-        raise ValueError(
-            "labels must be equally many on all ranks of data_group (pad with ignore_index), got "
-            f"{[length for _, length in of_ranks]}"
-        )
-    if others:
-        raise ValueError(
-            "labels must be the same on all ranks of tp_group, those of all its tokens, and rank"
-            f"{'s' * (len(others) > 1)} {', '.join(others)} got others than rank 0: data-parallel "
-            "ranks, over which FSDP2 shards parameters, are no tp_group, but the data_group of "
-            "data_parallel_linear_cross_entropy"
-        )
 
 
 class PeerMemories(NamedTuple):

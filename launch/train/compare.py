@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import check_ranks
 from flce_dist.launch.about import about, caption
 from flce_dist.launch.process_group import reduced
 from flce_dist.launch.train.data import IGNORED
@@ -121,15 +120,7 @@ class HeadAlone:
 
 
 def head_peak_mib(alone: HeadAlone, is_ours: bool) -> float:
-    """Return the peak memory of the model's own head; collective.
-
-    Raises ``ValueError`` on every rank if the ranks' heads would not be called alike.
-    """
-    if is_ours:
-        check_ranks(
-            alone.hidden, alone.weight, alone.labels.transpose(0, 1), tp_group=alone.group,
-            sequence_parallel=alone.layer.sequence_parallel, **alone.layer.loss_keywords,
-        )  # fmt: skip
+    """Return the peak memory of the model's own head; collective."""
     head = alone.ours if is_ours else alone.megatrons
     alone.run(head)  # makes the workspaces that libraries keep on a GPU
     return alone.run(head).peak_bytes / MIB
