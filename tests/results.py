@@ -85,7 +85,9 @@ def commands(machine: str, out: Path) -> Iterator[list[str]]:
     """Return the command that measures each file of a machine."""
     of = spec()["machines"][machine]
     for name, arguments in of["files"].items():
-        run = [*of["start"].split(), *arguments.split(), "--out", str(out / name)]
+        program, *rest = arguments.split()
+        file = ["--output", f"{out / name}.json"] if program == "verify" else ["--out", out / name]
+        run = [*of["start"].split(), "-m", f"flce_dist.launch.{program}", *rest, *map(str, file)]
         yield [sys.executable, *run[1:]] if run[0] == "python" else run
 
 
