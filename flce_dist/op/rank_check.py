@@ -39,7 +39,7 @@ def check_alike(call: Call, operands: Operands) -> None:
         ValueError: the same on every rank; it names what differs, with values and their ranks.
     """
     group = call.tp_group
-    if group is None or not is_checked(group, operands.hidden):
+    if group is None or not _is_checked(group, operands.hidden):
         return
     _have_called.add(group)
     summaries: list[Any] = [None] * group.size()
@@ -48,14 +48,15 @@ def check_alike(call: Call, operands: Operands) -> None:
     # A later difference may be a consequence of an earlier one.
     found = _differences(arguments) or _seams(rows) or _differences(values) or _differences(plans)
     if found:
-        hint = f"; {_OF_LABELS}" if "tokens" in found[0] or "labels" in found[0] else ""
-        raise ValueError(f"ranks must call alike: {'; '.join(found)}{hint}")
+        text = "; ".join(found)
+        hint = f"; {_OF_LABELS}" if "tokens is" in text or "labels is" in text else ""
+        raise ValueError(f"ranks must call alike: {text}{hint}")
     _warn_of_one_weight(weights)
 
 
 def check_lengths(labels: Tensor, group: dist.ProcessGroup | None) -> None:
     """Check at a group's first call that its data-parallel ranks have equally many labels."""
-    if group is None or not is_checked(group, labels):
+    if group is None or not _is_checked(group, labels):
         return
     mine = torch.full((1,), labels.numel(), device=labels.device)
     lengths = gather_tokens(mine, group).tolist()
@@ -66,7 +67,7 @@ def check_lengths(labels: Tensor, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def is_checked(group: dist.ProcessGroup, x: Tensor) -> bool:
+def _is_checked(group: dist.ProcessGroup, x: Tensor) -> bool:
     """Whether a call of the group is to be checked; x is on its device."""
     if group in _have_called or os.environ.get("FLCE_DIST_CHECK_RANKS", "1") == "0":
         return False
