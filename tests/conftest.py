@@ -15,7 +15,7 @@ from flce_dist.testing import RankPool, run_ranks
 from tests import machine
 from tests.processes import LAST_RESORT_S
 
-# Tests count collectives, and plant wrong labels; tests/test_transport.py has the check's own.
+# Tests count collectives, and plant wrong labels; tests/test_rank_check.py has the check's own.
 os.environ.setdefault("FLCE_DIST_CHECK_RANKS", "0")
 
 # Tests are small, and several processes or simulated ranks share the cores.

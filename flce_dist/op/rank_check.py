@@ -8,7 +8,7 @@ import hashlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def _differences(facts: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{name} is {_on_ranks(x)}" for name, x in said.items() if len(set(x)) > 1]
 
 
-def _on_ranks(values: Iterable[str]) -> str:
+def _on_ranks(values: Sequence[str]) -> str:
     """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
     found: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
@@ -157,7 +157,7 @@ def _warn_of_one_weight(weights: Sequence[tuple[int, str | None, int]]) -> None:
     Equal rows alone mean nothing: a test may initialise all shards from one seed.
     """
     V, rows, label = weights[0]
-    if len(weights) == 1 or rows is None or len(set(weights)) > 1 or not 0 <= label < V:
+    if rows is None or len(set(weights)) > 1 or not 0 <= label < V:
         return
     warnings.warn(
         f"weight is the same {V} rows on all {len(weights)} ranks, and no label is above {label}: "
