@@ -21,7 +21,7 @@ from flce_dist.kernels.exact_sums import group_sums
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
-from flce_dist.kernels.named_columns import named_column, take_out, tile_starts
+from flce_dist.kernels.named_columns import named_column, named_tiles, take_out
 from flce_dist.kernels.primitives import (
     computed,
     exp,
@@ -65,7 +65,7 @@ def _linear_stats_kernel(
     T, V, H,
     strides, cache_sizes,  # the tuples are those of ShardLogits; cached_v and the stride by t
     vocab_start_index, scalars,
-    named,  # None, or [N] int64 (global ids), [T, num_v + 1] int32 (``tile_starts``), out: [N] fp32
+    named,  # None, or [N] and [T] int64 (ids, ends), out: [N] fp32, and in: two of ``named_tiles``
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, EVEN_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
@@ -87,13 +87,8 @@ def _linear_stats_kernel(
         label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
         reference = first_reference(label_logit)
         if named is not None:
-            start_ptr = named[1] + offs_t.to(tl.int64) * (num_v + 1) + pid_v
-            begin = tl.load(start_ptr, mask=mask_t, other=0)
-            end = tl.load(start_ptr + 1, mask=mask_t, other=0)
-            most = tl.max(end - begin, axis=0)
-            first_id = vocab_start_index + start_v
-            named_0 = named_column(named[0], begin, end, first_id)
-            named_1 = named_column(named[0], begin + 1, end, first_id)
+            in_tile = tl.load(named[3] + pid_v.to(tl.int64) * T + offs_t, mask=mask_t, other=-1)
+            most = tl.load(named[4] + pid_v * tl.cdiv(T, BLOCK_T) + pid_t)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -106,11 +101,13 @@ def _linear_stats_kernel(
             x = z_above
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            x = take_out(x, named_0, named[2] + begin)
-            x = take_out(x, named_1, named[2] + begin + 1)
+            begin = in_tile & 0xFFFFFFFF
+            x = take_out(x, ((in_tile >> 32) & 0xFFFF).to(tl.int32), named[2] + begin)
+            x = take_out(x, ((in_tile >> 48) & 0xFFFF).to(tl.int32), named[2] + begin + 1)
             for i in range(2, most):
-                more = named_column(named[0], begin + i, end, first_id)
-                x = take_out(x, more, named[2] + begin + i)
+                n, end = begin + i, tl.load(named[1] + offs_t, mask=mask_t, other=0)
+                more = named_column(named[0], n, end, vocab_start_index + start_v, V - start_v)
+                x = take_out(x, more, named[2] + n)
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
@@ -151,7 +148,7 @@ def linear_stats(
     is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
     and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
     sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored. With named ids both leave
-    out these, of which the label must be one; ``named_x`` [N] receives their x.
+    out these, of which the label must be one; ``named_x`` [N] receives x of each id's first entry.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -166,7 +163,10 @@ def linear_stats(
     for start, end, window in cache.split(V, segment.columns, segment.columns):
         here = logits.columns(start, end)
         launch = tile_launch(here, window)
-        named, BLOCK_V = here.named, launch.config.BLOCK_V
+        BLOCK_T, BLOCK_V, named = launch.config.BLOCK_T, launch.config.BLOCK_V, None
+        if here.named is not None:
+            tiles_of_named = named_tiles(here, launch.num_v, BLOCK_T, BLOCK_V)
+            named = (here.named[0], here.named[2], named_x, *tiles_of_named)
         _linear_stats_kernel[launch.grid](
             *launch.operands(here), logits.labels,
             label_logit,
@@ -175,7 +175,7 @@ def linear_stats(
             T, end - start, logits.H,
             here.strides, (0, 0) if window is None else (window.shape[1], window.stride(0)),
             here.vocab_start_index, here.scalars,
-            named and (named[0], tile_starts(here, launch.num_v, BLOCK_V), named_x),
+            named,
             WITH_ENTROPY=with_entropy,
             WITH_SUM_Z=with_sum_z,
             EVEN_V=(end - start) % BLOCK_V == 0,

@@ -11,7 +11,6 @@ from torch import Tensor
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import INTERPRET
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.tuning import next_power_of_2
 
 # A thread has a multiple of so many elements of any tile, or would store to undefined addresses.
 _PACK = tl.constexpr(16)
@@ -44,10 +43,10 @@ _PTX, _CONSTRAINTS = map(tl.constexpr, _take_out_in_ptx(_PACK.value))
 
 
 @triton.jit
-def named_column(ids_ptr, n, end, first_id):
-    """The columns of entries n, [BLOCK_T], counted from ``first_id``; -1 from ``end`` on."""
-    id = tl.load(ids_ptr + n, mask=n < end, other=0)
-    return tl.where(n < end, id - first_id, -1).to(tl.int32)
+def named_column(ids_ptr, n, end, first_id, V):
+    """The columns of entries n, [BLOCK_T], counted from ``first_id``; -1 from ``end`` or V on."""
+    column = tl.load(ids_ptr + n, mask=n < end, other=-1) - first_id
+    return tl.where(column < V, column, -1).to(tl.int32)
 
 
 @triton.jit
@@ -61,7 +60,8 @@ def take_out(x, column, out_ptr):
     offs_v = tl.arange(0, x.shape[1])
     if INTERPRET:
         is_named = offs_v[None, :] == column[:, None]
-        tl.store(out_ptr, tl.sum(tl.where(is_named, x, 0.0), axis=1), mask=column >= 0)
+        mask = (column >= 0) & (column < x.shape[1])
+        tl.store(out_ptr, tl.sum(tl.where(is_named, x, 0.0), axis=1), mask=mask)
         return tl.where(is_named, -float("inf"), x)
     # The elements of a pack are neighbours in few rows, so that most of these are one register.
     near = ((offs_v >> 5)[None, :] == (column >> 5)[:, None]).to(tl.int32)
@@ -72,38 +72,62 @@ def take_out(x, column, out_ptr):
     )
 
 
-@Kernel
-def _tile_starts_kernel(
-    ids_ptr, begin_ptr, end_ptr,  # in:  [N] int64, [T] int64 twice
-    starts_ptr,  # out: [T, num_v + 1] int32
-    V, num_v, vocab_start_index,
-    BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """A program finds the first id of one token that lies in each of BLOCK_J tiles of columns."""
-    t = tl.program_id(0).to(tl.int64)
-    offs_j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    n, end = tl.load(begin_ptr + t), tl.load(end_ptr + t)
-    start_id = vocab_start_index + tl.minimum(offs_j * BLOCK_V, V)
-    found = n + tl.zeros((BLOCK_J,), tl.int64)
-    left = end - n
-    while left > 0:  # the first entry that is not below start_id is among so many from found on
+@triton.jit
+def first_entry(ids_ptr, n, left, end, id):
+    """The first entry from n on whose id is not below ``id``, or ``end``; [BLOCK_N] as n and id.
+
+    Ids ascend, and there are at most ``left`` entries from n to ``end``.
+    """
+    while left > 0:
         half = (left + 1) // 2
-        id = tl.load(ids_ptr + found + half - 1, mask=found + half <= end, other=1 << 31)
-        found += tl.where(id < start_id, half, 0)
+        last = tl.load(ids_ptr + n + half - 1, mask=n + half <= end, other=1 << 31)
+        n += tl.where(last < id, half, 0)
         left -= half
-    ptrs = starts_ptr + t * (num_v + 1) + offs_j
-    tl.store(ptrs, found.to(tl.int32), mask=offs_j <= num_v)
+    return n
 
 
-def tile_starts(logits: ShardLogits, num_v: int, BLOCK_V: int) -> Tensor:
-    """Return [T, num_v + 1] int32: which of the named ids is the first of each tile of columns."""
+@Kernel
+def _named_tiles_kernel(
+    ids_ptr, begin_ptr, end_ptr,  # in:  [N] int64, [T] int64 twice
+    tiles_ptr, most_ptr,  # out: [num_v, T] int64, [num_v, num_t] int32, what ``named_tiles`` says
+    T, V, vocab_start_index,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program takes one token; the first entry of each tile finds the first of the next."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(begin_ptr + t), tl.load(end_ptr + t)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        column = tl.load(ids_ptr + n, mask=n < end, other=-1) - vocab_start_index
+        last = tl.load(ids_ptr + n - 1, mask=(n > begin) & (n < end), other=-1) - vocab_start_index
+        tile = column // BLOCK_V
+        is_first = (column >= 0) & (column < V) & ((last < 0) | (last // BLOCK_V < tile))
+        next_id = vocab_start_index + tl.minimum((tile + 1) * BLOCK_V, V)
+        found = first_entry(ids_ptr, n, end - start, end, next_id)
+        second = tl.load(ids_ptr + n + 1, mask=is_first & (found > n + 1), other=-1)
+        second = tl.where(second < 0, 0xFFFF, second - vocab_start_index - tile * BLOCK_V)
+        in_tile = (second << 48) | ((column - tile * BLOCK_V) << 32) | n
+        tl.store(tiles_ptr + tile * T + t, in_tile, mask=is_first)
+        most_ptrs = most_ptr + tile * tl.cdiv(T, BLOCK_T) + t // BLOCK_T
+        tl.atomic_max(most_ptrs, (found - n).to(tl.int32), mask=is_first, sem="relaxed")
+
+
+def named_tiles(
+    logits: ShardLogits, num_v: int, BLOCK_T: int, BLOCK_V: int
+) -> tuple[Tensor, Tensor]:
+    """Return [num_v, T] int64, a token's first entries in a tile, and [num_v, num_t] int32.
+
+    The former is -1 without any, else from the high bits to the low ones: the second entry's column
+    (16 bits, all set if there is none), the first one's (16 bits), the first one's number. The
+    latter is the most entries that one of BLOCK_T tokens has in a tile.
+    """
     assert logits.named is not None
-    starts = torch.empty(logits.T, num_v + 1, dtype=torch.int32, device=logits.hidden.device)
-    BLOCK_J = min(512, next_power_of_2(num_v + 1))
-    _tile_starts_kernel[(logits.T, -(-(num_v + 1) // BLOCK_J))](
+    tiles = logits.labels.new_full((num_v, logits.T), -1)
+    most = logits.labels.new_zeros(num_v, -(-logits.T // BLOCK_T), dtype=torch.int32)
+    _named_tiles_kernel[(logits.T,)](
         *logits.named,
-        starts,
-        logits.V, num_v, logits.vocab_start_index,
-        BLOCK_V=BLOCK_V, BLOCK_J=BLOCK_J,
+        tiles, most,
+        logits.T, logits.V, logits.vocab_start_index,
+        BLOCK_T=BLOCK_T, BLOCK_V=BLOCK_V, BLOCK_N=64, num_warps=2,
     )  # fmt: skip
-    return starts
+    return tiles, most

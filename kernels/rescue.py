@@ -156,7 +156,7 @@ def _rescue_kernel(
             begin = tl.load(named[1] + offs_t, mask=listed, other=0)
             end = tl.load(named[2] + offs_t, mask=listed, other=0)
             for i in range(0, tl.max(end - begin, axis=0)):
-                column_i = named_column(named[0], begin + i, end, vocab_start_index)
+                column_i = named_column(named[0], begin + i, end, vocab_start_index, V)
                 x = other_columns(x, column_i, offs_v, V, True)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)

@@ -23,7 +23,7 @@ from flce_dist.parallel import collectives, transport
 
 
 class ScoresSaved(NamedTuple):
-    z: Tensor  # [N], of all ranks
+    z: Tensor  # [N], of all ranks; of a repeated id with its first entry
     logprob: Tensor  # [N], in the caller's order
     entropy: Tensor | None  # [T]
     ids: Tensor  # as in TokenIds, as the others
@@ -134,13 +134,7 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     windows = ColumnCache(() if cache is None else (cache,))
     stats, _ = one.chunk_loss((0, call.T), windows, named_x=x)
     x = collectives.all_reduce_sum(x, call.tp_group)
-    z = x + first_reference(stats.label_logit).index_select(0, ids.token)
-    # x of a repeated id was taken out with its first entry. That is not found by cummax, which
-    # takes a tenth of a pass over the vocabulary for 64 ids of each token.
-    first, n = ids.first, torch.arange(N, device=z.device)
-    run = first.cumsum(0)
-    firsts = n.new_zeros(N + 1).scatter_(0, run.where(first, 0), n)
-    return z.index_select(0, firsts.index_select(0, run)), stats  # z of padding is any
+    return x + first_reference(stats.label_logit).index_select(0, ids.token), stats
 
 
 def _affine(

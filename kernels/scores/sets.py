@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.named_columns import first_entry
 from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
 from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
@@ -30,6 +31,13 @@ def _entries(ids_ptr, n, begin, end):
     id = tl.load(ids_ptr + n, mask=n < end, other=-1)
     before = tl.load(ids_ptr + n - 1, mask=(n > begin) & (n < end), other=-1)
     return id, (id >= 0) & (id != before)
+
+
+@triton.jit
+def _logits(z_ptr, ids_ptr, n, begin, end, id):
+    """Logits of entries n, which have this id: of a repeated one, that of its first entry."""
+    first = first_entry(ids_ptr, begin + n * 0, end - begin, end, id)
+    return tl.load(z_ptr + first, mask=n < end, other=0.0)
 
 
 @triton.jit
@@ -107,7 +115,7 @@ def _set_scores_kernel(
             (id >= -1) & (id < vocab_size), "ids must be within [0, vocab_size), or -1"
         )
         is_id = id >= 0
-        z = tl.load(z_ptr + n, mask=n < end, other=0.0)
+        z = _logits(z_ptr, ids_ptr, n, begin, end, id)
         place = tl.load(place_ptr + n, mask=n < end, other=0)
         logprob = tl.where(is_id, z - reference - below, 0.0)
         tl.store(logprob_ptr + place, logprob, mask=n < end)
@@ -118,9 +126,10 @@ def set_scores(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(logprob, lse, other, entropy)``: [N] in the caller's order, and [T] or None each.
 
-    z is [N] fp32, of all ranks. 0 at padding, and for tokens without ids. Over the vocabulary with
-    ``rest``, statistics of the ids that are not named, else over the ids. An id beyond vocab_size
-    (of all ranks) fails a device assertion.
+    z is [N] fp32, of all ranks; of a repeated id only its first entry is read. Results are 0 at
+    padding, and for tokens without ids. Over the vocabulary with ``rest``, statistics of the ids
+    that are not named, else over the ids. An id beyond vocab_size (of all ranks) fails a device
+    assertion.
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
@@ -197,7 +206,7 @@ def _set_gradient_kernel(
             dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1(logprob) * total)
         dz *= slope
         if softcap is not None:
-            z = tl.load(z_ptr + n, mask=is_id, other=0.0)
+            z = _logits(z_ptr, ids_ptr, n, begin, end, id)
             dz *= softcap_slope(z, softcap, 1.0 if inverse_ptr is None else slope / logit_scale)
         tl.store(dz_ptr + n, tl.where(is_id, dz, 0.0), mask=n < end)
 
