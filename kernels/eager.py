@@ -19,7 +19,6 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     write_at_labels,
 )
 from flce_dist.kernels.eager_rows import (  # noqa: F401
-    counted_tokens,
     loss_norm,
     mean_loss,
     reduce_loss,

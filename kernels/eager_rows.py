@@ -3,33 +3,9 @@
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.kernels import gemm
 from flce_dist.kernels.token_gradient_formulas import label_value
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats, loss_of, pick_reference
-
-
-def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return [T_all] bool: which tokens have a label, and a weight that is not 0."""
-    counted = labels != ignore_index
-    return counted if token_weight is None else counted & (token_weight != 0)
-
-
-def counted_tokens(
-    labels: Tensor, token_weight: Tensor | None, T: int, *, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    counted = counts(labels, token_weight, ignore_index)
-    t = torch.arange(len(labels), device=labels.device)
-    ordinal = counted.cumsum(0)
-    to = torch.where(counted, ordinal - 1, len(labels) - 1 - t + ordinal)
-    torch_private.assert_soon(
-        (ordinal <= T).all(), "max_counted must be at least the tokens that count"
-    )
-    places = torch.empty_like(t).scatter_(0, to, t)[:T]
-    labels = labels.where(counted, ignore_index)[places]
-    if token_weight is not None:
-        token_weight = token_weight.where(counted, 0.0)[places]
-    return places, labels, token_weight, counted.sum(dtype=torch.int32)
 
 
 def token_loss(

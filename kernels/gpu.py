@@ -2,7 +2,6 @@
 # ruff: noqa: F401  # what is imported here is the interface
 
 from flce_dist.kernels.counted_gemm import counted_gemm
-from flce_dist.kernels.counted_tokens import counted_tokens
 from flce_dist.kernels.dlogits import dlogits, write_label_value
 from flce_dist.kernels.kernel import may_replay
 from flce_dist.kernels.label_logit import label_logit

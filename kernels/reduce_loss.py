@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.counted_tokens import counts
 from flce_dist.kernels.kernel import Kernel
 
 
@@ -15,8 +14,11 @@ def _norm(labels_ptr, token_weight_ptr, T, ignore_index, BLOCK_T: tl.constexpr):
     nonzero = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, T, BLOCK_T):
         offs_t = start + tl.arange(0, BLOCK_T)
-        _, label, weight = counts(labels_ptr, token_weight_ptr, offs_t, T, ignore_index, BLOCK_T)
-        weight = tl.where(label != ignore_index, weight, 0.0)
+        counted = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index) != ignore_index
+        weight = tl.full((BLOCK_T,), 1.0, tl.float32)
+        if token_weight_ptr is not None:
+            weight = tl.load(token_weight_ptr + offs_t, mask=offs_t < T, other=0.0)
+        weight = tl.where(counted, weight, 0.0)
         weights += weight
         nonzero |= (weight != 0.0).to(tl.int32)
     norm = tl.sum(weights, axis=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flce_dist import filtered
 from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
 from flce_dist.kernels.filtered import stats, tile_lists
-from flce_dist.kernels.filtered.interface import filter_kernels_of
+from flce_dist.kernels.filtered.sample import profile_sample
 from flce_dist.kernels.filtered.tiles import TILE_V
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -24,7 +24,6 @@ from tests.filtered_formula import filtered_gradients, zipf_inputs
 from tests.problems import (
     IGNORE,
     Upstream,
-    both,
     each_dtype,
     interpreted,
     make_inputs,
@@ -100,15 +99,15 @@ def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 30_011])
-@both
-def test_each_run_of_counted_tokens_gives_one(impl: str, n: int) -> None:
+@each_device
+def test_each_run_of_counted_tokens_gives_one(device: str, n: int) -> None:
     """All tokens while they are few; never one twice."""
     counted = torch.zeros(2 * n + 3, dtype=torch.bool)
     counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(n))[:n]] = True
     labels, scale = torch.zeros_like(counted).long(), torch.ones(len(counted))
     others = (~counted).nonzero().squeeze(1)
     labels[others[::2]], scale[others[1::2]] = -100, 0.0
-    found = filter_kernels_of(impl).profile_sample(labels, scale, ignore_index=-100)
+    found = profile_sample(labels.to(device), scale.to(device), ignore_index=-100).cpu()
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()

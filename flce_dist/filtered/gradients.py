@@ -16,6 +16,7 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered.interface import filter_kernels_of
+from flce_dist.kernels.filtered.sample import profile_sample
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -178,7 +179,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     ignore_index = logits.ignore_index
-    sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=ignore_index)
+    sample = profile_sample(logits.labels, rows.scale, ignore_index=ignore_index)
     dbias = scale_of_d = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]

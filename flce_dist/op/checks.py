@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.kernels.eager_rows import counts
+from flce_dist.kernels.counted_tokens import counts
 from flce_dist.op.call import extra_schedule
 from flce_dist.options import COUNT, DECLARED, Declared, LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.kernels.counted_tokens import counted_tokens
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.op import checks
 from flce_dist.op.call import Call, Needs, Operands, Schedule, extra_schedule
@@ -152,10 +153,9 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     if inverse is None and not options.partitions:
         return operands
     if options.partitions:
-        with torch.cuda.device_of(labels):
-            places, labels, token_weight, n_counted = call.kernels.counted_tokens(
-                labels, token_weight, call.T, ignore_index=options.ignore_index
-            )
+        places, labels, token_weight, n_counted = counted_tokens(
+            labels, token_weight, call.T, ignore_index=options.ignore_index
+        )
         inverse = None if inverse is None else inverse[places]
         if not options.skip_ignored or extra_schedule(options.schedule) is not None:
             n_counted = None  # an extra schedule takes the order alone
