@@ -32,7 +32,6 @@ from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
 from flce_dist.kernels.scores.eager import (  # noqa: F401
     dhidden_of_ids,
     dweight_of_ids,
-    logits_at_ids,
     set_gradient,
     set_scores,
     write_named,
@@ -46,21 +45,21 @@ def may_replay() -> bool:
     return False  # these functions may read data
 
 
-def label_logit(logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None:
-    if logits.labels.is_cuda:
-        known = (logits.labels >= 0) & (logits.labels < vocab_size)
+def logits_at_ids(
+    logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
+) -> Tensor:
+    is_id = ids != logits.ignore_index
+    if ids.is_cuda and token is None:
+        known = (ids >= 0) & (ids < vocab_size)
         torch_private.assert_soon(
-            (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
+            (known | ~is_id).all(), "labels must be within [0, vocab_size) or ignore_index"
         )
-    if logits.V == 0:
-        out.zero_()
-        return
-    for t in gemm.slices(logits.T, 8 * logits.H):
-        part = logits.rows(t)
-        column = part.labels - part.vocab_start_index
-        owned = (column >= 0) & (column < part.V) & part.counted
-        z = logits_at(part, slice(None), column.where(owned, 0))
-        out[t] = z.where(owned, 0.0)
+    row, z = ids - logits.vocab_start_index, ids.new_zeros(len(ids), dtype=logits.stats_dtype)
+    here = (row >= 0) & (row < logits.V) & is_id
+    for n in gemm.slices(len(ids) if logits.V else 0, 8 * logits.H):
+        of_token = n if token is None else token[n]
+        z[n] = logits_at(logits, of_token, row[n].where(here[n], 0)).where(here[n], 0.0)
+    return z
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:

@@ -21,7 +21,9 @@ class Kernels(Protocol):
 
     def may_replay(self) -> bool: ...
 
-    def label_logit(self, logits: ShardLogits, *, vocab_size: int, out: Tensor) -> None: ...
+    def logits_at_ids(
+        self, logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
+    ) -> Tensor: ...
 
     def new_sums(self, logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor: ...
 
@@ -80,8 +82,6 @@ class Kernels(Protocol):
         self, x: Tensor, scale: Tensor | None, labels: Tensor, *,
         ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
     ) -> None: ...  # fmt: skip
-
-    def logits_at_ids(self, logits: ShardLogits, ids: TokenIds) -> Tensor: ...
 
     def set_scores(
         self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *,

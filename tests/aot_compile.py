@@ -40,9 +40,9 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Must not spill, being of the ordinary path; the rescue of overflowing rows and metrics may.
 HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
-    "linear_stats tempered", "dlogits tempered", "label_logit", "kept_dlogits", "add_kept_dhidden",
-    "kept_dweight", "counted_gemm counted", "linear_stats counted", "dlogits counted",
-    "linear_stats named",
+    "linear_stats tempered", "dlogits tempered", "logits_at_ids", "kept_dlogits",
+    "add_kept_dhidden", "kept_dweight", "counted_gemm counted", "linear_stats counted",
+    "dlogits counted", "linear_stats named",
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             gpu.rescue(of, token, token, sums, cache=cache, with_entropy=metrics)
 
     def label_logit(**changes: Any) -> None:
-        gpu.label_logit(logits._replace(**changes), vocab_size=logits.V, out=token)
+        gpu.logits_at_ids(logits._replace(**changes), logits.labels, None, vocab_size=logits.V)
 
     def dlogits(*affine: torch.Tensor, of: ShardLogits = logits) -> None:
         gpu.dlogits(of, token, token, affine, out=out)
@@ -149,7 +149,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
     ids = TokenIds(n, offsets, n, n)
     named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
-    gpu.logits_at_ids(logits, ids)
+    gpu.logits_at_ids(logits, n, n, vocab_size=logits.V)
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)
     gpu.linear_stats(
         named, token, cache=cache, with_sum_z=False, with_entropy=False,

@@ -238,7 +238,7 @@ def check_labels(
 ) -> None:
     """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
-    On a GPU, for which the host must not wait, ``label_logit`` and ``counted_tokens`` assert it.
+    On a GPU, for which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
     """
     if labels.is_cuda:
         return

@@ -45,11 +45,10 @@ class Pass:
 
         first, last = tokens
         logits, weights = self.logits.tokens(first, last), self.token_weight
-        label_logit = logits.hidden.new_empty(logits.T, dtype=logits.stats_dtype)
-        others_max = torch.empty_like(label_logit)
         sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
         gather.wait()
-        kernels.label_logit(logits, vocab_size=call.vocab_size, out=label_logit)
+        label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)
+        others_max = torch.empty_like(label_logit)
         label_logit = collectives.all_reduce_sum(label_logit, group)
         kernels.linear_stats(
             logits, label_logit,

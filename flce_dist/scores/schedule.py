@@ -68,7 +68,8 @@ class Scores:
         ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         if self.over == "ids":
             one.gather.wait()
-            z = collectives.all_reduce_sum(kernels.logits_at_ids(one.logits, ids), call.tp_group)
+            z = kernels.logits_at_ids(one.logits, ids.ids, ids.token, vocab_size=call.vocab_size)
+            z = collectives.all_reduce_sum(z, call.tp_group)
         else:
             cache = self.windows.new_cache(call, ids.ids.device)
             z, rest = _statistics(one, ids, cache)

@@ -1,75 +1,18 @@
-"""Logits at the ids of tokens; of their gradients what goes into D, and what makes dhidden.
+"""Gradients at the ids of tokens: what goes into D, and what makes dhidden.
 
 T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens, W = columns of D.
 """
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.primitives import cast, softcap_tanh
+from flce_dist.kernels.primitives import cast
 from flce_dist.kernels.scores.token_ids import TokenIds
-from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import next_power_of_2
 
 _BLOCK_N, _BLOCK_H = 8, 512  # entries and columns of one step, which a program loads at once
 _WRITTEN_AT_ONCE = 256  # entries of a program
-
-
-@Kernel
-def _logits_at_ids_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, inverse_ptr,  # in:  [T, H], [V, H], [V], [T] fp32
-    ids_ptr, token_ptr,  # in:  [N] int64, [N] int64
-    out_ptr,  # out: [N] fp32
-    N, V, H,
-    strides,  # of ShardLogits
-    vocab_start_index, logit_scale, softcap,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program computes BLOCK_N entries, each in an order of its own: bits do not depend on N."""
-    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(ids_ptr + n, mask=n < N, other=-1) - vocab_start_index
-    is_here = (row >= 0) & (row < V)
-    token = tl.load(token_ptr + n, mask=n < N, other=0)
-    hidden_ptr += token * stride_hidden_t
-    weight_ptr += row * stride_weight_v
-    acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
-    for start_h in range(0, H, BLOCK_H):
-        offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)  # as in label_logit
-        mask = is_here[:, None] & (offs_h < H)[None, :]
-        h = tl.load(hidden_ptr[:, None] + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
-        w = tl.load(weight_ptr[:, None] + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
-        acc += h.to(tl.float32) * w.to(tl.float32)
-    z = tl.sum(acc, axis=1) * logit_scale
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + row, mask=is_here, other=0.0).to(tl.float32)
-    if softcap is not None:
-        z = softcap_tanh(z, softcap)
-    if inverse_ptr is not None:
-        z *= tl.load(inverse_ptr + token, mask=is_here, other=1.0)
-    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
-
-
-def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
-    """Return [N] fp32: the tempered logit of each entry, 0 at padding and ids of other ranks.
-
-    Reads at most 2 N H elements.
-    """
-    N = len(ids.ids)
-    out = torch.empty(N, dtype=torch.float32, device=ids.ids.device)
-    if N:
-        _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
-            logits.hidden, logits.weight, logits.bias, logits.inverse_temperature,
-            ids.ids, ids.token,
-            out,
-            N, logits.V, logits.H,
-            logits.strides,
-            logits.vocab_start_index, logits.logit_scale, logits.softcap,
-            BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(logits.H)),
-        )  # fmt: skip
-    return out
 
 
 @Kernel

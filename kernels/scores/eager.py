@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.eager_logits import logits_at
 from flce_dist.kernels.scores.token_ids import TokenIds
-from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
-
-
-def logits_at_ids(logits: ShardLogits, ids: TokenIds) -> Tensor:
-    z = logits.hidden.new_zeros(len(ids.ids), dtype=logits.stats_dtype)
-    for n, row in _here(ids, logits.vocab_start_index, logits.weight):
-        z[n] = logits_at(logits, ids.token[n], row)
-    return z
 
 
 def set_scores(

@@ -1,0 +1,85 @@
+"""Logits of some tokens at one id each: at their labels, or at all ids that are asked for.
+
+N = entries, T = tokens, V = vocabulary rows here, H = hidden size.
+"""
+
+from functools import partial
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.primitives import softcap_tanh
+from flce_dist.kernels.shard_logits import ShardLogits
+from flce_dist.kernels.tuning import next_power_of_2
+
+_BLOCK_N, _BLOCK_H = 4, 1024  # entries and columns of one step, which a program loads at once
+
+
+@partial(Kernel, debug=True)  # for the assertion
+def _logits_at_ids_kernel(
+    hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
+    ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
+    out_ptr,  # out: [N] fp32
+    N, V, H,
+    strides,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars, vocab_size,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N entries, each in an order of its own: bits do not depend on N."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id, token = tl.load(ids_ptr + n, mask=n < N, other=ignore_index), n
+    if token_ptr is not None:
+        token = tl.load(token_ptr + n, mask=n < N, other=0)
+    else:
+        tl.device_assert(
+            ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
+            "labels must be within [0, vocab_size) or ignore_index",
+        )
+    row = id - vocab_start_index
+    is_here = (row >= 0) & (row < V) & (id != ignore_index)
+    hidden_ptr += token * stride_hidden_t
+    weight_ptr += row * stride_weight_v
+    acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    for start_h in range(0, H, BLOCK_H):
+        # H * V passes 2**31 at 8k x 262k: the stride along H of a column-major weight is V.
+        offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)
+        mask = is_here[:, None] & (offs_h < H)[None, :]
+        h = tl.load(hidden_ptr[:, None] + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
+        w = tl.load(weight_ptr[:, None] + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
+        acc += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(acc, axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + row, mask=is_here, other=0.0).to(tl.float32)
+    if softcap is not None:
+        z = softcap_tanh(z, softcap)
+    if inverse_temperature_ptr is not None:
+        z *= tl.load(inverse_temperature_ptr + token, mask=is_here, other=1.0)
+    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
+
+
+def logits_at_ids(
+    logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
+) -> Tensor:
+    """Return [N] fp32: the tempered logits of tokens at global ids [N], 0 if ignored or elsewhere.
+
+    Entry n is of token[n], or of token n, whose label the id is then. A label that is neither below
+    ``vocab_size`` nor ignored fails a device-side assertion, whose error arrives with the next
+    synchronisation. Reads at most 2 N H elements.
+    """
+    N, H = len(ids), logits.H
+    out = torch.empty(N, dtype=torch.float32, device=ids.device)
+    if N:
+        _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
+            logits.hidden, logits.weight, logits.bias,
+            ids, token,
+            out,
+            N, logits.V, H,
+            logits.strides,
+            logits.vocab_start_index, logits.scalars, vocab_size,
+            BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(H)), sanitize_overflow=False,
+        )  # fmt: skip
+    return out
