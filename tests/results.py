@@ -4,20 +4,25 @@
     python -m tests.results tables
 
 docs/results.yaml says which program measures each file on which machine, and what each table shows.
+A machine with several GPUs measures files of one GPU side by side.
 A table stands behind a line ``<!-- table: its name -->``. Where a page says ``commit 1234567`` and
 then links to a file of docs/results, the commit is the file's.
 """
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -91,17 +96,32 @@ def commands(machine: str, out: Path) -> Iterator[list[str]]:
         yield [sys.executable, *run[1:]] if run[0] == "python" else run
 
 
+def measure(command: list[str], gpus: "SimpleQueue[str]") -> int:
+    """Run a command on one of these GPUs, which no other command then uses."""
+    gpu = gpus.get()
+    try:
+        return subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}).returncode
+    finally:
+        gpus.put(gpu)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     of = parser.add_subparsers(dest="what", required=True)
-    measure = of.add_parser("measure")
-    measure.add_argument("machine", choices=list(spec()["machines"]))
-    measure.add_argument("--out", type=Path, required=True)
+    of_machine = of.add_parser("measure")
+    of_machine.add_argument("machine", choices=list(spec()["machines"]))
+    of_machine.add_argument("--out", type=Path, required=True)
     of.add_parser("tables")
     settings = parser.parse_args()
     if settings.what == "measure":
-        done = [subprocess.run(x).returncode for x in commands(settings.machine, settings.out)]
-        return max(done)
+        every = list(map(str, range(torch.cuda.device_count())))
+        is_of_one = spec()["machines"][settings.machine]["start"] == "python"
+        gpus: SimpleQueue[str] = SimpleQueue()
+        for gpu in every if is_of_one and every else [",".join(every)]:
+            gpus.put(gpu)
+        with ThreadPoolExecutor(max(1, gpus.qsize())) as pool:
+            run = partial(measure, gpus=gpus)
+            return max(pool.map(run, commands(settings.machine, settings.out)))
     for page in PAGES:
         page.write_text(written(page.read_text()))
     return 0
