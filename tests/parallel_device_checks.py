@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import eager_logits
-from flce_dist.memory import peak_memory, release_shared_memory
+from flce_dist.launch.peak_memory import peak_memory
+from flce_dist.memory import release_shared_memory
 from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, Share, rank_step, share_of
 from tests.parallel_ranks import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms, run_ranks
 from tests import problems

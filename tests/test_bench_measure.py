@@ -16,7 +16,7 @@ from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.problem import make_problem, make_truth
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms, run_ranks
 from tests.bench_run import EAGER, GRID, peer, records, run

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.op.plan import plan
 from tests.outcomes import assert_same
 from tests.parallel_device_checks import step_on_streams

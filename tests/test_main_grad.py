@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from flce_dist import filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.testing import error_budget, relative_rms
 from tests.parallel_problem import plan_sizes
 from tests.problems import (

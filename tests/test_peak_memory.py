@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, plan
 from flce_dist.kernels import eager_logits, gemm
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from tests.problems import each_dtype, each_schedule
 
 MIB = 2**20
@@ -216,7 +216,7 @@ def test_a_frozen_weight_costs_no_gradient(schedule: Any, dtype: torch.dtype) ->
         assert peak - frozen_peak >= V * H * dtype.itemsize
 
 
-# --- flce_dist.memory, on programs whose peak is known
+# --- peak_memory, on programs whose peak is known
 
 
 def mib(n: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from flce_dist import filtered, replay
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.testing import run_ranks
 from tests.outcomes import Outcome, assert_same
 from tests.parallel_problem import Problem, rank_step

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flce_dist.kernels import eager_logits, gemm
-from flce_dist.memory import peak_memory
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.op.in_forward import InForward
 from flce_dist.op.plan import plan
 from tests import parallel_problem

@@ -23,8 +23,9 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import gathered
-from flce_dist.memory import peak_memory, release_shared_memory
+from flce_dist.memory import release_shared_memory
 from flce_dist.scores import linear_logprob
 
 MOST_CALLS = 1000

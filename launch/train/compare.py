@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.launch.about import about, caption
+from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import reduced
 from flce_dist.launch.train.data import IGNORED
 from flce_dist.launch.train.model import token_losses
 from flce_dist.launch.write import write_figure, write_json
-from flce_dist.memory import peak_memory, release_shared_memory
+from flce_dist.memory import release_shared_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
