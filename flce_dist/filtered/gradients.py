@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
+from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.sample import profile_sample
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
@@ -150,7 +151,8 @@ class Filtered:
         stats = TokenStats(*of_tokens)
         rows = row_gradient(given, stats, norm, from_lse=True)
         # Without columns there is a share of zeros, for which the other ranks wait.
-        add = partial(_add_tiles, kept=kept, mass=mass) if given.call.V else Gradients.add
+        add_all = _add_tiles if given.call.impl == "triton" else _add_dense
+        add = partial(add_all, kept=kept, mass=mass) if given.call.V else Gradients.add
         return self.recompute.gradients(given, stats, rows, None, add=add)
 
 
@@ -167,15 +169,28 @@ def _approximation(
     return kept_sum / tiles, left / counted.clamp_min(1)
 
 
+def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
+    """Write all gradients from a D that contains the tiles that are not kept, in plain PyTorch."""
+    logits, rows = chunk.logits, chunk.rows
+    assert logits is not None and rows.scale is not None and chunk.gather is not None
+    sample = profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
+    chunk.gather.wait()
+    total = eager.tile_profile(logits, rows.reference, kept, sample)
+    scale = None if gradients.call.is_from_lse else rows.scale  # as in the other tiles of D
+    gradients.add(chunk._replace(overwrite=eager.rank_one(logits, total, kept, mass, scale)))
+
+
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients: those of kept tiles a round at a time, added to those of the others.
 
     What needs no hidden comes first, while that is being gathered. The sum of dhidden over ranks
     overlaps the last dweight GEMM.
     """
+    from flce_dist.kernels.filtered import gpu as kernels
+
     call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None
-    kernels, weight = filter_kernels_of(call.impl), logits.weight
+    weight = logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     ignore_index = logits.ignore_index

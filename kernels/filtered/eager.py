@@ -1,20 +1,17 @@
-"""Filtered gradients in plain PyTorch: the functions of ``gpu.py``, whose docstrings hold here.
+"""Filtered gradients in plain PyTorch, where D contains the tiles that are not kept.
 
-D lies in a dense window of columns, 0 in the tiles that are not kept. A round is the next window,
-so nothing is read on the host. T = tokens, V = vocabulary rows here, H = hidden size.
+Functions of ``gpu.py`` have their docstrings there. T = tokens, V = vocabulary rows here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.kernels import gemm
-from flce_dist.kernels.eager_logits import dlogits, windows, write_at_labels
+from flce_dist.kernels.eager_logits import windows, write_at_labels
 from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 
 
@@ -64,80 +61,25 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
 
 
 def rank_one(
-    logits: ShardLogits, total: Tensor, mass: Tensor, scale: Tensor | None, *, with_means: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    logits: ShardLogits, total: Tensor, kept: Tensor, mass: Tensor, scale: Tensor | None
+) -> Callable[[Tensor, int], None]:
+    """Return what writes ``scale`` [T] times mass times profile to D [T, W], where not kept.
+
+    It takes D and its first column. ``total`` [V] is that of ``tile_profile``; its share of a tile,
+    or an even one where it is 0, is the profile.
+    """
     even = torch.ones_like(total) if logits.bias is None else (logits.bias != -torch.inf).to(total)
     q = total.where(_spread(_tile_sums(total) > 0, logits.V), even)
     q = q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
-    means = None
-    if with_means:
-        tiles = zip(q.split(TILE_V), logits.weight.split(TILE_V), strict=True)
-        means = torch.stack([part @ rows.to(q.dtype) for part, rows in tiles]).to(mass.dtype)
-    return q, means, mass if scale is None else (mass * scale).to(mass.dtype)
+    exact, of_tiles = _of_tokens(kept, logits.T), mass.T.to(q)
+    of_tiles = of_tiles if scale is None else of_tiles * scale[:, None]
 
+    def overwrite(d: Tensor, start: int) -> None:
+        columns = torch.arange(start, start + d.shape[1], device=d.device)
+        tile = columns // TILE_V
+        d.copy_(d.where(exact[:, tile], (of_tiles[:, tile] * q[columns]).to(d.dtype)))
 
-@dataclass(frozen=True)
-class TileLists:
-    kept: Tensor
-    columns: int  # of tiles of a round
-
-    @property
-    def rounds(self) -> int:
-        return -(-self.kept.shape[1] // self.columns)
-
-    def window(self, round: int, V: int) -> tuple[int, int]:
-        """The first row of the vocabulary of a round, and the first beyond it."""
-        width = self.columns * TILE_V
-        return round * width, min((round + 1) * width, V)
-
-
-def tile_lists(kept: Tensor, capacity: int) -> TileLists:
-    return TileLists(kept, capacity // len(kept))
-
-
-def new_kept_buffer(logits: ShardLogits, capacity: int) -> Tensor:
-    blocks, _ = tile_grid(logits.T, logits.V)
-    return logits.hidden.new_empty(logits.T, min(logits.V, capacity // blocks * TILE_V))
-
-
-def kept_dlogits(
-    logits: ShardLogits, rows: RowGradient, scale: Tensor | None, lists: TileLists, round: int, *,
-    out: Tensor,
-) -> Tensor:  # fmt: skip
-    part = logits.columns(*lists.window(round, logits.V))
-    d = out[:, : part.V]
-    if scale is not None:
-        rows = rows._replace(label_value=scale * rows.label_value, affine=(scale,))
-    dlogits(part, rows.reference, rows.label_value, rows.affine, out=d)
-    kept = lists.kept[:, round * lists.columns :][:, : lists.columns]
-    d.masked_fill_(~_spread(_of_tokens(kept, logits.T), d.shape[1]), 0.0)
-    return d
-
-
-def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
-    rows = slice(*lists.window(round, len(weight)))
-    gemm.add_matmul(acc, d, weight[rows], first=False)
-
-
-def kept_dweight(
-    d: Tensor, hidden: Tensor, lists: TileLists, round: int, q: Tensor, hbar: Tensor,
-    row: Tensor | None, *, out: Tensor, accumulates: bool,
-) -> None:  # fmt: skip
-    rows = torch.arange(*lists.window(round, len(out)), device=d.device)
-    for part in gemm.slices(len(rows), 4 * hidden.shape[1]):
-        v = rows[part]
-        total = q[v, None] * hbar[v // TILE_V]
-        if row is not None:
-            total += row
-        gemm.add_matmul(total, d[:, part].T, hidden, first=False)
-        out[v] = (out[v] + total if accumulates else total).to(out.dtype)
-
-
-def add_kept_dbias(
-    d: Tensor, scale: Tensor | None, lists: TileLists, round: int, out: Tensor
-) -> None:
-    scale = out.new_ones(len(d)) if scale is None else scale
-    out[slice(*lists.window(round, len(out)))] += gemm.weighted_row_sum(scale, d)
+    return overwrite
 
 
 def _of_tokens(kept: Tensor, T: int) -> Tensor:
