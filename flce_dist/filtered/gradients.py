@@ -8,7 +8,8 @@ over its rows. T = tokens of the group, V = real rows here.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered import eager
-from flce_dist.kernels.filtered.interface import filter_kernels_of
 from flce_dist.kernels.filtered.sample import profile_sample
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
@@ -121,7 +121,7 @@ class Filtered:
             loss, metrics, saved = self.recompute.forward(call, operands)
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
-        kernels = filter_kernels_of(call.impl)
+        kernels: Any = _gpu() if call.impl == "triton" else eager
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
         stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
@@ -156,6 +156,12 @@ class Filtered:
         return self.recompute.gradients(given, stats, rows, None, add=add)
 
 
+def _gpu() -> ModuleType:  # imported on demand: eager alone needs no working triton
+    from flce_dist.kernels.filtered import gpu
+
+    return gpu
+
+
 def _approximation(
     call: Call, logits: ShardLogits, kept: Tensor, mass: Tensor
 ) -> tuple[Tensor, ...]:
@@ -186,11 +192,9 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     What needs no hidden comes first, while that is being gathered. The sum of dhidden over ranks
     overlaps the last dweight GEMM.
     """
-    from flce_dist.kernels.filtered import gpu as kernels
-
     call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None
-    weight = logits.weight
+    kernels, weight = _gpu(), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     ignore_index = logits.ignore_index
