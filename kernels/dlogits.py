@@ -1,7 +1,7 @@
 """The matrix D of a window of columns (``token_gradient_formulas.py``), from hidden and weight.
 
 One GEMM, ``hidden @ weight.T``, in a persistent grid; its epilogue turns each tile of logits into a
-tile of D. A second kernel writes the labels' elements, one of each row, here and in cached windows.
+tile of D. ``at_ids`` writes the labels' elements, one of each row, here and in cached windows.
 
 T = tokens, V = columns of the window, H = hidden size.
 """
@@ -9,14 +9,13 @@ T = tokens, V = columns of the window, H = hidden size.
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.at_ids import write_at_ids
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
 from flce_dist.kernels.primitives import (
-    cast,
     computed,
     exp,
     inverse_temperatures,
-    label_columns,
     logits_tile,
     softcap_slope,
     store_tile,
@@ -72,24 +71,6 @@ def _dlogits_kernel(
         store_tile(out, d, start_t, start_v, T, V, stride_out_t, BLOCK_T, BLOCK_V, TMA)
 
 
-@Kernel
-def _write_label_kernel(
-    labels_ptr, value_ptr,  # in:  [T] int64, [T] fp32
-    out_ptr,  # out: [T, V], only the labels' elements
-    T, V,
-    stride_t,
-    vocab_start_index, ignore_index,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """A program writes one element of each of BLOCK_T rows."""
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
-    value = tl.load(value_ptr + offs_t, mask=offs_t < T, other=0.0)
-    offs = offs_t.to(tl.int64) * stride_t + column  # T * V passes 2**31 at 16k x 128k
-    value = cast(value, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offs, value, mask=(offs_t < T) & (column >= 0))
-
-
 def dlogits(
     logits: ShardLogits, reference: Tensor, label_value: Tensor,
     affine: tuple[Tensor, ...], *, out: Tensor,
@@ -116,25 +97,4 @@ def dlogits(
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.
     first, ignore_index = logits.vocab_start_index, logits.ignore_index
-    write_label_value(out, logits.labels, label_value, first, ignore_index)
-
-
-def write_label_value(
-    out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
-) -> None:
-    """Write ``out[t, labels[t] - vocab_start_index] = value[t]`` where that column exists.
-
-    out is [T, V] of any dtype with a unit last stride; labels are [T] int64 global ids, value is
-    [T] fp32. Rows of ignored tokens are left alone.
-    """
-    T, V = out.shape
-    if T == 0 or V == 0:
-        return
-    _write_label_kernel[(-(-T // 128),)](
-        labels, value,
-        out,
-        T, V,
-        out.stride(0),
-        vocab_start_index, ignore_index,
-        BLOCK_T=128,
-    )  # fmt: skip
+    write_at_ids(out, logits.labels, None, label_value, first, ignore_index)

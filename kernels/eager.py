@@ -34,7 +34,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     dweight_of_ids,
     set_gradient,
     set_scores,
-    write_named,
+    write_sums,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
@@ -60,6 +60,16 @@ def logits_at_ids(
         of_token = n if token is None else token[n]
         z[n] = logits_at(logits, of_token, row[n].where(here[n], 0)).where(here[n], 0.0)
     return z
+
+
+def write_at_ids(
+    out: Tensor, ids: Tensor, token: Tensor | None, value: Tensor,
+    vocab_start_index: int, ignore_index: int,
+) -> None:  # fmt: skip
+    if token is None:
+        write_label_value(out, ids, value, vocab_start_index, ignore_index)
+    else:
+        write_sums(out, ids, token, value, vocab_start_index)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:

@@ -71,8 +71,8 @@ class Kernels(Protocol):
         sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
     ) -> None: ...  # fmt: skip
 
-    def write_label_value(
-        self, out: Tensor, labels: Tensor, value: Tensor,
+    def write_at_ids(
+        self, out: Tensor, ids: Tensor, token: Tensor | None, value: Tensor,
         vocab_start_index: int, ignore_index: int,
     ) -> None: ...  # fmt: skip
 
@@ -93,10 +93,6 @@ class Kernels(Protocol):
         upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
         inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    def write_named(
-        self, out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int
-    ) -> None: ...
 
     def dhidden_of_ids(
         self, factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor

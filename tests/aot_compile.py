@@ -165,7 +165,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
         gpu.set_gradient(
             z, ids, z, each, (z, token, each), each, softcap=softcap, logit_scale=2.0
         )  # fmt: skip
-    gpu.write_named(out, ids, z, vocab_start_index=0)
+    gpu.write_at_ids(out, n, n, z, 0, -1)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
         gpu.dweight_of_ids(

@@ -68,7 +68,7 @@ class Pass:
         if not call.rescales_cache and named_x is None:  # else backward writes D at the labels
             for start, window in cache.with_starts():
                 column, ignored = logits.vocab_start_index + start, options.ignore_index
-                kernels.write_label_value(window, logits.labels, label_value, column, ignored)
+                kernels.write_at_ids(window, logits.labels, None, label_value, column, ignored)
         return stats, loss
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:

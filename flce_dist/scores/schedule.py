@@ -107,7 +107,7 @@ class Scores:
 
         def overwrite(d: Tensor, start: int) -> None:
             start += call.vocab_start_index
-            call.kernels.write_named(d, ids, factor, vocab_start_index=start)
+            call.kernels.write_at_ids(d, ids.ids, ids.token, factor, start, -1)
 
         dtotal = -sums if dlse is None else dlse - sums
         slope = scale if inverse is None else scale * inverse

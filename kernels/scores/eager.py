@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds, are_first
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
 
@@ -17,7 +17,7 @@ from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
 def set_scores(
     z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    T, N, token, first = len(ids.offsets) - 1, len(z), ids.token, ids.first
+    T, N, token, first = len(ids.offsets) - 1, len(z), ids.token, are_first(ids.ids, ids.token)
     in_set, n = z.where(first, -torch.inf), torch.arange(N, device=z.device)
     largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
     entry = n.where(first & (in_set == largest[token]), N)
@@ -58,7 +58,7 @@ def set_gradient(
 
     dlogprob, dlse, dentropy = upstream
     logprob = logprob.index_select(0, ids.place)
-    p = logprob.exp().where(ids.first, 0.0)
+    p = logprob.exp().where(are_first(ids.ids, ids.token), 0.0)
     dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
     if dlse is not None:
         dz += p * each(dlse)
@@ -74,18 +74,20 @@ def set_gradient(
     return (dz if inverse is None else dz * inverse).where(ids.ids >= 0, 0.0), sums
 
 
-def write_named(out: Tensor, ids: TokenIds, value: Tensor, *, vocab_start_index: int) -> None:
-    run = ids.first.cumsum(0) - 1  # padding comes first in its row, and is 0
+def write_sums(
+    out: Tensor, ids: Tensor, token: Tensor, value: Tensor, vocab_start_index: int
+) -> None:
+    run = are_first(ids, token).cumsum(0) - 1  # padding comes first in its row, and is 0
     total = torch.zeros_like(value).index_add_(0, run.clamp_min(0), value)
     for n, column in _here(ids, vocab_start_index, out.T):
-        out[ids.token[n], column] = total[run[n]].to(out.dtype)
+        out[token[n], column] = total[run[n]].to(out.dtype)
 
 
 def dhidden_of_ids(
     factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
 ) -> None:
     acc = torch.zeros_like(out, dtype=factor.dtype)
-    for n, row in _here(ids, vocab_start_index, weight):
+    for n, row in _here(ids.ids, vocab_start_index, weight):
         acc.index_add_(0, ids.token[n], factor[n, None] * weight[row].to(acc.dtype))
     out.copy_(acc)
 
@@ -95,19 +97,19 @@ def dweight_of_ids(
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
     here = torch.zeros(len(out), dtype=torch.bool, device=out.device)
-    for _, row in _here(ids, vocab_start_index, out):
+    for _, row in _here(ids.ids, vocab_start_index, out):
         here[row] = True
     rows = here.nonzero().squeeze(1)
     slot = here.cumsum(0) - 1
     acc = out[rows].to(factor.dtype) if adds else factor.new_zeros(len(rows), out.shape[1])
-    for n, row in _here(ids, vocab_start_index, out):
+    for n, row in _here(ids.ids, vocab_start_index, out):
         acc.index_add_(0, slot[row], factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
     out[rows] = acc.to(out.dtype)
 
 
-def _here(ids: TokenIds, vocab_start_index: int, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _here(ids: Tensor, vocab_start_index: int, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield entries whose rows are those of weight [V, H], and these rows, a slice at a time."""
-    row = ids.ids - vocab_start_index
+    row = ids - vocab_start_index
     n = ((row >= 0) & (row < len(weight))).nonzero().squeeze(1)
     for part in gemm.slices(len(n), 8 * weight.shape[1]):
         yield n[part], row[n[part]]

@@ -1,8 +1,10 @@
-"""dweight: for each id the sum over its entries of factor times hidden, in one order, no atomics.
+"""Gradients from factors of ids: dhidden, of each token a sum over its entries, and dweight, of
+each id the sum over its entries of factor times hidden. In one order, no atomics.
 
-T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens. Entries are sorted by
-id, and a program takes CHUNK of them: whole runs of one id it writes; of a run that goes beyond the
-chunk it keeps the part, which a second launch sums. So one id in all rows takes no longer.
+T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens. For dweight entries
+are sorted by id, and a program takes CHUNK of them: whole runs of one id it writes; of a run that
+goes beyond the chunk it keeps the part, which a second launch sums. So one id in all rows takes no
+longer.
 """
 
 import triton
@@ -17,6 +19,55 @@ from flce_dist.kernels.tuning import next_power_of_2
 CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
 _BLOCK_H = 512
 _PARTS = 8  # that the second launch loads at once
+_BLOCK_N = 8  # entries of a token that are loaded at once
+
+
+@Kernel
+def _dhidden_of_ids_kernel(
+    factor_ptr, ids_ptr, offsets_ptr, weight_ptr,  # in:  [N] fp32, [N], [T + 1] int64, [V, H]
+    out_ptr,  # out: [T, H]
+    V, H,
+    stride_weight_v, stride_weight_h, stride_out_t,
+    vocab_start_index,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK_H columns of one token."""
+    t = tl.program_id(0).to(tl.int64)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        row = tl.load(ids_ptr + n, mask=n < end, other=-1) - vocab_start_index
+        is_here = (row >= 0) & (row < V)
+        factor = tl.load(factor_ptr + n, mask=is_here, other=0.0)
+        w = tl.load(
+            weight_ptr + row[:, None] * stride_weight_v + offs_h[None, :] * stride_weight_h,
+            mask=is_here[:, None] & (offs_h < H)[None, :], other=0.0,
+        )  # fmt: skip
+        acc += factor[:, None] * w.to(tl.float32)
+    total = cast(tl.sum(acc, axis=0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + t * stride_out_t + offs_h, total, mask=offs_h < H)
+
+
+def dhidden_of_ids(
+    factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
+) -> None:
+    """Write to out [T, H] the sum over a token's entries of factor [N] times rows of weight [V, H].
+
+    Entries whose rows are elsewhere are left out. Accumulates in fp32; out has a unit last stride.
+    """
+    T, H = out.shape
+    BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
+    if T:
+        _dhidden_of_ids_kernel[(T, -(-H // BLOCK_H))](
+            factor, ids.ids, ids.offsets, weight,
+            out,
+            len(weight), H,
+            *weight.stride(), out.stride(0),
+            vocab_start_index,
+            BLOCK_N=_BLOCK_N, BLOCK_H=BLOCK_H,
+        )  # fmt: skip
 
 
 @triton.jit

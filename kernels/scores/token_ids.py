@@ -20,12 +20,12 @@ class TokenIds(NamedTuple):
     token: Tensor  # [N] int64
     place: Tensor  # [N] int64
 
-    @property
-    def first(self) -> Tensor:
-        """[N] bool: False at padding, and where the entry before is the same."""
-        first, (ids, _, token, _) = self.ids >= 0, self
-        first[1:].logical_and_((ids[1:] != ids[:-1]) | (token[1:] != token[:-1]))
-        return first
+
+def are_first(ids: Tensor, token: Tensor) -> Tensor:
+    """Return [N] bool: False at padding, and where the entry before is the same."""
+    first = ids >= 0
+    first[1:].logical_and_((ids[1:] != ids[:-1]) | (token[1:] != token[:-1]))
+    return first
 
 
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:

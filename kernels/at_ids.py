@@ -1,6 +1,6 @@
-"""Logits of some tokens at one id each: at their labels, or at all ids that are asked for.
+"""Logits and elements of D of some tokens at one id each: their labels, or ids that are asked for.
 
-N = entries, T = tokens, V = vocabulary rows here, H = hidden size.
+N = entries, T = tokens, V = vocabulary rows here, H = hidden size, W = columns of D.
 """
 
 from functools import partial
@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.primitives import softcap_tanh
+from flce_dist.kernels.primitives import cast, softcap_tanh
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import next_power_of_2
 
 _BLOCK_N, _BLOCK_H = 4, 1024  # entries and columns of one step, which a program loads at once
+_WRITTEN_AT_ONCE = 128  # entries of a program
 
 
 @partial(Kernel, debug=True)  # for the assertion
@@ -83,3 +84,58 @@ def logits_at_ids(
             BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(H)), sanitize_overflow=False,
         )  # fmt: skip
     return out
+
+
+@Kernel
+def _write_at_ids_kernel(
+    ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
+    out_ptr,  # out: [T, W], only these elements
+    N, W,
+    stride_t,
+    vocab_start_index, ignore_index,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program writes BLOCK_N entries; the first of equal ones adds up those after it."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id, token = tl.load(ids_ptr + n, mask=n < N, other=ignore_index), n
+    column = id - vocab_start_index
+    is_here = (column >= 0) & (column < W) & (id != ignore_index)
+    if token_ptr is not None:
+        token = tl.load(token_ptr + n, mask=n < N, other=0)
+        has_before = (n > 0) & (n < N)
+        repeats = tl.load(ids_ptr + n - 1, mask=has_before, other=ignore_index) == id
+        repeats &= tl.load(token_ptr + n - 1, mask=has_before, other=-1) == token
+        is_here = is_here & (repeats == 0)
+    value = tl.load(value_ptr + n, mask=is_here, other=0.0)
+    if token_ptr is not None:
+        more, next = is_here, n + 1
+        while tl.max(more.to(tl.int32), axis=0) > 0:
+            more = more & (next < N)
+            more = more & (tl.load(ids_ptr + next, mask=more, other=ignore_index) == id)
+            more = more & (tl.load(token_ptr + next, mask=more, other=-1) == token)
+            value += tl.load(value_ptr + next, mask=more, other=0.0)
+            next += 1
+    value = cast(value, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * stride_t + column, value, mask=is_here)
+
+
+def write_at_ids(
+    out: Tensor, ids: Tensor, token: Tensor | None, value: Tensor,
+    vocab_start_index: int, ignore_index: int,
+) -> None:  # fmt: skip
+    """Write ``out[token[n], ids[n] - vocab_start_index] = value[n]`` where that column exists.
+
+    Without ``token`` entry n is of token n. Entries that repeat a token's id, which follow one
+    another, add up. out is [T, W] of any dtype with a unit last stride, ids [N] global ids, value
+    [N] fp32. Ignored ids are left alone.
+    """
+    N, W = len(ids), out.shape[1]
+    if N and W:
+        _write_at_ids_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
+            ids, token, value,
+            out,
+            N, W,
+            out.stride(0),
+            vocab_start_index, ignore_index,
+            BLOCK_N=_WRITTEN_AT_ONCE,
+        )  # fmt: skip
