@@ -119,11 +119,6 @@ class Rank:
             raise self.heard
         return self.heard
 
-    def snapshot(self, x: FakeTensor, out: torch.Tensor) -> bool:
-        base = x.storage + x.start
-        out.copy_(torch.tensor([self.machine.word(base + 4 * i) for i in range(len(out))]))
-        return True
-
     # --- what tests do
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FakeTensor:

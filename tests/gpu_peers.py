@@ -254,7 +254,7 @@ CASES = {
     for case in (graph, failed_capture, exception, remade, hang_in_replay, whole)
 }
 ABORTS = ("hang_in_replay",)  # rank 0 ends by SIGABRT, and says
-IN_VAIN = "s for ranks [1] to publish tokens; this process ends"
+IN_VAIN = "s for other ranks to publish tokens; this process ends"
 
 
 def main(name: str, rank: str, store: str) -> None:

@@ -6,7 +6,6 @@ streams and copies cost the host several times as much.
 
 import ctypes
 import functools
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from flce_dist import torch_private
 
-_SNAPSHOT_S = 5.0
 _MOST_VIEWS = 64  # of a block
 _WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_VALUE_EQ, _DISABLE_TIMING = 1, 2, 1, 2  # of cuda.h
 _host_words: list[Tensor] = []
@@ -74,7 +72,6 @@ class PeerDriver:
         # A new group may get the store of a destroyed one, so keys begin with a running number.
         number = store.add(f"flce_dist/{self.rank}", 1)
         self._store, self._meetings = dist.PrefixStore(f"flce_dist/{number}", store), 0
-        self._snapshot_stream = torch.cuda.Stream(device)
         self._side_streams: list[torch.cuda.Stream] = []  # which must outlive their handles
 
     def current_stream(self) -> int:
@@ -148,18 +145,6 @@ class PeerDriver:
                 f"did not join within {self.limit_s:g} s: they failed, or make other calls"
             ) from error
         return [self._store.get(key).decode() for key in keys]
-
-    def snapshot(self, x: Tensor, out: Tensor) -> bool:
-        """Copy to host memory while other streams wait, if it can; breaks a graph's capture."""
-        with torch.cuda.stream(self._snapshot_stream):
-            out.copy_(x, non_blocking=True)
-            done = self._snapshot_stream.record_event()
-        deadline = time.monotonic() + _SNAPSHOT_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        return True
 
 
 class _MemOp(ctypes.Structure):

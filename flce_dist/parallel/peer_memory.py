@@ -42,7 +42,6 @@ reset their flags; if one raised alone, its next ``open`` waits for the others i
 streams wait for its flags until ``peer_watch.py`` ends their processes.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +97,6 @@ class PeerMemory:
         self._joined = 0  # the last capture that the copy stream was part of
 
         self._flags = driver.shared(4 * 2 * self.P)
-        self._flags_on_host = driver.host_words(2 * self.P)
         self._waits: list[Wait] = []
         self._await_ready = self._wait_and_clear(READY, f"to publish {holds}")
         self._await_free = self._wait_and_clear(FREE, f"to read {holds}")
@@ -215,15 +213,8 @@ class PeerMemory:
 
     def _wait_and_clear(self, kind: int, what: str) -> Any:
         """Return operations that wait for the peers' flags on this rank, then clear them."""
-        driver, peers, memory = self._driver, self.peers, weakref.ref(self)
-        flags = [self._flag(self.rank, kind, rank) for rank in peers]
-
-        def describe() -> tuple[str, str]:
-            one = memory()
-            missing = peers if one is None else one._missing(kind)
-            return driver.where, f"ranks {sorted(missing)} {what}"
-
-        wait = Wait(driver.host_words(2), driver.limit_s, describe)
+        driver, flags = self._driver, [self._flag(self.rank, kind, rank) for rank in self.peers]
+        wait = Wait(driver.host_words(2), driver.limit_s, driver.where, f"other ranks {what}")
         watch(wait)
         self._waits.append(wait)
         return driver.batch(
@@ -233,11 +224,3 @@ class PeerMemory:
             driver.put(wait.address(Wait.PASSED), 1),
             driver.put(wait.address(Wait.WAITS), 0),
         )
-
-    def _missing(self, kind: int) -> list[int]:
-        """Return the peers whose flags are still awaited, or all if that is unknown."""
-        flags = self._flags.of(self.rank, (2 * self.P,), torch.int32)
-        if not self._driver.snapshot(flags, self._flags_on_host):
-            return self.peers
-        is_set = self._flags_on_host.view(2, self.P)[kind].tolist()
-        return [rank for rank in self.peers if not is_set[rank]]

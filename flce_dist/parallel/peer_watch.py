@@ -1,8 +1,8 @@
 """Ends this process when a stream has waited too long for a peer, as NCCL's watchdog does.
 
 A stream's wait for a flag has no timeout. So memory operations around it, in a graph's replay too,
-write two words of pinned host memory, which a thread reads once a second. It calls CUDA only for
-the message before it ends the process, so it disturbs neither calls nor captures.
+write two words of pinned host memory, which a thread reads once a second. It calls no CUDA, so it
+disturbs neither calls nor captures.
 """
 
 import ctypes
@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -23,8 +22,8 @@ class Wait:
 
     WAITS, PASSED = 0, 1  # is 1 while the stream waits; becomes 1 whenever it has passed
 
-    def __init__(self, words: Tensor, limit_s: float, describe: Callable[[], tuple[str, str]]):
-        self._memory, self._limit_s, self._describe = words, limit_s, describe
+    def __init__(self, words: Tensor, limit_s: float, who: str, what: str):
+        self._memory, self._limit_s, self._who, self._what = words, limit_s, who, what
         # Not read as a tensor: tensor operations release the GIL, and a daemon thread that acquires
         # it again while Python shuts down must not be inside C++.
         self._words = (ctypes.c_int32 * 2).from_address(words.data_ptr())
@@ -41,8 +40,7 @@ class Wait:
             self._words[self.PASSED] = 0
             self._since = now
         elif now - self._since > self._limit_s:
-            who, what = self._describe()
-            return f"{who} has waited {now - self._since:.0f} s for {what}"
+            return f"{self._who} has waited {now - self._since:.0f} s for {self._what}"
         return None
 
 
