@@ -17,14 +17,6 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     slope_of,
     windows,
     write_at_labels,
-)
-from flce_dist.kernels.eager_rows import (  # noqa: F401
-    loss_norm,
-    mean_loss,
-    reduce_loss,
-    scale,
-    scale_rows,
-    token_loss,
     write_label_value,
 )
 from flce_dist.kernels.filtered.eager import write_tile_stats
@@ -37,8 +29,16 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     write_sums,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import row_gradient  # noqa: F401
-from flce_dist.kernels.token_loss_formulas import FAR, first_reference, is_rescued, pick_reference
+from flce_dist.kernels.token_gradient_formulas import label_value, row_gradient  # noqa: F401
+from flce_dist.kernels.token_loss_formulas import (
+    FAR,
+    LossTerms,
+    TokenStats,
+    first_reference,
+    is_rescued,
+    loss_of,
+    pick_reference,
+)
 
 
 def may_replay() -> bool:
@@ -144,3 +144,57 @@ def _statistics(
                 window[rows, a - first : b - first] = d.to(window.dtype)
     others_max.masked_fill_(ignored, -torch.inf)
     sums.masked_fill_(ignored, 0.0)
+
+
+def token_loss(
+    labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
+    others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
+    inverse_temperature: Tensor | None = None,
+) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
+    reference = pick_reference(label_logit, others_max)
+    sum_z = sums[-1] if terms.label_smoothing else None
+    sum_ez = sums[1] if with_entropy else None
+    stats = TokenStats(label_logit, reference, sums[0], others_max, sum_z, sum_ez)
+    loss = loss_of(stats, terms)
+    if token_weight is not None:
+        loss = loss * token_weight
+    loss = loss.where(labels != terms.ignore_index, 0.0)
+    return stats, loss, label_value(stats, reference, terms, inverse_temperature)
+
+
+def loss_norm(
+    labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    weights = (labels != ignore_index).to(dtype)
+    if token_weight is not None:
+        weights = token_weight.where(labels != ignore_index, 0.0)
+    return weights.sum().where((weights != 0).any(), 1.0)
+
+
+def reduce_loss(loss: Tensor, norm: Tensor | None) -> Tensor:
+    return loss.sum() if norm is None else loss.sum() / norm
+
+
+def mean_loss(
+    loss: Tensor, labels: Tensor, token_weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    norm = loss_norm(labels, token_weight, ignore_index, loss.dtype)
+    return reduce_loss(loss, norm), norm
+
+
+def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
+    torch.mul(x, factor, out=out)
+
+
+def scale_rows(
+    x: Tensor, scale: Tensor | None, labels: Tensor, *,
+    ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
+) -> None:  # fmt: skip
+    for t in gemm.slices(x.shape[0], 4 * x.shape[1]):
+        rows = x[t]
+        if scale is not None:
+            rows = rows.to(scale.dtype) * scale[t, None]
+        if plus is not None:
+            u, row = plus
+            rows = torch.addcmul(rows, u[t, None], row)
+        out[t] = rows.where((labels[t] != ignore_index)[:, None], 0.0)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.eager_rows import write_label_value
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.token_loss_formulas import FAR
@@ -75,6 +74,22 @@ def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Ten
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
     inverse = logits.inverse_temperature
     return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])
+
+
+def write_label_value(
+    out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
+) -> None:
+    """Gathers and scatters one column of every row: an index list would make the host wait."""
+    if out.shape[1] == 0:
+        return
+    column = labels - vocab_start_index
+    owned = (column >= 0) & (column < out.shape[1]) & (labels != ignore_index)
+    column = column.where(owned, 0)[:, None]
+    value = value.to(out.dtype)[:, None]
+    if out.element_size() == 2:
+        # As bits: on a CPU, torch copies the whole destination of a half-float scatter to fp32.
+        out, value = out.view(torch.int16), value.view(torch.int16)
+    out.scatter_(1, column, value.where(owned[:, None], out.gather(1, column)))
 
 
 def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor) -> None:

@@ -73,13 +73,13 @@ def filtered_gradients(
     z = z / temperature.where(counted, 1.0)
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
     g = _token_gradients(counted, dloss, reduction, token_weight)
-    p, tiles = z.softmax(1), _tile_sizes(V, shard_starts)
-    kept = _kept_tiles(p.where(counted, 0.0), is_label, tiles, eps)
-    exact = _spread(kept, tiles).repeat_interleave(TILE_T, 0)[: len(labels)]
+    p, tile = z.softmax(1), _tile_of_row(V, shard_starts, z.device)
+    kept = _kept_tiles(p.where(counted, 0.0), is_label, tile, eps)
+    exact = kept[:, tile].repeat_interleave(TILE_T, 0)[: len(labels)]
     rest = p.where(counted & ~exact, 0.0)
-    mass = _tile_sums(rest, tiles)
-    profile = _profile(z, rest[sampled_tokens(g[:, 0] != 0)], tiles)
-    p = p.where(exact, 0.0 if drops else _spread(mass, tiles) * profile)
+    mass = _tile_sums(rest, tile)
+    profile = _profile(z, rest[sampled_tokens(g[:, 0] != 0)], tile)
+    p = p.where(exact, 0.0 if drops else mass[:, tile] * profile)
     at_label = (1 - label_smoothing) * is_label.double()
     lse = z.logsumexp(1, keepdim=True)
     dz = g * (p * (1 + 2 * z_loss_weight * lse) - at_label - label_smoothing / V)
@@ -102,25 +102,25 @@ def sampled_tokens(has_gradient: Tensor) -> list[int]:
     return [run[len(run) * ((i + 1) * GOLDEN % 2**32) // 2**32] for i, run in enumerate(runs)]
 
 
-def _profile(z: Tensor, rest: Tensor, tiles: list[int]) -> Tensor:
+def _profile(z: Tensor, rest: Tensor, tile: Tensor) -> Tensor:
     """Return [V]: how mass spreads inside each tile, by the sampled tokens' ``rest``.
 
     A tile in which they have none is shared equally by the rows that no bias of -inf bans.
     """
     q = rest.sum(0)
-    q = q.where(_spread(_tile_sums(q, tiles) > 0, tiles), z.isfinite().any(0).to(q))
-    return q / _spread(_tile_sums(q, tiles).clamp_min(1e-300), tiles)
+    q = q.where(_tile_sums(q, tile)[tile] > 0, z.isfinite().any(0).to(q))
+    return q / _tile_sums(q, tile)[tile].clamp_min(1e-300)
 
 
-def _kept_tiles(p: Tensor, is_label: Tensor, tiles: list[int], eps: float) -> Tensor:
+def _kept_tiles(p: Tensor, is_label: Tensor, tile: Tensor, eps: float) -> Tensor:
     """Return [blocks, tiles]; ``p`` is 0 and ``is_label`` False for ignored tokens."""
-    largest = _tile_maxima(p.masked_fill(is_label, 0.0), tiles)
+    largest = _tile_maxima(p.masked_fill(is_label, 0.0), tile)
     if ((largest / eps - 1).abs() <= _MARGIN).any():
         raise ValueError(
             f"no probability may be within {_MARGIN} of eps = {eps}, relative, since "
             "rounding may put it on either side; choose another eps"
         )
-    holds_label = _tile_maxima(is_label.to(p), tiles) > 0
+    holds_label = _tile_maxima(is_label.to(p), tile) > 0
     return (largest >= eps) | holds_label
 
 
@@ -137,27 +137,21 @@ def _token_gradients(
     return g
 
 
-def _tile_sizes(V: int, shard_starts: Sequence[int]) -> list[int]:
-    """Return the rows of each tile; the last one of a shard may have fewer than 256."""
-    ends = [min(end, V) for end in (*shard_starts[1:], V)]
-    return [
-        min(TILE_V, end - v)
-        for start, end in zip(shard_starts, ends, strict=True)
-        for v in range(start, end, TILE_V)
-    ]
+def _tile_of_row(V: int, shard_starts: Sequence[int], device: torch.device) -> Tensor:
+    """Return [V]: each row's tile; the last one of a shard may have fewer than 256 rows."""
+    rows, starts = torch.arange(V, device=device), torch.tensor(list(shard_starts), device=device)
+    shard = torch.searchsorted(starts, rows, right=True) - 1
+    place = shard * V + (rows - starts[shard]) // TILE_V
+    return place.unique_consecutive(return_inverse=True)[1]
 
 
-def _tile_sums(x: Tensor, tiles: list[int]) -> Tensor:
+def _tile_sums(x: Tensor, tile: Tensor) -> Tensor:
     """[..., V] to [..., tiles]."""
-    return torch.stack([part.sum(-1) for part in x.split(tiles, -1)], -1)
+    return x.new_zeros(*x.shape[:-1], int(tile[-1]) + 1).index_add_(-1, tile, x)
 
 
-def _tile_maxima(x: Tensor, tiles: list[int]) -> Tensor:
-    """[T, V] to [blocks, tiles]."""
-    columns = torch.stack([part.amax(1) for part in x.split(tiles, 1)], 1)
-    return torch.stack([block.amax(0) for block in columns.split(TILE_T)])
-
-
-def _spread(x: Tensor, tiles: list[int]) -> Tensor:
-    """[..., tiles] to [..., V]."""
-    return x.repeat_interleave(torch.tensor(tiles, device=x.device), -1, output_size=sum(tiles))
+def _tile_maxima(x: Tensor, tile: Tensor) -> Tensor:
+    """[T, V], at least 0, to [blocks, tiles]."""
+    maxima = x.new_zeros(len(x), int(tile[-1]) + 1)
+    maxima.scatter_reduce_(1, tile.expand_as(x), x, "amax")
+    return torch.stack([block.amax(0) for block in maxima.split(TILE_T)])
