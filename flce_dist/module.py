@@ -138,18 +138,14 @@ class LinearCrossEntropy(VocabShard):
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range
-        padded = self.padded_vocab_size
-        more = f" (padded to {padded})" if padded != self.vocab_size else ""
         parts = [
-            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}{more}",
+            f"hidden_size={self.hidden_size}",
+            f"vocab_size={self.vocab_size} (padded to {self.padded_vocab_size})",
             f"rows=[{start}, {end}) of rank {self.rank}/{self.P}, bias={self.bias is not None}",
-            f"sequence_parallel={self.sequence_parallel}",
         ]
-        shown = {"vocab_size", "vocab_range", "sequence_parallel"}
-        for name, value in vars(self.options).items():
-            if name not in shown and value != getattr(LossOptions, name):
-                parts.append(f"{name}={value!r}")
-        return ", ".join(parts)
+        options = {**vars(self.options), "vocab_size": None, "vocab_range": None}  # as shown above
+        given = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
+        return ", ".join(parts + [f"{name}={x!r}" for name, x in given.items()])
 
     def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in KEYWORDS}

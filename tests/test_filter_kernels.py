@@ -15,8 +15,7 @@ from torch import Tensor
 from flce_dist import filtered
 from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
 from flce_dist.kernels.filtered import stats, tile_lists
-from flce_dist.kernels.filtered.sample import profile_sample
-from flce_dist.kernels.filtered.tiles import TILE_V
+from flce_dist.kernels.filtered.tiles import TILE_V, profile_sample
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.testing import relative_rms

@@ -17,8 +17,7 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered import eager
-from flce_dist.kernels.filtered.sample import profile_sample
-from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import TILE_V, profile_sample, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved

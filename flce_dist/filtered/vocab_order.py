@@ -36,14 +36,11 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         padded_vocab_size: rows of the whole weight if they are more than V_all; they determine
             which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
     """
-    if not isinstance(counts, Tensor):
-        raise ValueError(f"counts must be a tensor [V_all], got {type(counts).__name__}")
-    if counts.dim() != 1 or not counts.numel():
-        raise ValueError(f"counts must be [V_all], got {tuple(counts.shape)}")
-    if counts.is_complex() or counts.isnan().any():
-        raise ValueError(f"counts must be real numbers, got {counts.dtype} or NaN among them")
-    if (counts < 0).any():
-        raise ValueError(f"counts must be at least 0, got {counts.min().item()}")
+    if not isinstance(counts, Tensor) or counts.dim() != 1 or not counts.numel():
+        found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(f"counts must be a tensor [V_all], got {found}")
+    if counts.is_complex() or not (counts >= 0).all():  # nor NaN
+        raise ValueError(f"counts must be real numbers of at least 0, got {counts}")
     V_all = len(counts)
     rows = V_all if padded_vocab_size is None else padded_vocab_size
     if rows < V_all:

@@ -123,14 +123,9 @@ def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]
 
 
 def run_backward(
-    call: Call,
-    operands: Operands | None,
-    saved: Saved,
-    upstream: Upstream,
-    main_grad: MainGrad | None,
-    *,
-    is_last: bool,
-) -> Results:
+    call: Call, operands: Operands | None, saved: Saved, upstream: Upstream,
+    main_grad: MainGrad | None, *, is_last: bool,
+) -> Results:  # fmt: skip
     """Return the gradients of hidden, weight and bias, on the upstream gradients' device.
 
     With ``main_grad`` dweight is added to that.

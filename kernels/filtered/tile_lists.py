@@ -110,33 +110,6 @@ def _tile_lists_kernel(
             tl.store(first_tile_ptr + J, last)
 
 
-@Kernel
-def _block_order_kernel(
-    lists_ptr,  # in and out
-    blocks, J,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program finds the places of BLOCK blocks of one round."""
-    _, _, _, _, round_ptr, next_ptr = list_pointers(
-        lists_ptr, blocks * TILE_T, J * TILE_V, tl.program_id(0)
-    )
-    begin_ptr, end_ptr, order_ptr = round_ptr + 2, next_ptr + 2, round_ptr + 2 + blocks
-    mine = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.load(begin_ptr + mine, mask=mine < blocks, other=0)
-    count = tl.load(end_ptr + mine, mask=mine < blocks, other=0) - begin
-    place = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, blocks, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        begin = tl.load(begin_ptr + other, mask=other < blocks, other=0)
-        end = tl.load(end_ptr + other, mask=other < blocks, other=-1)
-        longer = (end - begin)[None, :] > count[:, None]
-        equal = (end - begin)[None, :] == count[:, None]
-        comes_first = longer | (equal & (other[None, :] < mine[:, None]))
-        comes_first &= (other < blocks)[None, :]
-        place += tl.sum(comes_first.to(tl.int32), axis=1)
-    tl.store(order_ptr + place, mine, mask=mine < blocks)
-
-
 def tile_lists(kept: Tensor, capacity: int) -> TileLists:
     """List the tiles of ``kept`` [blocks, J] bool in rounds of ``capacity``, at least 2 blocks."""
     blocks, J = kept.shape
@@ -152,10 +125,7 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
         blocks, J, rounds, step,
         BLOCK_B=max(1, min(64, 8192 // BLOCK_J)), BLOCK_J=BLOCK_J, num_warps=8,
     )  # fmt: skip
-    BLOCK = min(64, next_power_of_2(blocks))
-    _block_order_kernel[(rounds, -(-blocks // BLOCK))](
-        parts,
-        blocks, J,
-        BLOCK=BLOCK,
-    )  # fmt: skip
+    of_rounds = parts[4 * N + 2 * J + 1 :].view(rounds + 1, -1)
+    counts = of_rounds[:, 2 : 2 + blocks].diff(dim=0)
+    of_rounds[:-1, 2 + blocks :] = counts.argsort(dim=1, descending=True, stable=True)
     return TileLists(parts, blocks, J, rounds)

@@ -96,15 +96,10 @@ def dweight_of_ids(
     factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
-    here = torch.zeros(len(out), dtype=torch.bool, device=out.device)
-    for _, row in _here(ids.ids, vocab_start_index, out):
-        here[row] = True
-    rows = here.nonzero().squeeze(1)
-    slot = here.cumsum(0) - 1
-    acc = out[rows].to(factor.dtype) if adds else factor.new_zeros(len(rows), out.shape[1])
+    acc = out.to(factor.dtype) if adds else torch.zeros_like(out, dtype=factor.dtype)
     for n, row in _here(ids.ids, vocab_start_index, out):
-        acc.index_add_(0, slot[row], factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
-    out[rows] = acc.to(out.dtype)
+        acc.index_add_(0, row, factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
+    out.copy_(acc)
 
 
 def _here(ids: Tensor, vocab_start_index: int, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
