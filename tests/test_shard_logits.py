@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.kernels.interface import kernels_of
+from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.testing import relative_rms
 from tests.problems import (
     METRICS,
@@ -183,3 +185,13 @@ def test_ignore_index_may_be_a_token_of_the_vocabulary(impl, schedule, ignore_in
     inputs.labels[::3] = ignore_index
     check(inputs, Upstream(), impl=impl, schedule=schedule, ignore_index=ignore_index,
           label_smoothing=0.1)  # fmt: skip
+
+
+@both
+def test_an_ignored_label_has_no_logit(impl):
+    hidden, weight, labels, *_ = vars(small(impl, ignored=0.0)).values()
+    labels[::3] = 5
+    logits = ShardLogits(hidden, weight, None, labels, 0, 5, 1.0, None)
+    found = kernels_of(impl).logits_at_ids(logits, labels, None, vocab_size=len(weight))
+    every = (hidden.float() * weight[labels].float()).sum(1)
+    torch.testing.assert_close(found, every.where(labels != 5, 0.0))
