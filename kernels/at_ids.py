@@ -23,7 +23,7 @@ def _logits_at_ids_kernel(
     hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
     ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
     out_ptr,  # out: [N] fp32
-    N, V, H,
+    entries, V, H,  # entries is N
     strides,  # the tuples are those of ShardLogits
     vocab_start_index, scalars, vocab_size,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -32,9 +32,9 @@ def _logits_at_ids_kernel(
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id, token = tl.load(ids_ptr + n, mask=n < N, other=ignore_index), n
+    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
     if token_ptr is not None:
-        token = tl.load(token_ptr + n, mask=n < N, other=0)
+        token = tl.load(token_ptr + n, mask=n < entries, other=0)
     else:
         tl.device_assert(
             ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
@@ -59,7 +59,7 @@ def _logits_at_ids_kernel(
         z = softcap_tanh(z, softcap)
     if inverse_temperature_ptr is not None:
         z *= tl.load(inverse_temperature_ptr + token, mask=is_here, other=1.0)
-    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
+    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < entries)
 
 
 def logits_at_ids(
@@ -90,19 +90,19 @@ def logits_at_ids(
 def _write_at_ids_kernel(
     ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
     out_ptr,  # out: [T, W], only these elements
-    N, W,
+    entries, W,  # entries is N
     stride_t,
     vocab_start_index, ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program writes BLOCK_N entries; the first of equal ones adds up those after it."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id, token = tl.load(ids_ptr + n, mask=n < N, other=ignore_index), n
+    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
     column = id - vocab_start_index
     is_here = (column >= 0) & (column < W) & (id != ignore_index)
     if token_ptr is not None:
-        token = tl.load(token_ptr + n, mask=n < N, other=0)
-        has_before = (n > 0) & (n < N)
+        token = tl.load(token_ptr + n, mask=n < entries, other=0)
+        has_before = (n > 0) & (n < entries)
         repeats = tl.load(ids_ptr + n - 1, mask=has_before, other=ignore_index) == id
         repeats &= tl.load(token_ptr + n - 1, mask=has_before, other=-1) == token
         is_here = is_here & (repeats == 0)
@@ -110,7 +110,7 @@ def _write_at_ids_kernel(
     if token_ptr is not None:
         more, next = is_here, n + 1
         while tl.max(more.to(tl.int32), axis=0) > 0:
-            more = more & (next < N)
+            more = more & (next < entries)
             more = more & (tl.load(ids_ptr + next, mask=more, other=ignore_index) == id)
             more = more & (tl.load(token_ptr + next, mask=more, other=-1) == token)
             value += tl.load(value_ptr + next, mask=more, other=0.0)

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.replay import Source, issued, recorder
 
-FOLLOW_T = ("T", "T_all", "N", "stride_sums", "blocks", "rounds", "step", "round")
+FOLLOW_T = ("T", "T_all", "entries", "stride_sums", "blocks", "rounds", "step", "round")
 """Arguments that change with the number of tokens, on which no kernel is specialised: a T that is
 no multiple of 16 compiles nothing anew."""
 

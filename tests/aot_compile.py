@@ -89,6 +89,10 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
     def label_logit(**changes: Any) -> None:
         gpu.logits_at_ids(logits._replace(**changes), logits.labels, None, vocab_size=logits.V)
 
+    def scale_rows() -> None:
+        hidden = logits.hidden
+        gpu.scale_rows(hidden, token, logits.labels, ignore_index=-100, out=hidden)
+
     def dlogits(*affine: torch.Tensor, of: ShardLogits = logits) -> None:
         gpu.dlogits(of, token, token, affine, out=out)
 
@@ -99,6 +103,8 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
         calls += [
             ("", label_logit),
             (" bias", partial(label_logit, bias=bias, softcap=5.0)),
+            ("", partial(gpu.scale, out, token[0], out=out)),
+            ("", scale_rows),
             ("", dlogits),
             (" scaled", partial(dlogits, token)),
             (" affine", partial(dlogits, token, token, token)),
@@ -241,6 +247,7 @@ def report(kernel: Any, name: str, arch: str, **facts: Any) -> None:
         "arch": arch,
         "shared": kernel.metadata.shared,
         "spilled": spilled_bytes(kernel.asm["cubin"], ptx, capability) if name in HOT else 0,
+        "vectors": "ld.global.v4.b32" in ptx,
         "wgmma": "wgmma.mma_async" in ptx,
         "tma": "cp.async.bulk.tensor" in ptx,
         "tcgen05": "tcgen05.mma" in ptx,

@@ -62,6 +62,13 @@ def test_hot_kernels_do_not_spill(compiled):
     assert not spills
 
 
+def test_passes_over_rows_load_16_bytes_at_once(compiled):
+    """If they are specialised on sizes of hidden, as those that follow T are not."""
+    rows = [f for f in compiled if f["kernel"] in ("scale", "scale_rows", "logits_at_ids")]
+    assert {f["arch"] for f in rows} == set(ARCHS)
+    assert not [describe(f) for f in rows if not f["vectors"]]
+
+
 def test_a_thread_has_whole_packs_of_any_tile():
     for config in (*tuning.TILES.values(), *tuning._ONE_BLOCK.values()):
         elements = config.BLOCK_T * config.BLOCK_V // (32 * config.num_warps)
