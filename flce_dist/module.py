@@ -137,10 +137,10 @@ class LinearCrossEntropy(VocabShard):
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
 
     def extra_repr(self) -> str:
-        start, end = self.vocab_range
+        (start, end), padded = self.vocab_range, self.padded_vocab_size
+        more = f" (padded to {padded})" if padded != self.vocab_size else ""
         parts = [
-            f"hidden_size={self.hidden_size}",
-            f"vocab_size={self.vocab_size} (padded to {self.padded_vocab_size})",
+            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}{more}",
             f"rows=[{start}, {end}) of rank {self.rank}/{self.P}, bias={self.bias is not None}",
         ]
         options = {**vars(self.options), "vocab_size": None, "vocab_range": None}  # as shown above

@@ -40,7 +40,8 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
         raise ValueError(f"counts must be a tensor [V_all], got {found}")
     if counts.is_complex() or not (counts >= 0).all():  # nor NaN
-        raise ValueError(f"counts must be real numbers of at least 0, got {counts}")
+        least = counts.dtype if counts.is_complex() else counts.min().item()
+        raise ValueError(f"counts must be real numbers of at least 0, got {least}")
     V_all = len(counts)
     rows = V_all if padded_vocab_size is None else padded_vocab_size
     if rows < V_all:
