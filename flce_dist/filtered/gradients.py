@@ -196,8 +196,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     kernels, weight = _gpu(), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
-    ignore_index = logits.ignore_index
-    sample = profile_sample(logits.labels, rows.scale, ignore_index=ignore_index)
+    sample = profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
     dbias = scale_of_d = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]

@@ -152,6 +152,5 @@ def _tile_sums(x: Tensor, tile: Tensor) -> Tensor:
 
 def _tile_maxima(x: Tensor, tile: Tensor) -> Tensor:
     """[T, V], at least 0, to [blocks, tiles]."""
-    maxima = x.new_zeros(len(x), int(tile[-1]) + 1)
-    maxima.scatter_reduce_(1, tile.expand_as(x), x, "amax")
+    maxima = x.new_zeros(len(x), int(tile[-1]) + 1).scatter_reduce_(1, tile.expand_as(x), x, "amax")
     return torch.stack([block.amax(0) for block in maxima.split(TILE_T)])
