@@ -114,7 +114,8 @@ def main() -> int:
     of.add_parser("tables")
     settings = parser.parse_args()
     if settings.what == "measure":
-        every = list(map(str, range(torch.cuda.device_count())))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or range(torch.cuda.device_count())
+        every = visible.split(",") if isinstance(visible, str) else list(map(str, visible))
         is_of_one = spec()["machines"][settings.machine]["start"] == "python"
         gpus: SimpleQueue[str] = SimpleQueue()
         for gpu in every if is_of_one and every else [",".join(every)]:
