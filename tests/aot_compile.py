@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.filtered.tiles import SAMPLE
 from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
@@ -186,7 +185,7 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     of_d, scale = (None, token) if main_grad else (token, None)
     stats = TokenStats(token, token, token)
     kept, mass = filter_gpu.kept_tiles(logits, filter_gpu.new_tile_stats(logits), stats, 0.1)
-    sample = torch.zeros(SAMPLE, dtype=torch.int64)
+    sample = filter_gpu.profile_sample(logits.labels, token, ignore_index=-100)
     total = filter_gpu.tile_profile(logits, token, kept, sample)
     q, *_ = filter_gpu.rank_one(logits, total, mass, of_d, with_means=not main_grad)
     lists = filter_gpu.tile_lists(kept, 2 * len(kept))

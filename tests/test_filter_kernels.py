@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flce_dist import filtered
 from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
-from flce_dist.kernels.filtered import stats, tile_lists
-from flce_dist.kernels.filtered.tiles import TILE_V, profile_sample
+from flce_dist.kernels.filtered import eager, sample, stats, tile_lists
+from flce_dist.kernels.filtered.tiles import TILE_V
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.testing import relative_rms
@@ -98,15 +98,16 @@ def test_tokens_without_a_gradient_are_not_sampled(way: str) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 127, 128, 129, 255, 1000, 8191, 30_011])
+@pytest.mark.parametrize("form", [eager, sample])
 @each_device
-def test_each_run_of_counted_tokens_gives_one(device: str, n: int) -> None:
+def test_each_run_of_counted_tokens_gives_one(device: str, form: Any, n: int) -> None:
     """All tokens while they are few; never one twice."""
     counted = torch.zeros(2 * n + 3, dtype=torch.bool)
     counted[torch.randperm(len(counted), generator=torch.Generator().manual_seed(n))[:n]] = True
     labels, scale = torch.zeros_like(counted).long(), torch.ones(len(counted))
     others = (~counted).nonzero().squeeze(1)
     labels[others[::2]], scale[others[1::2]] = -100, 0.0
-    found = profile_sample(labels.to(device), scale.to(device), ignore_index=-100).cpu()
+    found = form.profile_sample(labels.to(device), scale.to(device), ignore_index=-100).cpu()
     used = min(n, SAMPLE)
     assert found[:used].tolist() == sampled_tokens(counted)
     assert counted[found[:used]].all() and (found[used:] == -1).all()
@@ -157,27 +158,25 @@ def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
     N = blocks * J
     # A round holds whole columns of tiles, so it may be short of full by almost one column.
     assert lists[1:] == (blocks, J, 1 if capacity >= N else -(-N // (capacity - blocks)))
-    of_tiles, of_rows, first_tile, column_order, of_rounds = lists.parts.split(
-        [2 * N, 2 * N, J + 1, J, (lists.rounds + 1) * (2 + 2 * blocks)]
+    of_tiles, of_rows, first_tile, column_order, block_order, of_rounds = lists.parts.split(
+        [2 * N, 2 * N, J + 1, J, blocks, (lists.rounds + 1) * (2 + blocks)]
     )
     (block, column), (row_column, row_slot) = of_tiles.view(N, 2).T, of_rows.view(N, 2).T
-    round_tile, round_column, *of_blocks = of_rounds.view(lists.rounds + 1, -1).T.tolist()
-    row_bounds, block_order = of_blocks[:blocks], of_blocks[blocks:]
+    round_tile, round_column, *row_bounds = of_rounds.view(lists.rounds + 1, -1).T.tolist()
     in_order = kept.T.nonzero().tolist()  # column by column
     count = len(in_order)
     assert torch.stack((column, block), 1)[:count].tolist() == in_order
     assert first_tile.tolist() == [0, *kept.sum(0).cumsum(0).tolist()]
     assert (round_column[0], round_column[-1], round_tile[-1]) == (0, J, count)
     assert round_tile == [first_tile[j] for j in round_column]
+    lengths = kept.sum(1).tolist()
+    assert block_order.tolist() == sorted(range(blocks), key=lambda b: (-lengths[b], b))
     rows: dict[int, list[int]] = {b: [] for b in range(blocks)}
     for r in range(lists.rounds):
         begin, end = round_column[r], round_column[r + 1]
         assert 0 <= round_tile[r + 1] - round_tile[r] <= capacity
         order = column_order[begin:end].tolist()
         assert order == sorted(range(begin, end), key=lambda j: (-int(kept[:, j].sum()), j))
-        lengths = kept[:, begin:end].sum(1).tolist()
-        order = [places[r] for places in block_order]
-        assert order == sorted(range(blocks), key=lambda b: (-lengths[b], b))
         for b in range(blocks):
             part = slice(*row_bounds[b][r : r + 2])
             tile = row_slot[part] + round_tile[r]

@@ -17,7 +17,7 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered import eager
-from flce_dist.kernels.filtered.tiles import TILE_V, profile_sample, tile_grid
+from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
@@ -178,7 +178,7 @@ def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     """Write all gradients from a D that contains the tiles that are not kept, in plain PyTorch."""
     logits, rows = chunk.logits, chunk.rows
     assert logits is not None and rows.scale is not None and chunk.gather is not None
-    sample = profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
+    sample = eager.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
     chunk.gather.wait()
     total = eager.tile_profile(logits, rows.reference, kept, sample)
     scale = None if gradients.call.is_from_lse else rows.scale  # as in the other tiles of D
@@ -196,7 +196,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     kernels, weight = _gpu(), logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
-    sample = profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
+    sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
     dbias = scale_of_d = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]

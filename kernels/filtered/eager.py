@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist.kernels.counted_tokens import counts
 from flce_dist.kernels.eager_logits import windows, write_at_labels
-from flce_dist.kernels.filtered.tiles import TILE_T, TILE_V, tile_grid
+from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
 
@@ -47,6 +48,15 @@ def kept_tiles(
     kept = padded.view(J, blocks, TILE_T).any(2).T.contiguous()
     exact = _of_tokens(kept, logits.T).T | ~counted
     return kept, mass.masked_fill(exact, 0.0).to(logits.hidden.dtype)
+
+
+def profile_sample(labels: Tensor, scale: Tensor, *, ignore_index: int) -> Tensor:
+    ordinal = counts(labels, scale, ignore_index).cumsum(0)
+    n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
+    first = i * n // n.clamp(1, SAMPLE)
+    place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
+    token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none
+    return token.where(token < len(labels), -1)
 
 
 def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor) -> Tensor:

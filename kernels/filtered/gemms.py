@@ -35,8 +35,8 @@ def _add_kept_dhidden_kernel(
     start_h = tl.program_id(0) % num_h * BLOCK_H
     row = tl.program_id(0) // num_h % (TILE_T // BLOCK_T) * BLOCK_T
     place = tl.program_id(0) // (num_h * (TILE_T // BLOCK_T))
-    _, row_ptr, _, _, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)
-    block = tl.load(round_ptr + 2 + tl.cdiv(T, TILE_T) + place)
+    _, row_ptr, _, order_ptr, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)
+    block = tl.load(order_ptr + tl.cdiv(V, TILE_V) + place)
     begin = tl.load(round_ptr + 2 + block)
     count = tl.load(next_ptr + 2 + block) - begin
     if count > 0:

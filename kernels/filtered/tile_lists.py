@@ -12,10 +12,10 @@ N = blocks * J, the most tiles there can be. The lists are one int32 tensor of t
                               of block b begin at b * J
     first_tile [J + 1]        number of the first tile of each column, then of all tiles
     column_order [J]          columns of each round, those with most tiles first
+    block_order [blocks]      those with most tiles first
     of each round, and once more behind the last:
         first tile, first column
         row_bounds [blocks]   where the round begins in rows
-        block_order [blocks]  those with most tiles in the round first
 """
 
 from typing import NamedTuple
@@ -48,55 +48,61 @@ def list_pointers(lists_ptr, T, V, round):
     row_ptr = lists_ptr + 2 * blocks * J
     first_tile_ptr = row_ptr + 2 * blocks * J
     order_ptr = first_tile_ptr + J + 1
-    round_ptr = order_ptr + J + round * (2 + 2 * blocks)
-    return lists_ptr, row_ptr, first_tile_ptr, order_ptr, round_ptr, round_ptr + 2 + 2 * blocks
+    round_ptr = order_ptr + J + blocks + round * (2 + blocks)
+    return lists_ptr, row_ptr, first_tile_ptr, order_ptr, round_ptr, round_ptr + 2 + blocks
 
 
 @Kernel
 def _tile_lists_kernel(
     kept_ptr,  # in:  [blocks, J] bool
-    lists_ptr,  # out: all parts but block_order
+    lists_ptr,  # out: all parts
     blocks, J, rounds, step,
     BLOCK_B: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Program i lists the tiles of block i and finds the place of column i; 0 lists the rounds."""
+    """Program i lists the tiles of block i, and places it and column i; 0 lists the rounds."""
     i = tl.program_id(0)
     tile_ptr, row_ptr, first_tile_ptr, order_ptr, round_ptr, _ = list_pointers(
         lists_ptr, blocks * TILE_T, J * TILE_V, 0
     )
     offs_j = tl.arange(0, BLOCK_J)
     mask_j = offs_j < J
+    own = tl.load(kept_ptr + i * J + offs_j, mask=mask_j & (i < blocks), other=0).to(tl.int32)
+    length = tl.sum(own, axis=0)
+    longer = tl.zeros((BLOCK_B,), tl.int32)
     counts = tl.zeros((BLOCK_B, BLOCK_J), tl.int32)
     above = tl.zeros((BLOCK_B, BLOCK_J), tl.int32)
     for start in range(0, blocks, BLOCK_B):
-        offs_b = start + tl.arange(0, BLOCK_B)[:, None]
-        mask = (offs_b < blocks) & mask_j[None, :]
-        kept = tl.load(kept_ptr + offs_b * J + offs_j[None, :], mask=mask, other=0).to(tl.int32)
+        offs_b = start + tl.arange(0, BLOCK_B)
+        mask = (offs_b < blocks)[:, None] & mask_j[None, :]
+        offs = offs_b[:, None] * J + offs_j[None, :]
+        kept = tl.load(kept_ptr + offs, mask=mask, other=0).to(tl.int32)
         counts += kept
-        above += tl.where(offs_b < i, kept, 0)
+        above += tl.where((offs_b < i)[:, None], kept, 0)
+        of_block = tl.sum(kept, axis=1)
+        longer += ((of_block > length) | ((of_block == length) & (offs_b < i))).to(tl.int32)
     counts, above = tl.sum(counts, axis=0), tl.sum(above, axis=0)
     last_tile = tl.cumsum(counts, axis=0)
     of_round = rounds - 1 - (tl.sum(counts, axis=0) - last_tile) // step
 
     if i < blocks:
-        kept = tl.load(kept_ptr + i * J + offs_j, mask=mask_j, other=0).to(tl.int32)
+        tl.store(order_ptr + J + tl.sum(longer, axis=0), i)
         tile = last_tile - counts + above
         slot = tile
         for r in range(0, rounds + 1):
             before = of_round < r
             first = tl.sum(tl.where(before, counts, 0), axis=0)
             slot = tl.where(of_round == r, tile - first, slot)
-            bound = i * J + tl.sum(tl.where(before, kept, 0), axis=0)
+            bound = i * J + tl.sum(tl.where(before, own, 0), axis=0)
             tl.store(round_ptr + 2 + i, bound)
             if i == 0:
                 tl.store(round_ptr, first)
                 tl.store(round_ptr + 1, tl.sum((before & mask_j).to(tl.int32), axis=0))
-            round_ptr += 2 + 2 * blocks
-        place = i * J + tl.cumsum(kept, axis=0) - 1
-        tl.store(tile_ptr + 2 * tile, i, mask=kept > 0)
-        tl.store(tile_ptr + 2 * tile + 1, offs_j, mask=kept > 0)
-        tl.store(row_ptr + 2 * place, offs_j, mask=kept > 0)
-        tl.store(row_ptr + 2 * place + 1, slot, mask=kept > 0)
+            round_ptr += 2 + blocks
+        place = i * J + tl.cumsum(own, axis=0) - 1
+        tl.store(tile_ptr + 2 * tile, i, mask=own > 0)
+        tl.store(tile_ptr + 2 * tile + 1, offs_j, mask=own > 0)
+        tl.store(row_ptr + 2 * place, offs_j, mask=own > 0)
+        tl.store(row_ptr + 2 * place + 1, slot, mask=own > 0)
     if i < J:
         mine = offs_j == i
         count = tl.sum(tl.where(mine, counts, 0), axis=0)
@@ -116,7 +122,7 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
     N = blocks * J
     step = capacity - blocks if capacity < N else N + 1
     rounds = -(-N // step)
-    size = 4 * N + 2 * J + 1 + (rounds + 1) * (2 + 2 * blocks)
+    size = 4 * N + 2 * J + 1 + blocks + (rounds + 1) * (2 + blocks)
     parts = torch.empty(size, dtype=torch.int32, device=kept.device)
     BLOCK_J = next_power_of_2(J)
     _tile_lists_kernel[(max(blocks, J),)](
@@ -125,7 +131,4 @@ def tile_lists(kept: Tensor, capacity: int) -> TileLists:
         blocks, J, rounds, step,
         BLOCK_B=max(1, min(64, 8192 // BLOCK_J)), BLOCK_J=BLOCK_J, num_warps=8,
     )  # fmt: skip
-    of_rounds = parts[4 * N + 2 * J + 1 :].view(rounds + 1, -1)
-    counts = of_rounds[:, 2 : 2 + blocks].diff(dim=0)
-    of_rounds[:-1, 2 + blocks :] = counts.argsort(dim=1, descending=True, stable=True)
     return TileLists(parts, blocks, J, rounds)
