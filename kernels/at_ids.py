@@ -6,6 +6,7 @@ N = entries, T = tokens, V = vocabulary rows here, H = hidden size, W = columns 
 from functools import partial
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +17,14 @@ from flce_dist.kernels.tuning import next_power_of_2
 
 _BLOCK_N, _BLOCK_H = 4, 1024  # entries and columns of one step, which a program loads at once
 _WRITTEN_AT_ONCE = 128  # entries of a program
+
+
+@triton.jit
+def _is_new(ids_ptr, token_ptr, n, entries, id, token):
+    """Whether the entry before has another id or another token, [BLOCK_N]."""
+    has_before = (n > 0) & (n < entries)
+    other_id = tl.load(ids_ptr + n - 1, mask=has_before, other=-1) != id
+    return other_id | (tl.load(token_ptr + n - 1, mask=has_before, other=-1) != token)
 
 
 @partial(Kernel, debug=True)  # for the assertion
@@ -42,6 +51,8 @@ def _logits_at_ids_kernel(
         )
     row = id - vocab_start_index
     is_here = (row >= 0) & (row < V) & (id != ignore_index)
+    if token_ptr is not None:
+        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
     hidden_ptr += token * stride_hidden_t
     weight_ptr += row * stride_weight_v
     acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
@@ -67,7 +78,8 @@ def logits_at_ids(
 ) -> Tensor:
     """Return [N] fp32: the tempered logits of tokens at global ids [N], 0 if ignored or elsewhere.
 
-    Entry n is of token[n], or of token n, whose label the id is then. A label that is neither below
+    Entry n is of token[n], and 0 if it repeats the one before; or of token n, whose label the id is
+    then. A label that is neither below
     ``vocab_size`` nor ignored fails a device-side assertion, whose error arrives with the next
     synchronisation. Reads at most 2 N H elements.
     """
@@ -95,26 +107,14 @@ def _write_at_ids_kernel(
     vocab_start_index, ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program writes BLOCK_N entries; the first of equal ones adds up those after it."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
     column = id - vocab_start_index
     is_here = (column >= 0) & (column < W) & (id != ignore_index)
     if token_ptr is not None:
         token = tl.load(token_ptr + n, mask=n < entries, other=0)
-        has_before = (n > 0) & (n < entries)
-        repeats = tl.load(ids_ptr + n - 1, mask=has_before, other=ignore_index) == id
-        repeats &= tl.load(token_ptr + n - 1, mask=has_before, other=-1) == token
-        is_here = is_here & (repeats == 0)
+        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
     value = tl.load(value_ptr + n, mask=is_here, other=0.0)
-    if token_ptr is not None:
-        more, next = is_here, n + 1
-        while tl.max(more.to(tl.int32), axis=0) > 0:
-            more = more & (next < entries)
-            more = more & (tl.load(ids_ptr + next, mask=more, other=ignore_index) == id)
-            more = more & (tl.load(token_ptr + next, mask=more, other=-1) == token)
-            value += tl.load(value_ptr + next, mask=more, other=0.0)
-            next += 1
     value = cast(value, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_t + column, value, mask=is_here)
 
@@ -125,9 +125,9 @@ def write_at_ids(
 ) -> None:  # fmt: skip
     """Write ``out[token[n], ids[n] - vocab_start_index] = value[n]`` where that column exists.
 
-    Without ``token`` entry n is of token n. Entries that repeat a token's id, which follow one
-    another, add up. out is [T, W] of any dtype with a unit last stride, ids [N] global ids, value
-    [N] fp32. Ignored ids are left alone.
+    Without ``token`` entry n is of token n. Entries that repeat the one before are left out. out is
+    [T, W] of any dtype with a unit last stride, ids [N] global ids, value [N] fp32. Ignored ids are
+    left alone.
     """
     N, W = len(ids), out.shape[1]
     if N and W:

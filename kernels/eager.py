@@ -26,7 +26,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     dweight_of_ids,
     set_gradient,
     set_scores,
-    write_sums,
+    write_first,
 )
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import label_value, row_gradient  # noqa: F401
@@ -69,7 +69,7 @@ def write_at_ids(
     if token is None:
         write_label_value(out, ids, value, vocab_start_index, ignore_index)
     else:
-        write_sums(out, ids, token, value, vocab_start_index)
+        write_first(out, ids, token, value, vocab_start_index)
 
 
 def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:

@@ -57,8 +57,8 @@ def set_gradient(
         return x.index_select(0, ids.token)
 
     dlogprob, dlse, dentropy = upstream
-    logprob = logprob.index_select(0, ids.place)
-    p = logprob.exp().where(are_first(ids.ids, ids.token), 0.0)
+    logprob, first = logprob.index_select(0, ids.place), are_first(ids.ids, ids.token)
+    p = logprob.exp().where(first, 0.0)
     dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
     if dlse is not None:
         dz += p * each(dlse)
@@ -67,20 +67,21 @@ def set_gradient(
     if dlogprob is not None and len(z):
         g = dlogprob.index_select(0, ids.place).where(ids.ids >= 0, 0.0)
         sums = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
+        run = (first.cumsum(0) - 1).clamp_min(0)  # padding, whose g is 0, comes first in its row
+        g = torch.zeros_like(g).index_add_(0, run, g)[run]
         total = each(sums)
         dz += (g - p * total).where(p <= 0.5, g - total - logprob.expm1() * total)
     inverse = None if inverse_temperature is None else each(inverse_temperature)
     dz *= softcap_grad(z, softcap, inverse) * logit_scale
-    return (dz if inverse is None else dz * inverse).where(ids.ids >= 0, 0.0), sums
+    return (dz if inverse is None else dz * inverse).where(first, 0.0), sums
 
 
-def write_sums(
+def write_first(
     out: Tensor, ids: Tensor, token: Tensor, value: Tensor, vocab_start_index: int
 ) -> None:
-    run = are_first(ids, token).cumsum(0) - 1  # padding comes first in its row, and is 0
-    total = torch.zeros_like(value).index_add_(0, run.clamp_min(0), value)
-    for n, column in _here(ids, vocab_start_index, out.T):
-        out[token[n], column] = total[run[n]].to(out.dtype)
+    first = are_first(ids, token)
+    for n, column in _here(ids.where(first, -1), vocab_start_index, out.T):
+        out[token[n], column] = value[n].to(out.dtype)
 
 
 def dhidden_of_ids(

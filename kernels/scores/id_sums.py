@@ -40,10 +40,10 @@ def _dhidden_of_ids_kernel(
         n = start + tl.arange(0, BLOCK_N)
         row = tl.load(ids_ptr + n, mask=n < end, other=-1) - vocab_start_index
         is_here = (row >= 0) & (row < V)
-        factor = tl.load(factor_ptr + n, mask=is_here, other=0.0)
+        factor = tl.load(factor_ptr + n, mask=n < end, other=0.0)
         w = tl.load(
             weight_ptr + row[:, None] * stride_weight_v + offs_h[None, :] * stride_weight_h,
-            mask=is_here[:, None] & (offs_h < H)[None, :], other=0.0,
+            mask=(is_here & (factor != 0.0))[:, None] & (offs_h < H)[None, :], other=0.0,
         )  # fmt: skip
         acc += factor[:, None] * w.to(tl.float32)
     total = cast(tl.sum(acc, axis=0), out_ptr.dtype.element_ty)
@@ -79,11 +79,12 @@ def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
 
 
 @triton.jit
-def _row_of_entry(hidden_ptr, token_ptr, n, offs_h, stride_h, mask_h, stride_t, is_wanted):
+def _entry(hidden_ptr, token_ptr, factor_ptr, n, offs_h, stride_h, mask_h, stride_t, is_wanted):
+    """The factor of an entry and its row of hidden, which is not read where the factor is 0."""
+    factor = tl.load(factor_ptr + n, mask=is_wanted, other=0.0)
     token = tl.load(token_ptr + n, mask=is_wanted, other=0)
-    return tl.load(
-        hidden_ptr + token * stride_t + offs_h * stride_h, mask=mask_h & is_wanted, other=0.0
-    )
+    hidden_ptr += token * stride_t + offs_h * stride_h
+    return factor, tl.load(hidden_ptr, mask=mask_h & (factor != 0.0), other=0.0)
 
 
 @Kernel
@@ -106,18 +107,19 @@ def _chunk_sums_kernel(
     if (last < vocab_start_index) | (id >= vocab_start_index + V):
         end = begin  # all are other ranks'
     is_here = (id >= vocab_start_index) & (id < vocab_start_index + V)
-    h = _row_of_entry(
-        hidden_ptr, token_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t, is_here
-    )
+    factor, h = _entry(
+        hidden_ptr, token_ptr, factor_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t,
+        is_here,
+    )  # fmt: skip
     acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for n in range(begin, end):
         after = tl.load(ids_ptr + n + 1, mask=n + 1 < N, other=-1)
         next_here = (after >= vocab_start_index) & (after < vocab_start_index + V)
-        next_h = _row_of_entry(
-            hidden_ptr, token_ptr, n + 1, offs_h, stride_hidden_h, mask_h, stride_hidden_t,
-            next_here & (n + 1 < end),
+        next_factor, next_h = _entry(
+            hidden_ptr, token_ptr, factor_ptr, n + 1, offs_h, stride_hidden_h, mask_h,
+            stride_hidden_t, next_here & (n + 1 < end),
         )  # fmt: skip
-        acc += tl.load(factor_ptr + n) * h.to(tl.float32)
+        acc += factor * h.to(tl.float32)
         if is_here & ((after != id) | (n == end - 1)):
             if id == before:
                 tl.store(head_ptr + chunk * H + offs_h, acc, mask=mask_h)
@@ -126,7 +128,7 @@ def _chunk_sums_kernel(
             else:
                 _write(out_ptr, id - vocab_start_index, acc, offs_h, H, stride_out_v, ADDS)
         acc = tl.where(after != id, 0.0, acc)
-        id, is_here, h = after, next_here, next_h
+        id, is_here, factor, h = after, next_here, next_factor, next_h
 
 
 @Kernel

@@ -194,21 +194,27 @@ def _set_gradient_kernel(
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         id, in_set = _entries(ids_ptr, n, begin, end)
-        is_id = id >= 0
-        place = tl.load(place_ptr + n, mask=is_id, other=0)
-        logprob = tl.load(logprob_ptr + place, mask=is_id, other=0.0)
-        p = tl.where(in_set, exp(logprob), 0.0)
+        place = tl.load(place_ptr + n, mask=in_set, other=0)
+        logprob = tl.load(logprob_ptr + place, mask=in_set, other=0.0)
+        p = exp(logprob)
         dz = p * dlse
         if dentropy_ptr is not None:
             dz -= p * (tl.maximum(logprob, FAR) + entropy) * dentropy
         if dlogprob_ptr is not None:
-            g = tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
+            g = tl.load(dlogprob_ptr + place, mask=in_set, other=0.0)
+            repeats, next = in_set, n + 1
+            while tl.max(repeats.to(tl.int32), axis=0) > 0:
+                repeats &= next < end
+                repeats &= tl.load(ids_ptr + next, mask=repeats, other=-1) == id
+                place = tl.load(place_ptr + next, mask=repeats, other=0)
+                g += tl.load(dlogprob_ptr + place, mask=repeats, other=0.0)
+                next += 1
             dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1(logprob) * total)
         dz *= slope
         if softcap is not None:
             z = _logits(z_ptr, ids_ptr, n, begin, end, id)
             dz *= softcap_slope(z, softcap, 1.0 if inverse_ptr is None else slope / logit_scale)
-        tl.store(dz_ptr + n, tl.where(is_id, dz, 0.0), mask=n < end)
+        tl.store(dz_ptr + n, tl.where(in_set, dz, 0.0), mask=n < end)
 
 
 def set_gradient(
@@ -216,15 +222,15 @@ def set_gradient(
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
     inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return [N]: the gradient of each entry's product ``h . w``, 0 at padding; and G [T].
+    """Return [N]: the gradient of each id's product ``h . w``, with its first entry; and G [T].
 
     upstream are gradients of logprob [N] in the caller's order, lse [T] and entropy [T]. With g_n
     those of logprob, G their sum over the token and H the entropy::
 
         dz_n = g_n + p_n (dlse - G - dH (logprob_n + H))
 
-    An entry that repeats an id has g_n, but no p_n: the set has each id once. Where p_n is near 1,
-    1 - p_n keeps its relative precision.
+    g_n is the sum of those of all entries of the id; those that repeat it, and padding, are 0.
+    Where p_n is near 1, 1 - p_n keeps its relative precision.
     """
     T = len(ids.offsets) - 1
     dz, sums = torch.empty_like(z), z.new_empty(T)
