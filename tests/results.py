@@ -4,27 +4,32 @@
     python -m tests.results tables
 
 docs/results.yaml says which program measures each file on which machine, and what each table shows.
-A machine with several GPUs measures files of one GPU side by side.
+A machine with several GPUs measures files of one GPU side by side; ``alone`` are those whose times
+are the host's.
 A table stands behind a line ``<!-- table: its name -->``. Where a page says ``commit 1234567`` and
 then links to a file of docs/results, the commit is the file's.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
 
+from flce_dist.launch.verify.__main__ import DTYPES
+from flce_dist.options import Schedule
+
+SCHEDULES = get_args(Schedule)
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -86,14 +91,22 @@ def written(text: str) -> str:
     return COMMIT.sub(lambda found: result(found[1]).get("about", {}).get("commit", found[0]), text)
 
 
-def commands(machine: str, out: Path) -> Iterator[list[str]]:
-    """Return the command that measures each file of a machine."""
+def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
+    """Return the commands that measure each file of a machine; of verify's, one for each part."""
     of = spec()["machines"][machine]
+    start = [sys.executable if word == "python" else word for word in of["start"].split()]
+    found = {}
     for name, arguments in of["files"].items():
         program, *rest = arguments.split()
-        file = ["--output", f"{out / name}.json"] if program == "verify" else ["--out", out / name]
-        run = [*of["start"].split(), "-m", f"flce_dist.launch.{program}", *rest, *map(str, file)]
-        yield [sys.executable, *run[1:]] if run[0] == "python" else run
+        ways = [["--out", f"{out / name}"]]
+        if program == "verify":
+            ways = [
+                ["--dtypes", dtype, "--schedules", schedule, "--output", f"{out / name}-{i}.json"]
+                for i, (dtype, schedule) in enumerate(itertools.product(DTYPES, SCHEDULES))
+            ]
+        run = [*start, "-m", f"flce_dist.launch.{program}", *rest]
+        found[name] = [[*run, *way] for way in ways]
+    return found
 
 
 def measure(command: list[str], gpus: "SimpleQueue[str]") -> int:
@@ -105,6 +118,60 @@ def measure(command: list[str], gpus: "SimpleQueue[str]") -> int:
         gpus.put(gpu)
 
 
+def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return of each dtype, and each result, the error that is closest to its budget."""
+    rows: dict[str, dict[str, Any]] = {}
+    shares: dict[tuple[str, str], float] = {}
+    for x in (record for part in parts for record in part["records"]):
+        row = rows.setdefault(x["dtype"], {"dtype": x["dtype"], "cases": 0})
+        row["cases"] += 1
+        variant = x["case"]["variant"]
+        case = f"{variant['name']} ({variant['reduction']}), {x['case']['schedule']}"
+        for name, check in x["checks"].items():
+            share = check["error"] / check["budget"] if check["budget"] else check["error"]
+            if share >= shares.get((x["dtype"], name), 0.0):
+                shares[x["dtype"], name] = share
+                row |= {name: check["error"], f"{name}_budget": check["budget"]}
+                row[f"{name}_case"] = f"{case}, T={x['shape']['T']}"
+    facts = {k: v for k, v in parts[0].items() if k not in ("records", "seconds")}
+    facts["passed"] = all(part["passed"] for part in parts)
+    facts["what"] = "of all cases of a dtype the error closest to its budget, relative RMS"
+    return {"about": facts, "records": list(rows.values())}
+
+
+def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int:
+    """Run the parts at once, since they compile for longer than they compute; write the file."""
+    files, runs = [Path(part[-1]) for part in parts], []
+    for i, (part, file) in enumerate(zip(parts, files, strict=True)):
+        if not file.exists():
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]}
+            with file.with_suffix(".log").open("w") as log:
+                runs.append(subprocess.Popen(part, env=environment, stdout=log, stderr=log))
+    status = max((run.wait() for run in runs), default=0)
+    if all(file.exists() for file in files):
+        found = closest([json.loads(file.read_text()) for file in files])
+        (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    return status
+
+
+def measure_all(machine: str, out: Path) -> int:
+    """Verify, then measure side by side where a file takes one GPU, and at last what is alone."""
+    of, todo = spec()["machines"][machine], commands(machine, out)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or range(torch.cuda.device_count())
+    gpus = visible.split(",") if isinstance(visible, str) else list(map(str, visible))
+    gpus = gpus if of["start"] == "python" and gpus else [",".join(gpus)]
+    out.mkdir(parents=True, exist_ok=True)
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    status = [verify(x, todo.pop(x), gpus, out) for x in list(todo) if x.startswith("verify")]
+    alone = [todo.pop(name)[0] for name in of["alone"]]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        run = partial(measure, gpus=free)
+        status += pool.map(run, [command for (command,) in todo.values()])
+    return max(*status, *map(run, alone))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     of = parser.add_subparsers(dest="what", required=True)
@@ -114,15 +181,7 @@ def main() -> int:
     of.add_parser("tables")
     settings = parser.parse_args()
     if settings.what == "measure":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or range(torch.cuda.device_count())
-        every = visible.split(",") if isinstance(visible, str) else list(map(str, visible))
-        is_of_one = spec()["machines"][settings.machine]["start"] == "python"
-        gpus: SimpleQueue[str] = SimpleQueue()
-        for gpu in every if is_of_one and every else [",".join(every)]:
-            gpus.put(gpu)
-        with ThreadPoolExecutor(max(1, gpus.qsize())) as pool:
-            run = partial(measure, gpus=gpus)
-            return max(pool.map(run, commands(settings.machine, settings.out)))
+        return measure_all(settings.machine, settings.out)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     return 0

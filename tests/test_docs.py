@@ -1,7 +1,10 @@
 """README and docs: Python runs as it is printed, on a CPU; links and citations resolve."""
 
 import inspect
+import itertools
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,6 +124,8 @@ def test_results_are_cited():
 
 # --- numbers
 
+WRITES = "import sys; open(sys.argv[2], 'w').write(sys.argv[1])"
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_and_commits_are_those_of_the_files(page):
@@ -128,11 +133,30 @@ def test_tables_and_commits_are_those_of_the_files(page):
 
 
 def test_every_file_is_measured_by_a_grid():
-    for machine in results.spec()["machines"]:
-        for command in results.commands(machine, Path("out")):
+    for machine, of in results.spec()["machines"].items():
+        measured = results.commands(machine, Path("out"))
+        assert {*of["alone"]} <= measured.keys() == of["files"].keys()
+        for command in itertools.chain(*measured.values()):
             grids = [ROOT / word for word in command if word.startswith("configs/")]
             assert all(grid.is_file() for grid in grids)
             assert len(grids) == ("flce_dist.launch.bench" in command)
+
+
+def test_the_error_closest_to_its_budget_is_kept(tmp_path):
+    of = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
+    parts = []
+    for i, (schedule, T, error, budget) in enumerate(of):
+        case = {"variant": {"name": "plain", "reduction": "sum"}, "schedule": schedule}
+        check = {"loss": {"error": error, "budget": budget}, "same loss": {"error": 0, "budget": 0}}
+        record = {"dtype": "fp32", "case": case, "shape": {"T": T}, "checks": check}
+        part = {"commit": "abc", "passed": i < 2, "records": [record]}
+        parts.append([sys.executable, "-c", WRITES, json.dumps(part), str(tmp_path / f"{i}.json")])
+    assert results.verify("all", parts, ["0", "1"], tmp_path) == 0
+    found = json.loads((tmp_path / "all.json").read_text())
+    (row,) = found["records"]
+    assert found["about"]["commit"] == "abc" and not found["about"]["passed"] and row["cases"] == 3
+    assert (row["loss"], row["loss_budget"]) == (2e-6, 4e-6)
+    assert row["loss_case"] == "plain (sum), auto, T=8"
 
 
 def test_another_number_and_another_commit_would_be_noticed():
