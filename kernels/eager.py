@@ -81,8 +81,7 @@ def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Te
 def linear_stats(
     logits: ShardLogits, label_logit: Tensor, *,
     cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
-    named_x: Tensor | None = None,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_x: Tensor | None = None,
 ) -> None:  # fmt: skip
     reference = first_reference(label_logit)
     if tiles is not None:

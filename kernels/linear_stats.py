@@ -142,8 +142,7 @@ def _linear_stats_kernel(
 def linear_stats(
     logits: ShardLogits, label_logit: Tensor, *,
     cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
-    named_x: Tensor | None = None,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_x: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
@@ -181,11 +180,8 @@ def linear_stats(
             here.strides, (0, 0) if window is None else (window.shape[1], window.stride(0)),
             here.vocab_start_index, here.scalars,
             named,
-            WITH_ENTROPY=with_entropy,
-            WITH_SUM_Z=with_sum_z,
-            EVEN_V=(end - start) % BLOCK_V == 0,
-            GROUP_V=launch.group_v,
-            **launch.constexprs,
+            WITH_ENTROPY=with_entropy, WITH_SUM_Z=with_sum_z, EVEN_V=(end - start) % BLOCK_V == 0,
+            GROUP_V=launch.group_v, **launch.constexprs,
         )  # fmt: skip
         if tiles is not None and part is not tiles:
             # Copied, for the next segment overwrites part.

@@ -132,10 +132,7 @@ def merge_stats(
         part, label_logit, n_counted,
         others_max, sums,
         launch.num_v, T, sums.stride(0),
-        WITH_ENTROPY=with_entropy,
-        WITH_SUM_Z=with_sum_z,
-        FIRST=first,
-        GROUP_V=launch.group_v,
-        GROUPS=groups,
+        WITH_ENTROPY=with_entropy, WITH_SUM_Z=with_sum_z, FIRST=first,
+        GROUP_V=launch.group_v, GROUPS=groups,
         BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip

@@ -95,9 +95,7 @@ def _list_tokens_kernel(
 
 
 @triton.jit
-def _add_limbs(
-    sums_ptr, stride, offs_t, mask, x, GROUP_V: tl.constexpr, LIMBS: tl.constexpr
-):  # fmt: skip
+def _add_limbs(sums_ptr, stride, offs_t, mask, x, GROUP_V: tl.constexpr, LIMBS: tl.constexpr):
     """Add the columns of x [BLOCK_T, BLOCK_V] to the limbs of a sum."""
     bin = tl.zeros((x.shape[0],), tl.int32)  # as the largest exponential is 1
     terms = tl.trans(group_sums(x, GROUP_V))
@@ -193,9 +191,7 @@ def rescue(
         sums,
         listed,
         T, sums.stride(0),
-        WITH_ENTROPY=with_entropy,
-        WITH_SUM_Z=len(sums) > 3 + 3 * with_entropy,
-        BLOCK_T=BLOCK_T,
+        WITH_ENTROPY=with_entropy, WITH_SUM_Z=len(sums) > 3 + 3 * with_entropy, BLOCK_T=BLOCK_T,
     )  # fmt: skip
     for start, end, window in cache.split(V, V, V):
         # Pointers: here descriptors would cost the host more time than they save on the GPU.
@@ -209,7 +205,5 @@ def rescue(
             T, end - start, logits.H, sums.stride(0),
             (*part.strides, 0 if window is None else window.stride(0)),
             part.vocab_start_index, part.scalars, part.named,
-            WITH_ENTROPY=with_entropy,
-            GROUP_V=launch.group_v,
-            **launch.constexprs,
+            WITH_ENTROPY=with_entropy, GROUP_V=launch.group_v, **launch.constexprs,
         )  # fmt: skip
