@@ -23,16 +23,14 @@ def dlogits(
     for start, z in windows(logits):
         slope = slope_of(z, logits)
         d = z.sub_(reference[:, None])
-        factor = None
         if len(rows) == 3:
-            factor = rows[0] + rows[1] * d.clamp_min(FAR)
-        elif rows:
-            factor = rows[0]
-        d.exp_()
-        if factor is not None:
-            d.mul_(factor)
-        if len(rows) == 3:
-            d.add_(rows[2])
+            a, b, u = rows
+            factor = a + b * d.clamp_min(FAR)
+            d.exp_().mul_(factor).add_(u)
+        else:
+            d.exp_()
+            for a in rows:  # one or none
+                d.mul_(a)
         if isinstance(slope, Tensor):
             d.mul_(slope)
         out[:, start : start + z.shape[1]] = d
