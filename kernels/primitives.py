@@ -171,13 +171,11 @@ def logits_tile(
     acc = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
     for start_h in tl.range(0, H, BLOCK_H):
         h = load_tile(
-            hidden, start_t, start_h, T, H, stride_hidden_t, stride_hidden_h,
-            BLOCK_T, BLOCK_H, TMA,
-        )  # fmt: skip
+            hidden, start_t, start_h, T, H, stride_hidden_t, stride_hidden_h, BLOCK_T, BLOCK_H, TMA
+        )
         w = load_tile(
-            weight, start_v, start_h, V, H, stride_weight_v, stride_weight_h,
-            BLOCK_V, BLOCK_H, TMA,
-        )  # fmt: skip
+            weight, start_v, start_h, V, H, stride_weight_v, stride_weight_h, BLOCK_V, BLOCK_H, TMA
+        )
         acc = dot(h, w.T, acc)
     return logits_of(acc, bias_ptr, start_v, V, scalars, inverse, BLOCK_V)
 

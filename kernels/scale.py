@@ -65,12 +65,9 @@ def _scale_rows_kernel(
     if scale_ptr is not None:
         scaled *= tl.load(scale_ptr + t)
     if u_ptr is not None:
-        row = tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
-        scaled += tl.load(u_ptr + t) * row
-    scaled = tl.where(counted, scaled, 0.0)
-    tl.store(
-        out_ptr + t * stride_out_t + offs_n, cast(scaled, out_ptr.dtype.element_ty), mask=mask_n
-    )
+        scaled += tl.load(u_ptr + t) * tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
+    scaled = cast(tl.where(counted, scaled, 0.0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + t * stride_out_t + offs_n, scaled, mask=mask_n)
 
 
 def scale_rows(
