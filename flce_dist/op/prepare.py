@@ -132,14 +132,9 @@ def prepare(
         labels = labels.long().contiguous()
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    return call, Operands(
-        as_stored(hidden),
-        as_stored(weight),
-        as_stored(bias),
-        labels,
-        None if token_weight is None else of_tokens(token_weight),
-        inverse_temperature=inverse,
-    )
+    token_weight = None if token_weight is None else of_tokens(token_weight)
+    hidden, weight, bias = map(as_stored, (hidden, weight, bias))
+    return call, Operands(hidden, weight, bias, labels, token_weight, inverse_temperature=inverse)
 
 
 def counted_operands(call: Call, operands: Operands) -> Operands:
