@@ -28,7 +28,9 @@ def _schema(name: str, declared: Declared) -> str:
 
 _OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
 _SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
-_DIFFERENTIABLE = 4  # the loss, lse, logprob, entropy
+_UPSTREAM = "Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy"
+_FORWARD = f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
+_BACKWARD = f"({_UPSTREAM}, {_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
 
 
 def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -76,9 +78,7 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-@torch.library.custom_op(
-    "flce_dist::forward", mutates_args=(), schema=f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
-)
+@torch.library.custom_op("flce_dist::forward", mutates_args=(), schema=_FORWARD)
 def _forward(*inputs):
     call, operands = _prepare(inputs)
     operands = counted_operands(call, operands)
@@ -106,14 +106,7 @@ def _(*inputs):
     return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
 
 
-@torch.library.custom_op(
-    "flce_dist::backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy, "
-        f"{_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
-    ),
-)
+@torch.library.custom_op("flce_dist::backward", mutates_args=(), schema=_BACKWARD)
 def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
     hidden, weight, labels, bias = inputs[:4]
@@ -154,7 +147,7 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
     needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
-    upstream = grads[:_DIFFERENTIABLE] if with_metrics else (grads[0], None, None, None)
+    upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
     if all(g is None for g in upstream):
         return (None,) * (_TENSORS + len(ctx.spec))
     gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)
