@@ -144,13 +144,10 @@ class Call:
     def loss_terms(self) -> LossTerms:
         options = self.options
         return LossTerms(
-            label_smoothing=options.label_smoothing,
-            z_loss_weight=options.z_loss_weight,
-            vocab_size=self.vocab_size,
-            logit_scale=options.logit_scale,
-            softcap=options.softcap,
+            label_smoothing=options.label_smoothing, z_loss_weight=options.z_loss_weight,
+            vocab_size=self.vocab_size, logit_scale=options.logit_scale, softcap=options.softcap,
             ignore_index=options.ignore_index,
-        )
+        )  # fmt: skip
 
     def is_expressible(self, upstream: Upstream) -> bool:
         """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""

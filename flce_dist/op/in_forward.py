@@ -73,12 +73,10 @@ class InForward(Sizes):
                 stats, chunk.labels, weights, early_norm, None, call.loss_terms,
                 from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
             )  # fmt: skip
-            gradients.add(
-                Chunk(
-                    tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
-                    n_counted=chunk.n_counted,
-                )
-            )  # fmt: skip
+            gradients.add(Chunk(
+                tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
+                n_counted=chunk.n_counted,
+            ))  # fmt: skip
 
         del cache, part  # before dweight exists twice
         loss, of_tokens = one.finished(losses, metrics)
