@@ -168,7 +168,7 @@ def linear_cross_entropy(
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
-    options = checks.checked_options(
+    chosen = checks.checked_options(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
         vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
@@ -177,9 +177,7 @@ def linear_cross_entropy(
         max_logits_bytes=max_logits_bytes, max_counted=max_counted, skip_ignored=skip_ignored,
         impl=impl,
     )  # fmt: skip
-    arguments = Arguments(
-        hidden, weight, labels, bias, token_weight, temperature, options, tp_group
-    )
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
     return apply(arguments)[0]
 
 
