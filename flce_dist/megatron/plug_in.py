@@ -78,8 +78,7 @@ def _replace(model: Any, chosen: LossOptions, metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
     layer_class = checked_class(model, layer)
     chosen = _checked_options(chosen, layer)
-    own = {name for name in KEYWORDS if name not in _FIXED}
-    layer.loss_keywords = {name: x for name, x in vars(chosen).items() if name in own}
+    layer.loss_keywords = {name: getattr(chosen, name) for name in KEYWORDS if name not in _FIXED}
     layer.keeps_metrics = metrics
     layer.__class__ = layer_class
     # Bound by partial: copied and pickled with the model, which a method of an instance is not.
