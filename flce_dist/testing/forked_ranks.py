@@ -170,13 +170,10 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch_private.forget_groups()
+    # The caller's own timeout comes first and names every rank that is late.
+    timeout, store = timedelta(seconds=2 * timeout_s), f"file://{folder}/store"
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        # The caller's own timeout comes first and names every rank that is late.
-        timeout=timedelta(seconds=2 * timeout_s),
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 
