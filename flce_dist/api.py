@@ -98,8 +98,7 @@ def linear_cross_entropy(
         vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
-            All ranks of a group pass it, or none.
-            Default: rank r holds rows [r * V, (r + 1) * V).
+            All ranks of a group pass it, or none. Default: rank r holds rows [r * V, (r + 1) * V).
         tp_group: ranks among which the vocabulary is split; None, or a group of one, for one
             process.
         sequence_parallel: hidden is split by token over ``tp_group``.

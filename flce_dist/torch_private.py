@@ -177,10 +177,7 @@ def default_store() -> dist.Store:
 
 
 def forget_groups() -> None:
-    """Forget the groups of the process that this one is a fork of.
-
-    Without it: an error if there are any.
-    """
+    """Forget the groups of the process that was forked. Without it: an error if there are any."""
     if hasattr(c10d, "_World") or dist.is_initialized():
         c10d._world = _needed(c10d, "_World", "a fork of a process with process groups")()
         c10d.GroupMember.WORLD = None

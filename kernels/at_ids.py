@@ -79,9 +79,8 @@ def logits_at_ids(
     """Return [N] fp32: the tempered logits of tokens at global ids [N], 0 if ignored or elsewhere.
 
     Entry n is of token[n], and 0 if it repeats the one before; or of token n, whose label the id is
-    then. A label that is neither below
-    ``vocab_size`` nor ignored fails a device-side assertion, whose error arrives with the next
-    synchronisation. Reads at most 2 N H elements.
+    then. A label that is neither below ``vocab_size`` nor ignored fails a device-side assertion,
+    whose error arrives with the next synchronisation. Reads at most 2 N H elements.
     """
     N, H = len(ids), logits.H
     out = torch.empty(N, dtype=torch.float32, device=ids.device)

@@ -41,7 +41,6 @@ TILES = {
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
 }
 
-
 # With one block of tokens each row of weight is read once, and the bytes in flight decide.
 _ONE_BLOCK = {
     ("sm_80", 2): TileConfig(64, 128, 32, 1, 4, 3),

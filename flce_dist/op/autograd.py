@@ -79,10 +79,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
-    """Run a call; return what its schedule does, attached to the graph.
-
-    ``weight`` is what the caller passed.
-    """
+    """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
     accumulates = call.needs.weight and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
     given = weakref.ref(weight)

@@ -238,10 +238,7 @@ def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
 
 
 def in_kind(local: Tensor, like: Tensor) -> Tensor:
-    """Return the DTensor with the mesh and placements of ``like`` and the local tensor ``local``.
-
-    If ``like`` is a plain tensor, so is the result.
-    """
+    """Return ``local``; if ``like`` is a DTensor, as one with its mesh and placements."""
     if not isinstance(like, DTensor):
         return local
     return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())
