@@ -192,16 +192,10 @@ def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], C
 
 @_signed_like(linear_cross_entropy)
 def linear_cross_entropy_with_metrics(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> LossWithMetrics:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None,
+    token_weight: Tensor | None = None, temperature: float | Tensor = 1.0,
+    tp_group: dist.ProcessGroup | None = None, **options: Any,
+) -> LossWithMetrics:  # fmt: skip
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
     Metrics use the logits after softcap and temperature, without label smoothing, z-loss and token

@@ -13,17 +13,10 @@ from torch import Tensor
 
 
 def reference_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss_weight: float = 0.0,
-    token_weight: Tensor | None = None,
-    **of_logits: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, reduction: str = "mean",
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss_weight: float = 0.0,
+    token_weight: Tensor | None = None, **of_logits: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
 
     ``of_logits``: bias, softcap, logit_scale, temperature and vocab_size. Logits [T, V_all] are
@@ -53,14 +46,9 @@ def reference_linear_cross_entropy(
 
 
 def reference_linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    offsets: Tensor | None = None,
-    over: str = "vocabulary",
-    **of_logits: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, offsets: Tensor | None = None,
+    over: str = "vocabulary", **of_logits: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ``(logprob, lse, other, entropy)``; arguments as ``linear_logprob``.
 
     With ``over="ids"`` other is -inf. Logits as in ``reference_linear_cross_entropy``.

@@ -10,18 +10,10 @@ from flce_dist.scores import TokenScores, linear_logprob
 
 
 def scores(
-    model: Any,
-    ids: Tensor,
-    *args: Any,
-    offsets: Tensor | None = None,
-    over: Any = "vocabulary",
-    temperature: float | Tensor = 1.0,
-    with_entropy: bool = False,
-    tp_invariant: bool = False,
-    schedule: Any = "auto",
-    max_logits_bytes: int | None = None,
-    **kwargs: Any,
-) -> Any:
+    model: Any, ids: Tensor, *args: Any, offsets: Tensor | None = None, over: Any = "vocabulary",
+    temperature: float | Tensor = 1.0, with_entropy: bool = False, tp_invariant: bool = False,
+    schedule: Any = "auto", max_logits_bytes: int | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Run ``model(*args, **kwargs)`` without labels; return scores of its tokens at ``ids``.
 
     The model is one that ``use_linear_cross_entropy`` was called with, or what wraps it. Its
