@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy
 from flce_dist.filtered import frequency_order
 from flce_dist.filtered.vocab_order import TILE_V
 
@@ -49,22 +48,3 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
 def test_wrong_counts_are_refused(counts, rows, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         frequency_order(counts, padded_vocab_size=rows)
-
-
-def test_training_on_new_ids_is_the_same_up_to_the_order_of_rows():
-    """As docs/vocabulary_order.md says: ids are renumbered, and rows move."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 24, generator=generator) for n in (16, 512))
-    labels = torch.randint(507, (16,), generator=generator)
-    order = frequency_order(torch.rand(507, generator=generator), padded_vocab_size=512)
-    assert torch.equal(order.token_of_row[order.row_of_token], torch.arange(507))
-    rows = weight.clone()
-    rows[:507] = weight[order.token_of_row]
-    gradients = []
-    for table, ids in ((weight, labels), (rows, order.row_of_token[labels])):
-        table.requires_grad_()
-        linear_cross_entropy(hidden, table, ids, vocab_size=507).backward()
-        gradients.append(table.grad)
-    plain, moved = gradients
-    assert plain is not None and moved is not None and plain.norm() > 0
-    torch.testing.assert_close(moved[:507], plain[order.token_of_row], rtol=1e-5, atol=1e-7)
