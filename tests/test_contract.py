@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
 from tests.contract.compare import LINES, compare
-from tests.contract.listed import PAGE, RESULTS, in_releases, with_lines
+from tests.contract.listed import PAGE, RESULTS, with_lines
 from tests.contract.models import SETTINGS, Setting
 from tests.contract.run_version import outcome
 
@@ -42,14 +42,6 @@ def test_a_difference_shows():
 
 
 # --- the list
-
-
-def test_entries_of_releases_in_a_row_are_said_once():
-    assert in_releases({"0.1": "5/5", "0.2": "5/5"}) == "5/5"
-    assert (
-        in_releases({"0.1": "n/a", "0.2": "5/5", "0.3": "4/5"})
-        == "n/a to 0.1, then 5/5 to 0.2, then 4/5"
-    )
 
 
 def test_every_line_holds_in_every_release_and_the_page_says_so():
