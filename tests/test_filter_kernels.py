@@ -28,7 +28,6 @@ from tests.problems import (
     make_inputs,
     poisoned_memory,
     run_op,
-    run_reference,
 )
 from tests.test_filtered import EPS
 from tests.test_gpu_oracle import each_device
@@ -59,15 +58,6 @@ def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
     assert relative_rms(found.dhidden, p @ weight) < 1e-14
     assert found.rank_one_mass.item() == pytest.approx(mass.mean().item())
     assert found.dbias is None
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_where_all_tiles_are_kept_it_is_the_gradient_of_the_loss(drops: bool) -> None:
-    inputs = zipf_inputs(200, 700, 8, torch.float64, bias=True, token_weight=True)
-    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_weight": 0.01, "logit_scale": 0.7}
-    wanted = run_reference(inputs, Upstream(), **options)
-    for name, gradient in filtered_gradients(inputs, 1e-12, drops=drops, **options).items():
-        assert relative_rms(gradient, wanted[name]) < 1e-12, name
 
 
 def test_a_threshold_at_a_probability_is_refused() -> None:
