@@ -16,15 +16,7 @@ from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.memory import release_shared_memory
 from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, Share, rank_step, share_of
-from tests.parallel_ranks import (
-    Options,
-    Ranks,
-    differing,
-    each_way,
-    problem,
-    said,
-    same_bits,
-)
+from tests.parallel_ranks import Options, Ranks, differing, each_way, problem, said, same_bits
 from tests.test_gpu_graphs import Replayed
 from tests.test_gpu_oracle import host_must_not_wait
 

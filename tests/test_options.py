@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 import flce_dist
-from flce_dist import (
-    LinearCrossEntropy,
-    data_parallel_linear_cross_entropy,
-    linear_logprob,
-    scores,
-)
+from flce_dist import LinearCrossEntropy, data_parallel_linear_cross_entropy, linear_logprob, scores
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
 from flce_dist.op import checks
 from flce_dist.options import LossOptions
