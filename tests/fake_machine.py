@@ -83,8 +83,6 @@ class Machine:
         self.queues[stream].extend(ops)
         self.issued[rank].extend([stream] * len(ops))
 
-    # --- exploring
-
     def explore(self) -> None:
         """Execute what was issued in every order, or in random ones; keep the final states."""
         todo = [self._extended(state) for state in self.states]

@@ -124,9 +124,6 @@ def check_replay(me: Rank, of: tuple[Any, list[Tensor], list[Tensor]], turn: int
         yield from differs(f"replay {turn}, {name}", found, wanted)
 
 
-# --- cases
-
-
 def graph(me: Rank) -> Iterator[str]:
     """A graph is replayed after eager calls that needed more memory, twice, and a release."""
     memory = me.memory()

@@ -164,9 +164,6 @@ def ranks_that_disagree(ranks: Ranks) -> Iterator[str]:
         yield f"first call with other labels: {raised!r}"
 
 
-# --- several calls in flight, checkpointing, compiling
-
-
 def several_heads(ranks: Ranks) -> Iterator[str]:
     """All heads in flight before the first backward, which may be that of any: the same bits."""
     heads = [problem(ranks.device, seed=seed) for seed in range(3)]

@@ -24,9 +24,6 @@ MIB = 1 << 20
 REPEATS = 2
 
 
-# --- streams
-
-
 def late(ranks: Ranks, turn: int) -> None:
     """Hold up this rank's stream, another rank's longer each turn: collectives stay in flight.
 
@@ -117,9 +114,6 @@ def another_device(ranks: Ranks) -> Iterator[str]:
     return same_bits_within(ranks, lambda: torch.cuda.device(other))
 
 
-# --- CUDA graphs
-
-
 def captured(ranks: Ranks) -> Iterator[str]:
     """Forward and backward with their collectives in one graph, replayed on other data."""
     batches = [problem(ranks.device, seed=seed) for seed in range(3)]
@@ -164,9 +158,6 @@ def replays(ranks: Ranks, batches: list[Problem], **options: Any) -> Iterator[st
     yield from differing("after larger calls", Outcome.of(*replayed.results), expected[1])
     if ranks.on_gpu:
         torch.cuda.synchronize()  # a graph must not go while it runs
-
-
-# --- the host, and memory
 
 
 def no_waiting_host(ranks: Ranks) -> Iterator[str]:

@@ -189,9 +189,6 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
     return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
 
 
-# --- tokens that are gathered in chunks
-
-
 @contextmanager
 def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""

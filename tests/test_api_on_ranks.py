@@ -65,9 +65,6 @@ def test_frozen_inputs(frozen, schedule, sequence_parallel):
         torch.testing.assert_close(getattr(outcome, f"d{name}"), wanted)
 
 
-# --- dhidden is summed over ranks once, here or by the caller
-
-
 @each_schedule
 def test_dhidden_left_to_the_caller(schedule):
     def rank(group):

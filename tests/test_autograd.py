@@ -46,8 +46,6 @@ each_way = pytest.mark.parametrize(
     ids=str,
 )
 
-# --- frozen operands
-
 
 @both
 @each_way
@@ -77,9 +75,6 @@ def test_frozen_operands(impl, way):
                 assert torch.equal(leaf.grad.cpu(), expected[f"d{name}"]), name
             else:
                 assert leaf.grad is None
-
-
-# --- the graph
 
 
 def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -136,9 +131,6 @@ def test_metrics_may_be_changed_in_place(schedule):
     assert torch.equal(torch.autograd.grad(out.loss, hidden)[0], expected)
 
 
-# --- autocast
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @everywhere
 @each_schedule
@@ -168,9 +160,6 @@ def test_autocast_leaves_fp64_alone():
         loss = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels)
         assert F.linear(inputs.hidden, inputs.weight).dtype == torch.float64
     assert loss.dtype == torch.float64
-
-
-# --- checkpointing and evaluation
 
 
 @pytest.mark.parametrize(
@@ -203,9 +192,6 @@ def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, r
                 loss = checkpoint(layer, hidden, weight, use_reentrant=use_reentrant)
             loss.backward()
         assert counter.get_total_flops() == expected * 2 * T * V * H, use_reentrant
-
-
-# --- the current device, on which Triton launches; test_gpu_execution.py needs two GPUs
 
 
 @each_schedule
@@ -244,9 +230,6 @@ def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends,
     group: Any = object()
     assert collectives.message_device(x, group) == torch.device(device)
     assert collectives.message_device(x, None) == torch.device("cpu")
-
-
-# --- refusals
 
 
 @each_schedule

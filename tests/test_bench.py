@@ -170,9 +170,6 @@ def test_two_ranks_end_to_end(tmp_path):
         assert record.message.endswith("canonical does not split the vocabulary over ranks")
 
 
-# --- files: two forms, whole or not at all, and how a benchmark goes on
-
-
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
     """The other shape differs from it in how many tokens count alone."""
     measure, measured = bench._bench_shape, []

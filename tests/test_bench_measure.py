@@ -99,9 +99,6 @@ def test_the_slowest_and_the_failing_rank_count(monkeypatch):
     assert [found[:2] for found in failed] == [([], "rank 1: RuntimeError: broken")] * 2
 
 
-# --- data and truth
-
-
 def problem_and_truth(shape: ShapeSpec, P: int) -> list[dict[str, Any]]:
     """Tensors of each rank, by name."""
 

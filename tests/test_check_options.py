@@ -91,9 +91,6 @@ def test_thresholds_that_no_probability_has(eps: Any) -> None:
         linear_cross_entropy(**arguments(schedule=f"filtered:{eps}"))
 
 
-# --- impl
-
-
 def test_triton_without_gpu_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     message = (

@@ -193,9 +193,6 @@ def test_gradients_of_fp16_have_the_dtype_of_their_fakes():
     assert [x.dtype for x in gradients] == [torch.float16] * 3
 
 
-# --- two ranks: compiled as not compiled
-
-
 def plain_step(
     group: dist.ProcessGroup, compiles: Any, problem: Problem, **options: Any
 ) -> list[Tensor]:

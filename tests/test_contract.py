@@ -41,9 +41,6 @@ def test_a_difference_shows():
         compare({}, {"x": right}, 1e-5)
 
 
-# --- the list
-
-
 def test_every_line_holds_in_every_release_and_the_page_says_so():
     page = PAGE.read_text()
     assert page == with_lines(page)

@@ -198,8 +198,6 @@ def test_too_many_tokens_and_wrong_labels_that_count_are_errors_on_every_rank(im
     assert all(too_many in one for one in said)
 
 
-# --- ranks
-
 LONG = Problem(T=48, ignored=0.7)
 ONE_RANK = Problem(T=48, options={"token_weight": (torch.arange(48) // 24).float()})
 """No token of the first half counts."""

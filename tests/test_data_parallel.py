@@ -233,9 +233,6 @@ def test_replayed(mutate, schedule):
     assert len(programs) == 4 and all(programs)
 
 
-# --- what is refused
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "unexpected keyword argument 'sequence_dim'": {"sequence_dim": 1},
     "data_group must be None or a torch.distributed.ProcessGroup": {"data_group": "data"},

@@ -131,8 +131,6 @@ def test_a_sum_left_to_dtensor_is_partial(pools, placements):
     assert all(misses(rank, UNEVEN) == [] for rank in ranks)
 
 
-# --- what is refused
-
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "partial hidden": ({"hidden": Partial()}, {}, r"hidden must be .* Replicate\(\) .*Partial"),
     "hidden by H": ({"hidden": Shard(1)}, {}, "hidden must be a plain tensor or a DTensor with R"),
@@ -194,9 +192,6 @@ def test_what_cannot_be_right_is_refused_by_name(pools, case):
     size = torch.Size(placements.get("shape") or (2,)).numel()
     for said in pools[size].run(refused_rank, placements, options):
         assert re.search(message, said), said
-
-
-# --- with other parts of PyTorch
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -33,8 +33,6 @@ from tests.test_filtered import EPS
 from tests.test_gpu_oracle import each_device
 from tests.test_shard_logits import far_apart
 
-# --- the definition
-
 
 def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
     """256 tokens in two blocks; row 0 keeps tile 0. The sample is one token of each pair."""
@@ -65,9 +63,6 @@ def test_a_threshold_at_a_probability_is_refused() -> None:
     with pytest.raises(ValueError, match=r"within 1e-05 of eps = 0\.001953125, relative"):
         filtered.filtered_gradients(*operands, eps=1 / 512)
     assert filtered.filtered_gradients(*operands, eps=1.001 / 512).rank_one_mass == 0.5
-
-
-# --- the sample
 
 
 @pytest.mark.parametrize("way", ["labels", "token_weight", "upstream gradient"])
@@ -114,9 +109,6 @@ def test_the_sample_has_no_period(length: int, per_run: int) -> None:
     quarters = (places * min(length, 4) // length).bincount(minlength=min(length, 4))
     wanted = SAMPLE / len(quarters)
     assert (quarters >= 0.8 * wanted).all() and (quarters <= 1.2 * wanted).all()
-
-
-# --- lists of the kept tiles
 
 
 def random_mask(blocks: int, J: int, density: float) -> Tensor:
@@ -174,9 +166,6 @@ def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
             assert torch.equal(column[tile], row_column[part])
             assert (block[tile] == b).all()
     assert rows == {b: kept[b].nonzero().squeeze(1).tolist() for b in range(blocks)}
-
-
-# --- rank one, and masses that overflowed
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -128,9 +128,6 @@ def test_rank_one_is_far_closer_than_dropping() -> None:
         assert relative_rms(dropped[name], wanted[name]) >= least
 
 
-# --- eps 0, metrics, unusual rows
-
-
 @each_dtype
 @pytest.mark.parametrize("with_metrics", [False, True])
 def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -> None:

@@ -165,9 +165,6 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
     assert seen == {0: expected, 1: expected}
 
 
-# --- torch.compile, main_grad
-
-
 def test_compiled_metrics() -> None:
     problem = zipf_inputs(200, 600, 8)
     call = linear_cross_entropy_with_metrics

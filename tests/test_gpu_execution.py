@@ -113,8 +113,6 @@ def test_equal_runs_give_equal_bits(dtype, schedule, device):
     assert_same(run(linear_cross_entropy_with_metrics, inputs, Upstream(), **options), first)
 
 
-# --- peak memory: flat in the vocabulary, and never more than what the plan says
-
 MIB = 1 << 20
 WORKSPACE = 64 * MIB
 SIZES = {"cpu": (512, 32, 8192, 32768), "cuda": (4096, 1024, 32768, 131072)}  # T, H, two V

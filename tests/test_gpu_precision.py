@@ -47,9 +47,6 @@ def test_every_schedule_at_a_realistic_shape(schedule, dtype, device):
     assert misses(actual, truth | {"loss": truth["loss"].sum() / counted}, eager, dtype) == []
 
 
-# --- beside logits kept in 16 bits
-
-
 def eager_call(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor]:
     return (F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"),)
 

@@ -57,9 +57,6 @@ def test_logits_without_labels_and_generate():
     assert torch.equal(plugged.generate(ids, **given), model.generate(ids, **given))
 
 
-# --- what is known of the logits, and what is not
-
-
 def test_logits_in_the_output_are_computed_when_they_are_used():
     plugged = ours(theirs("gemma2, softcap"))
     layer = plugged.lm_head
@@ -161,9 +158,6 @@ def test_hooks_of_the_layer_see_logits(register):
     with pytest.warns(UserWarning, match="a hook of the output layer"):
         compare(step(plugged, may_warn=True), step(model), BUDGET)
     assert len(seen) >= 1
-
-
-# --- options, copies, refusals
 
 
 def test_options_reach_the_loss():

@@ -23,8 +23,6 @@ from tests.contract.models import B, uneven
 from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, plugged, token_losses
 from tests.on_ranks import on_ranks
 
-# --- lazy and real logits
-
 
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
 @on_ranks("tp")
@@ -140,9 +138,6 @@ def test_padding_of_the_vocabulary_takes_no_part(group):
     assert torch.equal(token_losses(model, tokens, labels), before)
 
 
-# --- what is kept and copied
-
-
 @on_ranks(1)
 def test_models_do_not_mix_and_keep_their_metrics(group):
     stage, other, plain = nn.Module(), megatron(1, False, False), megatron(1, False, False)
@@ -166,9 +161,6 @@ def test_models_do_not_mix_and_keep_their_metrics(group):
     ours = type(model.output_layer)
     assert pickle.loads(pickle.dumps(ours)) is ours
     assert ours.__name__ == type(plain.output_layer).__name__
-
-
-# --- the development branch
 
 
 def development_layer() -> Any:

@@ -88,9 +88,6 @@ def test_segments_change_nothing(monkeypatch, merged_tiles, T, V, H, schedule, d
     compare(cut_up, given, Upstream(0.7), **SOME)
 
 
-# --- which columns a launch of the statistics kernel computes, and with which tile
-
-
 def shape(T: int, V: int) -> ShardLogits:
     """Logits of which only the shape is real."""
     hidden, weight = (torch.empty(1, 1, dtype=torch.bfloat16).expand(n, 4096) for n in (T, V))

@@ -185,8 +185,6 @@ def test_sizes_and_options_of_numpy_are_plain_numbers():
     assert repr(layer) == repr(LinearCrossEntropy(H, VOCAB, label_smoothing=0.5))
 
 
-# --- state dicts, saved by some ranks, loaded by others
-
 UNEVEN = {"large": VOCAB, "tiny": 5}
 UNEVEN_ROWS = {  # of each rank
     Layout(tp=4): [[127, 2], [127, 2], [127, 1], [126, 0]],

@@ -128,9 +128,6 @@ def test_ranks_that_meet_for_different_reasons_raise():
     assert fake_ranks.run(2, program) == [None, None]
 
 
-# --- waits that last too long
-
-
 @pytest.mark.parametrize(("in_replay", "P"), [(False, 2), (False, 3), (True, 2)])
 def test_a_wait_without_end_is_noticed(in_replay, P, watched):
     said = "rank 1 has waited 12 s for other ranks to publish tokens"
@@ -216,9 +213,6 @@ def test_memories_go_with_their_group(monkeypatch):
     alive.clear()
     transport.release_shared_memory()
     assert not made.hidden.release.called and not transport._memories
-
-
-# --- over CUDA itself, by two processes on one GPU: gpu_peers.py
 
 
 @pytest.mark.gpu

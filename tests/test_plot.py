@@ -99,8 +99,6 @@ def test_the_caption_says_what_the_numbers_hold_for():
     assert caption({**ABOUT, "ranks": 4}, 8.0) == expected
 
 
-# --- over the number of ranks
-
 OVER_RANKS = [
     record(impl, ms, P=P, workspace_mib=mib, **fields)
     for impl, fields, times, mib in (
@@ -158,8 +156,6 @@ def test_files_of_several_numbers_of_ranks_give_one_picture_of_scaling(tmp_path,
     assert not (tmp_path / "figures").exists()
     assert drawn_from("first", "second") == ["first-scaling.png"]
 
-
-# --- profiles
 
 STEP = [
     Activity("ncclDevKernel_AllGather_RING_LL", 0.0, 2e3),

@@ -111,8 +111,6 @@ def test_the_rank_that_failed_first_shows_its_traceback():
         assert (text, status) == (f"rank {rank}: RuntimeError: a bug in lines\n", 1)
 
 
-# --- packages that are not installed
-
 LAUNCH = Path(__file__).parent.parent / "launch"
 PROGRAMS = sorted(path.parent.name for path in LAUNCH.glob("*/__main__.py"))
 
@@ -188,8 +186,6 @@ def test_extras_are_those_of_pyproject():
     assert any(line.startswith("numpy") for line in project["dependencies"])
     assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
 
-
-# --- a reader that is gone
 
 UNREAD = """
 import os, sys

@@ -127,9 +127,6 @@ def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
     assert len(programs) == 8
 
 
-# --- any function
-
-
 def calls(issue: Callable[..., Any], *inputs: Tensor | None, facts: Any = None) -> list[Any]:
     programs: dict[Any, Any] = {}
     results = [replay.replayed(programs, facts, inputs, lambda: issue(*inputs)) for _ in range(3)]

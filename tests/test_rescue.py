@@ -162,8 +162,6 @@ def test_a_token_without_any_column_has_no_loss(impl):
     assert all(results[name].isnan().all() for name in ("loss", "lse", "dhidden"))
 
 
-# --- what it costs, and what its bits depend on
-
 MANY = 100  # tokens
 TILE_T, TILE_V = 32, 64  # of the interpreter
 

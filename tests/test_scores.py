@@ -89,9 +89,6 @@ def test_each_gradient_alone(impl: str, over: str, score: str) -> None:
     check(problem(over=over, scores=(score,), with_entropy=True), impl)
 
 
-# --- sets of ids
-
-
 @both
 @each_over
 def test_ragged_rows(impl: str, over: str) -> None:
@@ -206,9 +203,6 @@ def test_banned_ids(impl: str, over: str) -> None:
     assert found["dhidden"].isfinite().all()
 
 
-# --- bits
-
-
 @each_way
 def test_two_runs_are_bitwise_equal_and_so_are_replays(how: dict[str, Any]) -> None:
     given = problem(torch.bfloat16, **how)
@@ -231,9 +225,6 @@ def test_scores_do_not_depend_on_other_tokens_and_schedule(how: Any, how_alone: 
     found = run_scores(alone, "triton")
     for name in given.upstream:
         assert torch.equal(found[name][0], whole[name][7]), name
-
-
-# --- operands and main_grad
 
 
 @both

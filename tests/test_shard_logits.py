@@ -173,9 +173,6 @@ def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
     compare(results, inputs, upstream, **options)
 
 
-# --- ignored rows and labels
-
-
 @both
 @each_schedule
 @pytest.mark.parametrize("ignore_index", [0, 149, -1])

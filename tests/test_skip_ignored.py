@@ -58,8 +58,6 @@ def test_kernels_on_ranks(ranks: RankPool, sp: bool) -> None:
         assert misses(joined(found, sequence_parallel=sp), ONE_RANK) == []
 
 
-# --- the kernel
-
 OUTPUTS = {"rounded": (torch.bfloat16, False), "new": (torch.float32, False), "added": (None, True)}
 GEMMS = pairwise(
     itertools.product(OUTPUTS, [False, True], [0, 1, 37, 64, 70], [None, 4], [torch.bfloat16, None])

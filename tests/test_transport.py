@@ -33,9 +33,6 @@ def test_one_rank_turns_copies_off_for_its_group(ranks, of_rank_0, copies):
     assert ranks.run(reach_rank, [of_rank_0, {}]) == [copies, copies]
 
 
-# --- what is gathered and summed
-
-
 def calls_of(**options: Any) -> Any:
     with small_chunks():
         return on_threads(4, IN_CHUNKS, sequence_parallel=True, **options).calls

@@ -120,9 +120,6 @@ def test_wrong_values_are_found_before_ranks_meet(args, message, monkeypatch):
         verify.main(args)
 
 
-# --- the report: the worst rank, each miss, JSON
-
-
 def record(error: float, budget: float = 1.0, failure: str | None = None) -> Record:
     (case, *_) = cases(variants()[0], ("cached",), 1, None)
     return Record("fp32", Shape(1, 2, 3), case, {"loss": ErrorBudget(error, budget)}, failure)
@@ -151,8 +148,6 @@ def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys):
         verify.main(["--device", "cpu"])
     assert "fp32, T=1 H=2 V=3: error / budget" in capsys.readouterr().out
 
-
-# --- cases and data
 
 SCHEDULES: Any = ("recompute", "cached", "in_forward", "auto")
 

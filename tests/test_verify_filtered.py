@@ -39,9 +39,6 @@ def missed(case: Case, dtype: torch.dtype) -> set[str]:
     return {name for name, check in checks.items() if not check.met}
 
 
-# --- data
-
-
 def probabilities(case: Case, data: Data) -> Tensor:
     """[T, vocab_size], 0 for ignored tokens."""
     counted = (data.labels >= 0)[:, None]
@@ -82,9 +79,6 @@ def test_tiles_and_labels_are_of_all_kinds():
     alone, beside = (data.labels[counted & x] for x in (~of_label, of_label))
     assert alone.bincount().max() > 3, "several tokens share a label in an unlikely tile"
     assert set(alone.tolist()) & set(beside.tolist()), "which is a likely one of another block"
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
