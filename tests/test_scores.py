@@ -196,22 +196,6 @@ def test_two_runs_are_bitwise_equal_and_so_are_replays(how: dict[str, Any]) -> N
         assert_same(first, other)
 
 
-@pytest.mark.parametrize(
-    ("how", "how_alone"),
-    [({"schedule": "cached"}, {"schedule": "recompute"}), ({"over": "ids"}, {})],
-    ids=["vocabulary", "ids"],
-)
-def test_scores_do_not_depend_on_other_tokens_and_schedule(how: Any, how_alone: Any) -> None:
-    given = problem(torch.bfloat16, tp_invariant=True, **how)
-    whole = run_scores(given, "triton")
-    ids, upstream = given.ids[7:8], {"logprob": torch.ones(1, 5)}
-    options = {**given.options, **how_alone}
-    alone = Scored(given.hidden[7:8], given.weight, given.bias, ids, options, upstream)
-    found = run_scores(alone, "triton")
-    for name in given.upstream:
-        assert torch.equal(found[name][0], whole[name][7]), name
-
-
 @both
 @each_over
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
