@@ -33,20 +33,13 @@ def test_one_rank_turns_copies_off_for_its_group(ranks, of_rank_0, copies):
     assert ranks.run(reach_rank, [of_rank_0, {}]) == [copies, copies]
 
 
-def calls_of(**options: Any) -> Any:
+def test_tokens_of_all_chunks_are_gathered_and_summed_at_once():
+    options: dict[str, Any] = {"schedule": "in_forward", "sequence_parallel": True, **FEW_BYTES}
     with small_chunks():
-        return on_threads(4, IN_CHUNKS, sequence_parallel=True, **options).calls
-
-
-def test_all_tokens_are_gathered_and_summed_at_once_in_chunks_too():
-    sums = [f"allreduce {each} float32[{{}}]" for each in ("SUM", "MAX", "SUM")]
-    of_all, gather = [each.format(48) for each in sums], "allgather float32[384]"
-    scatter = "reduce_scatter SUM float32[1536]"
-    assert [*calls_of(schedule="cached")] == [gather, *of_all, gather, scatter]
-    assert [*calls_of(schedule="in_forward")] == [gather, *of_all, scatter]
-    first, *some, last = calls_of(schedule="in_forward", **FEW_BYTES)
-    assert (first, last) == (gather, scatter) and len(some) > 3
-    assert {call.split("[")[0] for call in some} == {each.split("[")[0] for each in sums}
+        first, *some, last = on_threads(4, IN_CHUNKS, **options).calls
+    assert (first, last) == ("allgather float32[384]", "reduce_scatter SUM float32[1536]")
+    sums = {f"allreduce {each} float32" for each in ("SUM", "MAX")}
+    assert len(some) > 3 and {call.split("[")[0] for call in some} == sums
 
 
 def test_what_is_all_here_is_not_copied():
