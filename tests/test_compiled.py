@@ -84,9 +84,8 @@ def test_one_graph_for_any_number_of_tokens(name, fn, impl):
     counter = CompileCounterWithBackend("inductor" if by_inductor else "aot_eager")
     compiled = torch.compile(fn, fullgraph=True, backend=counter)
     for T in (9, 13, 6):
-        for ours, expected in zip(
-            results(compiled, T, options), results(fn, T, options), strict=True
-        ):
+        pair = results(compiled, T, options), results(fn, T, options)
+        for ours, expected in zip(*pair, strict=True):
             assert torch.equal(ours, expected) or relative_rms(ours, expected) < 1e-6 * by_inductor
     assert counter.frame_count == 2  # one for the first T, one for every other
 
@@ -138,14 +137,11 @@ def test_transforms_are_refused_by_name():
 
 
 FILTERED = filtered.schedule(2.0**-12)
-EXAMINED = pairwise(
-    (*how, dtype)
-    for how in (
-        *((schedule, "mean", False) for schedule in ("in_forward", FILTERED)),
-        *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
-    )
-    for dtype in DTYPES
-)
+WAYS = [
+    *((schedule, "mean", False) for schedule in ("in_forward", FILTERED)),
+    *itertools.product(["auto", "recompute", "cached"], ["mean", "none"], [False, True]),
+]
+EXAMINED = pairwise((*how, dtype) for how in WAYS for dtype in DTYPES)
 WITH_BACKWARD = {case[:3]: case for case in reversed(EXAMINED)}.values()
 """One dtype of each way: a step takes twenty times as long as all else that is examined."""
 
@@ -201,9 +197,8 @@ def plain_step(
 
 
 def dtensor_step(group: dist.ProcessGroup, compiles: Any, sequence_parallel: bool) -> list[Tensor]:
-    hidden, weight, bias, labels = operands(
-        mesh_of(2), UNEVEN, hidden=SPLIT if sequence_parallel else WHOLE, **ROWS
-    ).values()
+    of_hidden = SPLIT if sequence_parallel else WHOLE
+    hidden, weight, bias, labels = operands(mesh_of(2), UNEVEN, hidden=of_hidden, **ROWS).values()
 
     def step(hidden, weight, bias):
         return linear_cross_entropy(

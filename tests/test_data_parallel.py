@@ -1,5 +1,6 @@
 """The vocabulary split over data-parallel ranks: losses of own tokens, and FSDP2's gradients."""
 
+import itertools
 import os
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.on_ranks import on_ranks
 from tests.outcomes import Outcome, misses
-from tests.parallel_problem import complaint
+from tests.parallel_problem import SCHEDULES, complaint
 from tests.problems import IGNORE, Inputs, Upstream, make_inputs, pairwise, run_reference
 
 P, T, H, V_ALL, ROWS = 3, 8, 16, 101, 104  # 35, 35, 34 rows, of which three are padding
@@ -79,9 +80,8 @@ def step(
 def check(inputs: Inputs, of_tokens: tuple[str, ...] = (), **options: Any) -> list[Outcome]:
     """Compare every rank's results with fp64."""
     ours = run_ranks(lambda group: step(group, inputs, of_tokens, **options), P)
-    plain = {
-        k: x for k, x in options.items() if k not in ("schedule", "max_counted", "tp_invariant")
-    }
+    only_ours = "schedule", "max_counted", "tp_invariant"
+    plain = {k: x for k, x in options.items() if k not in only_ours}
     truth = expected(inputs.to(torch.float64), of_tokens, plain)
     eager = expected(inputs, of_tokens, plain)
     for rank, one in enumerate(ours):
@@ -97,13 +97,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "temperatures": {"of_tokens": ("token_weight", "temperature"), "softcap": 3.0},
     "counted": {"of_tokens": ("temperature",), "max_counted": 16},
 }
-CASES = [
-    (schedule, reduction, extra)
-    for schedule in ("auto", "recompute", "cached", "in_forward")
-    for reduction in ("none", "sum", "mean")
-    for extra in EXTRAS
-    if (schedule, reduction) != ("in_forward", "none")
-]
+EVERY = itertools.product(SCHEDULES, ["none", "sum", "mean"], EXTRAS)
+CASES = [case for case in EVERY if case[:2] != ("in_forward", "none")]
 
 
 @pytest.mark.parametrize(("schedule", "reduction", "extra"), pairwise(CASES))

@@ -3,6 +3,7 @@
 A CPU has no graphs: there ``Replayed`` runs the step again, which proves the rest of the test.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,13 +87,9 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-CASES = [
-    (counted, metrics, schedule)
-    for counted in (None, 0.9, "skips")
-    for metrics in (False, True)
-    for schedule in (*EVERY_SCHEDULE, "filtered")
-    if not (metrics and schedule == "in_forward")  # which has no gradient of the metrics
-]
+EVERY = itertools.product([None, 0.9, "skips"], [False, True], [*EVERY_SCHEDULE, "filtered"])
+# In_forward has no gradient of the metrics.
+CASES = [case for case in EVERY if case[1:] != (True, "in_forward")]
 ON_EACH_DEVICE = [
     *((*case, "cpu") for case in pairwise(CASES)),
     *(pytest.param(*case, *CUDA.values, marks=CUDA.marks) for case in CASES),
@@ -107,10 +104,8 @@ def test_replay_equals_a_plain_call(counted, metrics, schedule, device):
     """
     static = batch(0, device)
     if schedule == "filtered":  # in rounds
-        options = {
-            "schedule": filtered.schedule(2.0**-9),
-            "max_logits_bytes": static.weight.shape[0] * 2 * len(static.labels) // 3,
-        }
+        budget = static.weight.shape[0] * 2 * len(static.labels) // 3
+        options = {"schedule": filtered.schedule(2.0**-9), "max_logits_bytes": budget}
     else:
         options = options_of(schedule, static)
     if metrics:
