@@ -56,17 +56,14 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
     return numbers, weights
 
 
-def layout(tensor: int, data: int, sp: bool, microbatches: int = 1, **model: Any) -> RunConfig:
+def layout(tensor: int, ranks: int, sp: bool, microbatches: int = 1, **model: Any) -> RunConfig:
     """The same four sequences a step and of validation, however many ranks share them."""
-    size = 4 // data // microbatches
-    return replace(
-        CONFIG,
-        model=replace(CONFIG.model, **model),
-        data=replace(
-            CONFIG.data, batch_size=size, microbatches=microbatches, validation_batches=microbatches
-        ),
-        parallel=ParallelConfig(tensor=tensor, sequence_parallel=sp),
+    size = 4 // ranks // microbatches
+    data = replace(
+        CONFIG.data, batch_size=size, microbatches=microbatches, validation_batches=microbatches
     )
+    parallel = ParallelConfig(tensor=tensor, sequence_parallel=sp)
+    return replace(CONFIG, model=replace(CONFIG.model, **model), data=data, parallel=parallel)
 
 
 def assert_alike(
@@ -225,24 +222,14 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, even
 
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
 TILES = VOCAB * SPREAD // 256
-FILTERED = replace(
-    CONFIG,
-    steps=6,
-    validate_every=2,
-    checkpoint_every=2,
-    model=replace(CONFIG.model, init_std=0.02),
-    head=HeadConfig(filter_eps=2.0**-9),
-)
+NARROW = replace(CONFIG.model, init_std=0.02)
+FILTERED = replace(RUN, compare=True, model=NARROW, head=HeadConfig(filter_eps=2.0**-9))
 
 
 def spread_corpus(shift: int = 0) -> Corpus:
     few = corpus()
-    return replace(
-        few,
-        train=few.train * SPREAD + shift,
-        validation=few.validation * SPREAD + shift,
-        vocab_size=VOCAB * SPREAD,
-    )
+    train, validation = (ids * SPREAD + shift for ids in (few.train, few.validation))
+    return replace(few, train=train, validation=validation, vocab_size=VOCAB * SPREAD)
 
 
 def rank_of_run(group: Any, config: RunConfig, shift: int = 0) -> int | str:
@@ -281,7 +268,6 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path
         assert head["peak_mib"] > 0
     assert heads[exact]["dweight_relative_rms"] < 1e-5
     assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1
-    (message, _) = ranks.run(
-        rank_of_run, replace(FILTERED, out_dir=tmp_path / "resumed", steps=8), 1
-    )
+    longer = replace(FILTERED, out_dir=tmp_path / "resumed", steps=8)
+    (message, _) = ranks.run(rank_of_run, longer, 1)
     assert message.startswith("cannot continue ") and "ids.sha256 is '" in message
