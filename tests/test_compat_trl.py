@@ -81,9 +81,8 @@ def test_results_and_gradients(temperature, scale, softcap, biased):
 def test_only_what_is_asked_for():
     given = operands()
     for name in compat.OUTPUTS:
-        found = dict(
-            zip(compat.OUTPUTS, apply(*given, TARGETS, 0.7, outputs=(name,))[1:], strict=True)
-        )
+        values = apply(*given, TARGETS, 0.7, outputs=(name,))[1:]
+        found = dict(zip(compat.OUTPUTS, values, strict=True))
         assert [key for key, x in found.items() if x is not None] == [name]
 
 

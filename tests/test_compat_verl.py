@@ -52,9 +52,8 @@ def test_results_and_gradients(temperature, dtype):
     for wide in (torch.float64, dtype):
         hidden, weight = (x.detach().to(wide).requires_grad_() for x in given[:2])
         out = textbook(hidden, weight, given[2], temperature)
-        results.append(
-            (out, torch.autograd.grad(out, (hidden, weight), [x.to(wide) for x in upstream]))
-        )
+        gradients = torch.autograd.grad(out, (hidden, weight), [x.to(wide) for x in upstream])
+        results.append((out, gradients))
     (expected, truth), (_, eager) = results
     for ours, other in zip((logprobs, entropy), expected, strict=True):
         assert ours.dtype == torch.float32 and ours.shape == (B * S,)

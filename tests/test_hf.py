@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from flce_dist import linear_cross_entropy
 from flce_dist.hf import restore, use_linear_cross_entropy
 from flce_dist.hf.lazy_logits import LazyLogits
 from tests.contract.compare import compare
@@ -163,13 +164,10 @@ def test_hooks_of_the_layer_see_logits(register):
 def test_options_reach_the_loss():
     model = theirs("gemma2, softcap")
     hidden = model.model(input_ids=batch()["input_ids"]).last_hidden_state
-    plugged = ours(model, label_smoothing=0.1, z_loss_weight=0.01, schedule="recompute")
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_weight": 0.01}
+    plugged = ours(model, schedule="recompute", **options)
     labels = nn.functional.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
-    from flce_dist import linear_cross_entropy
-
-    expected = linear_cross_entropy(
-        hidden, model.lm_head.weight, labels, softcap=0.7, label_smoothing=0.1, z_loss_weight=0.01
-    )
+    expected = linear_cross_entropy(hidden, model.lm_head.weight, labels, softcap=0.7, **options)
     torch.testing.assert_close(plugged(**batch()).loss, expected)
     use_linear_cross_entropy(plugged)  # other options
     torch.testing.assert_close(plugged(**batch()).loss, model(**batch()).loss)
@@ -237,11 +235,8 @@ def test_compile():
     found = compiled(**batch())
     found.loss.backward()
     expected = step(model)
-    compare(
-        {name: p.grad for name, p in plugged.named_parameters()} | {"loss": found.loss.detach()},
-        expected,
-        BUDGET,
-    )
+    gradients = {name: p.grad for name, p in plugged.named_parameters()}
+    compare(gradients | {"loss": found.loss.detach()}, expected, BUDGET)
     logits = compiled(**batch()).logits
     assert isinstance(logits, LazyLogits)
     assert torch.equal(logits.argmax(-1), model(**batch()).logits.argmax(-1))

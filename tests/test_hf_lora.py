@@ -107,8 +107,7 @@ def test_an_adapter_that_comes_later_is_refused_and_then_taken():
 
 
 def test_other_adapters_are_refused():
-    model = peft.get_peft_model(
-        theirs(), peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10)
-    )
+    config = peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10)
+    model = peft.get_peft_model(theirs(), config)
     with pytest.raises(NotImplementedError, match="LoRA on one, got adalora"):
         use_linear_cross_entropy(model)

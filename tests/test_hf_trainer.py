@@ -42,13 +42,9 @@ def trainer(model: Any, folder: Any, **changes: Any) -> Any:
         "logging_steps": 1, "max_steps": 3, "learning_rate": 0.01, "disable_tqdm": True,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **changes,
     }  # fmt: skip
-    return transformers.Trainer(
-        model=model,
-        args=transformers.TrainingArguments(**arguments),
-        train_dataset=rows(0),
-        eval_dataset=rows(1),
-        compute_metrics=metrics,
-    )
+    data: Any = {"train_dataset": rows(0), "eval_dataset": rows(1), "compute_metrics": metrics}
+    given = transformers.TrainingArguments(**arguments)
+    return transformers.Trainer(model=model, args=given, **data)
 
 
 def trained(model: Any, folder: Any, **changes: Any) -> dict[str, Any]:

@@ -244,14 +244,11 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
     labels = torch.randint(TILE_V, (s, SEQUENCES), generator=generator)
     labels += TILE_V * torch.arange(SEQUENCES)
 
-    layer = use_linear_cross_entropy(
-        megatron(tp, sp, False), schedule=filtered.schedule(2.0**-10), metrics=True
-    ).output_layer
+    layer = plugged(tp, sp, schedule=filtered.schedule(2.0**-10), metrics=True).output_layer
     mine = hidden.chunk(tp)[group.rank()] if sp else hidden
     loss = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels)
-    expected = F.cross_entropy(
-        (hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none"
-    )
+    logits = (hidden @ weight.T).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
     torch.testing.assert_close(loss.flatten(), expected)
     # In the order [s, b] every block would hold tokens of all sequences, and keep all tiles.
     assert layer.last_metrics.kept_share == 1 / SEQUENCES

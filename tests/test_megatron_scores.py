@@ -110,9 +110,8 @@ def test_options(group, over):
 @on_ranks(2)
 def test_a_wrapped_model_and_its_main_grad(group):
     """bf16, in DDP with fusion; what it returned before is returned after."""
-    model = use_linear_cross_entropy(
-        gpt(Setting(2, True), bf16=True, gradient_accumulation_fusion=True)
-    )
+    plain = gpt(Setting(2, True), bf16=True, gradient_accumulation_fusion=True)
+    model = use_linear_cross_entropy(plain)
     args, _, ids = inputs(1, packed=False)
     wrapped = in_ddp(model)
     before = wrapped(*args)

@@ -137,7 +137,5 @@ def checkpoints(at: Setting) -> float:
         return {name: p.detach() for name, p in model.named_parameters()}
 
     expected = continued(False, False)
-    return max(
-        compare(continued(first, not first), expected, BUDGET[torch.float32])
-        for first in (True, False)
-    )
+    both = (continued(first, not first) for first in (True, False))
+    return max(compare(found, expected, BUDGET[torch.float32]) for found in both)
