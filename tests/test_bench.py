@@ -55,9 +55,8 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
     assert about["config"]["rounds"] == 3 and about["ranks"] == 1
 
     ours = [record for record in found if record.impl == "eager"]
-    assert {record.schedule for record in ours} == {
-        None, "recompute", "cached", "in_forward", "auto",
-    }  # fmt: skip
+    schedules = None, "recompute", "cached", "in_forward", "auto"
+    assert {record.schedule for record in ours} == {*schedules}
     floors = {(r.T, r.impl): r.p50_ms for r in found if r.op == "floor"}
     for record in found:
         assert record.status in ("ok", "error"), record

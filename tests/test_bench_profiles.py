@@ -63,9 +63,8 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
         path.unlink()
     again = run(tmp_path, "--profile", "--fresh")
     records = json.loads((tmp_path / "out" / "found.v1.json").read_text())["records"]
-    assert [x["launches"] for x in records] == [
-        sum(kernel["launches"] for kernel in profile["kernels"]) for profile in again
-    ]
+    launches = [sum(kernel["launches"] for kernel in profile["kernels"]) for profile in again]
+    assert [x["launches"] for x in records] == launches
     assert len(again) == 4 and again != profiles, "a shape replaces its own profiles"
     assert run(tmp_path, "--profile") == again, "shapes measured before are not profiled again"
     assert not list(tmp_path.glob("out/*.gz")), "a profile comes without a trace"

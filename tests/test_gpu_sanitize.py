@@ -19,9 +19,8 @@ ALL = len(gpu_sanitize.CASES)
 
 def sanitize(tool: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Run Python under ``tool``; skips without it, or where it does not support the device."""
-    path = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+    name = "compute-sanitizer"
+    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if path is None:
         pytest.skip("needs compute-sanitizer on PATH or in /usr/local/cuda/bin")
     command = [path, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]

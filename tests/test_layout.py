@@ -44,9 +44,8 @@ def test_constraints_pin_each_requirement_exactly():
 
 def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     text = (ROOT / "pyproject.toml").read_text()
-    (oldest,), ((first, beyond),) = (
-        re.findall(pattern, text) for pattern in (r'"torch>=([\d.]+)"', r'"triton>=(.*),<(.*)"')
-    )
+    patterns = r'"torch>=([\d.]+)"', r'"triton>=(.*),<(.*)"'
+    (oldest,), ((first, beyond),) = (re.findall(pattern, text) for pattern in patterns)
     tritons = [pair[1].removeprefix("triton==").removesuffix(".*") for pair in PAIRS.values()]
     assert next(iter(PAIRS)) == oldest and tritons[0] == first
     assert tritons[-1] == f"3.{int(beyond.removeprefix('3.')) - 1}"
@@ -126,9 +125,8 @@ def installs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     packages = [path for path in sys.path if path.endswith("-packages")]
     packages.append(str(Path(tyro.__file__).parents[1]))  # which may be a folder of its own
     told = " ".join(modules_of()), os.pathsep.join(packages), *map(str, made.values())
-    with started(
-        [sys.executable, "-c", PROGRAM, *told], tmp_path_factory.mktemp("logs"), forks=True
-    ) as run:
+    logs = tmp_path_factory.mktemp("logs")
+    with started([sys.executable, "-c", PROGRAM, *told], logs, forks=True) as run:
         assert run.finish() == ([0], [""])
     return made
 

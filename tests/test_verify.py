@@ -224,10 +224,8 @@ def test_what_is_called_part_cached_is(device_type, P, dtype):
 
 
 def test_data_hold_the_tokens_that_break_losses():
-    data = make_data(
-        variants()[0], Shape(33, 64, 200), P=4, dtype=torch.float32, device=torch.device("cpu"),
-        seed=0,
-    )  # fmt: skip
+    shape, cpu = Shape(33, 64, 200), torch.device("cpu")
+    data = make_data(variants()[0], shape, P=4, dtype=torch.float32, device=cpu, seed=0)
     assert data.hidden.shape == (36, 64)
     assert data.weight.shape == (200, 64)
     ignored = data.labels == -100
