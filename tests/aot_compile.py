@@ -140,12 +140,8 @@ def counted(logits: ShardLogits, d: torch.Tensor) -> None:
         gemm(logits.weight, sums_tokens=False, out=acc, adds=adds)
         for out in (logits.weight, logits.weight.float()):
             gemm(logits.hidden, sums_tokens=True, row=torch.empty(H), out=out, adds=adds)
-    gemm(
-        logits.hidden[:, :8].contiguous(),
-        sums_tokens=True,
-        out=torch.empty(logits.V, 8),
-        adds=False,
-    )
+    few = logits.hidden[:, :8].contiguous()
+    gemm(few, sums_tokens=True, out=torch.empty(logits.V, 8), adds=False)
 
 
 def scores(logits: ShardLogits, out: torch.Tensor) -> None:

@@ -87,11 +87,8 @@ class Machine:
         """Execute what was issued in every order, or in random ones; keep the final states."""
         todo = [self._extended(state) for state in self.states]
         if self.seeds:
-            self.states = {
-                self._run_randomly(random.Random(seed), state)
-                for state in todo
-                for seed in range(self.seeds)
-            }
+            runs = itertools.product(todo, range(self.seeds))
+            self.states = {self._run_randomly(random.Random(seed), state) for state, seed in runs}
             return
         seen, ends = set(todo), set()
         while todo:
@@ -174,11 +171,8 @@ class Machine:
                 self._apart.add(pair)
 
     def drained(self, streams: list[int]) -> bool:
-        return all(
-            state.done[i] == len(self.queues[i])
-            for state in map(self._extended, self.states)
-            for i in streams
-        )
+        states = map(self._extended, self.states)
+        return all(state.done[i] == len(self.queues[i]) for state in states for i in streams)
 
     def word(self, address: int) -> int:
         """Return the value at an address, which must be the same in every order."""

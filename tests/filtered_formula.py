@@ -31,13 +31,9 @@ def zipf_inputs(
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(1), 1, generator=g)[:, 0]
     labels[torch.rand(T, generator=g) < ignored] = IGNORE
-    return Inputs(
-        hidden,
-        weight,
-        labels,
-        bias=(0.3 * torch.randn(V, generator=g)).to(dtype) if bias else None,
-        token_weight=torch.rand(T, generator=g) * 2 - 0.5 if token_weight else None,
-    )
+    of_rows = (0.3 * torch.randn(V, generator=g)).to(dtype) if bias else None
+    of_tokens = torch.rand(T, generator=g) * 2 - 0.5 if token_weight else None
+    return Inputs(hidden, weight, labels, of_rows, of_tokens)
 
 
 def definition(
@@ -73,10 +69,8 @@ def check_filtered(
     spoilt = problem.hidden.masked_fill((problem.labels == IGNORE)[:, None], torch.nan)
     given = replace(problem, hidden=spoilt)
     actual = run_op(given, upstream, impl=impl, schedule=filtered.schedule(eps), **options)
-    truth, rounded = (
-        run_reference(problem.to(dtype), upstream, **options)
-        for dtype in (torch.float64, problem.dtype)
-    )
+    dtypes = torch.float64, problem.dtype
+    truth, rounded = (run_reference(problem.to(x), upstream, **options) for x in dtypes)
     assert relative_rms(actual["loss"], truth["loss"]) <= 1e-5
     wide = torch.promote_types(problem.dtype, torch.float32)
     rounding = torch.finfo(problem.dtype).eps + largest * torch.finfo(wide).eps

@@ -246,10 +246,8 @@ def whole(me: Rank) -> Iterator[str]:
             yield "no memory was shared"
 
 
-CASES = {
-    case.__name__: case
-    for case in (graph, failed_capture, exception, remade, hang_in_replay, whole)
-}
+_cases = graph, failed_capture, exception, remade, hang_in_replay, whole
+CASES = {case.__name__: case for case in _cases}
 ABORTS = ("hang_in_replay",)  # rank 0 ends by SIGABRT, and says
 IN_VAIN = "s for other ranks to publish tokens; this process ends"
 

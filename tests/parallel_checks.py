@@ -173,10 +173,8 @@ def several_heads(ranks: Ranks) -> Iterator[str]:
         for order in ((0, 1, 2), (2, 1, 0)):
             shares = [share_of(ranks.group, one, sequence_parallel=sp) for one in heads]
             leaves = [share.leaves() for share in shares]
-            losses = [
-                share.loss(ranks.group, one, **options)
-                for share, one in zip(shares, heads, strict=True)
-            ]
+            pairs = zip(shares, heads, strict=True)
+            losses = [share.loss(ranks.group, one, **options) for share, one in pairs]
             for i in order:
                 gradients = torch.autograd.grad(losses[i], leaves[i], heads[i].upstream)
                 mine = Outcome.of(losses[i], *gradients)

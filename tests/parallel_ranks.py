@@ -59,10 +59,8 @@ def ways(one: Problem, P: int) -> dict[str, Options]:
     }
     if one.options.get("reduction") != "none":
         found["in_forward"] = {"schedule": "in_forward"}
-        found["in_forward, chunks"] = {
-            "schedule": "in_forward",
-            "max_logits_bytes": one.T // 3 * token_bytes,
-        }
+        few = {"max_logits_bytes": one.T // 3 * token_bytes}
+        found["in_forward, chunks"] = {"schedule": "in_forward", **few}
     return found
 
 

@@ -123,10 +123,8 @@ class Recorder:
         """Return the handle of data that are ``arg``'s once more along some dimensions."""
         name, x = self.narrow.get(id(arg)) or (self.array(arg), arg.data)
         if x.dtype != result.data.dtype:
-            x, name = (
-                x.astype(result.data.dtype),
-                self.line(f"{name}.astype('{result.data.dtype}')"),
-            )
+            name = self.line(f"{name}.astype('{result.data.dtype}')")
+            x = x.astype(result.data.dtype)
         self.alive.append(result)
         self.narrow[id(result)] = name, x
         return result
