@@ -89,10 +89,8 @@ def test_dhidden_summed_in_fp32(schedule, sequence_parallel):
     truth = problem.textbook(torch.float64).dhidden
     errors = []
     for wide in (False, True):
-        outcome = on_threads(
-            8, problem, schedule=schedule, sequence_parallel=sequence_parallel,
-            reduce_in_fp32=wide,
-        )  # fmt: skip
+        options = {"schedule": schedule, "sequence_parallel": sequence_parallel}
+        outcome = on_threads(8, problem, reduce_in_fp32=wide, **options)
         assert misses(outcome, problem) == []
         assert outcome.dhidden.dtype == torch.bfloat16
         sent = [call for call in outcome.calls if str(64 * 32) in call]

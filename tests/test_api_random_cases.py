@@ -168,12 +168,9 @@ def rank_step(
     anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).repeat(drawn.H)[: drawn.H]
     ignored = (whole.labels == IGNORE)[..., None]
     hidden = anything.to(whole.dtype).where(ignored, whole.hidden)
-    share = replace(
-        whole,
-        hidden=hidden.tensor_split(P)[rank] if drawn.sequence_parallel else hidden,
-        weight=whole.weight[slice(*rows)],
-        bias=None if whole.bias is None else whole.bias[slice(*rows)],
-    )
+    hidden = hidden.tensor_split(P)[rank] if drawn.sequence_parallel else hidden
+    bias = None if whole.bias is None else whole.bias[slice(*rows)]
+    share = replace(whole, hidden=hidden, weight=whole.weight[slice(*rows)], bias=bias)
 
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple:
         hidden, weight = map(laid_out, (hidden, weight), drawn.layouts)

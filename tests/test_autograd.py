@@ -40,11 +40,8 @@ from tests.problems import (
 )
 from tests.test_gpu_oracle import our_call
 
-each_way = pytest.mark.parametrize(
-    "way",
-    [*({"schedule": schedule} for schedule in SCHEDULES), {"schedule": filtered.schedule(0.1)}],
-    ids=str,
-)
+WAYS = [{"schedule": schedule} for schedule in (*SCHEDULES, filtered.schedule(0.1))]
+each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 
 @both
@@ -54,15 +51,14 @@ def test_frozen_operands(impl, way):
     """Every subset of trainable operands gets the same gradients as all together."""
     inputs = make_inputs(20, 70, 32, bias=True).to(device_of(impl))
     operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
-    expected = run_op(inputs, Upstream(), impl=impl, label_smoothing=0.1, **way)
+    options: dict[str, Any] = {"impl": impl, "label_smoothing": 0.1, **way}
+    expected = run_op(inputs, Upstream(), **options)
     for trainable in itertools.product([False, True], repeat=3):
         leaves: dict[str, Any] = {
             name: x.detach().clone().requires_grad_(live)  # type: ignore[union-attr]
             for (name, x), live in zip(operands.items(), trainable, strict=True)
         }
-        loss = linear_cross_entropy(
-            labels=inputs.labels, impl=impl, label_smoothing=0.1, **way, **leaves
-        )
+        loss = linear_cross_entropy(labels=inputs.labels, **options, **leaves)
         # Without gradients in_forward has nothing to do and sums tokens in another order.
         same_order = any(trainable) or way != {"schedule": "in_forward"}
         assert relative_rms(loss.cpu(), expected["loss"]) <= (0.0 if same_order else 1e-6)
@@ -146,9 +142,8 @@ def test_autocast_computes_in_its_dtype_with_fp32_gradients(impl, schedule, dtyp
         outside = torch.autograd.grad(loss, leaves)
         assert loss.dtype == torch.float32
         assert torch.equal(loss.detach().cpu(), by_hand["loss"])
-        for name, leaf, *gradients in zip(
-            ("dhidden", "dweight", "dbias"), leaves, inside, outside, strict=True
-        ):
+        names = "dhidden", "dweight", "dbias"
+        for name, leaf, *gradients in zip(names, leaves, inside, outside, strict=True):
             expected = by_hand[name].to(leaf.dtype)
             for gradient in gradients:
                 assert gradient.dtype == leaf.dtype and torch.equal(gradient.cpu(), expected), name

@@ -71,11 +71,9 @@ def test_numbers_of_numpy_are_as_good() -> None:
         ignore_index=-1, label_smoothing=0.5, z_loss_weight=0.25, softcap=None, logit_scale=2.0,
         vocab_size=9, vocab_range=(0, 11), max_logits_bytes=4096, max_counted=5,
     )  # fmt: skip
-    numpy = {
-        name: np.int32(x) if isinstance(x, int) else np.float32(x)
-        for name, x in plain.items()
-        if isinstance(x, int | float)
-    }
+    numbers = {name: x for name, x in plain.items() if isinstance(x, int | float)}
+    kinds: dict[type, Any] = {int: np.int32, float: np.float32}
+    numpy = {name: kinds[type(x)](x) for name, x in numbers.items()}
     numpy["vocab_range"] = [np.int64(0), np.uint8(11)]
     options = checks.check_options(LossOptions(**numpy))
     assert options == LossOptions(**plain)

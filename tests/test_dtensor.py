@@ -111,12 +111,9 @@ SEQUENCE = {**ALL, "hidden": SPLIT}
     ],
 )
 def test_gradients_come_in_kind(pools, shape, problem, placements, schedule):
-    sequence_parallel = placements.get("hidden") == SPLIT
+    options = {"schedule": schedule, "sequence_parallel": placements.get("hidden") == SPLIT}
     pool = pools[torch.Size(shape).numel()]
-    ranks = pool.run(
-        step_rank, shape, problem, placements,
-        schedule=schedule, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+    ranks = pool.run(step_rank, shape, problem, placements, **options)
     assert all(misses(rank, problem) == [] for rank in ranks)
     assert all(torch.equal(rank.loss, ranks[0].loss) for rank in ranks)
 

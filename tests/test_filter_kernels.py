@@ -43,9 +43,8 @@ def test_a_tile_that_is_kept_by_nothing_is_mass_times_profile() -> None:
     weight = torch.zeros(512, 1, dtype=torch.float64)
     weight[0] = 6.0
     weight[256:] = torch.linspace(-1.0, 0.0, 256)[:, None]
-    found = filtered.filtered_gradients(
-        hidden, weight, torch.zeros(256, dtype=torch.int64), eps=0.1, reduction="sum"
-    )
+    labels = torch.zeros(256, dtype=torch.int64)
+    found = filtered.filtered_gradients(hidden, weight, labels, eps=0.1, reduction="sum")
     assert found.kept.tolist() == [[True, False], [True, False]]
     p = (hidden @ weight.T).softmax(1)
     mass = p[:, 256:].sum(1, keepdim=True)

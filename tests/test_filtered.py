@@ -144,19 +144,17 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
     truth = definition(problem.to(torch.device("cpu")), EPS)
 
     plain = linear_cross_entropy_with_metrics(*operands, impl=impl)
+    how: dict[str, Any] = {"schedule": filtered.schedule(EPS), "impl": impl}
     for needs_grad in (True, False):  # without a gradient, what it would approximate
         hidden = problem.hidden.clone().requires_grad_(needs_grad)
-        out: Any = linear_cross_entropy_with_metrics(
-            hidden, *operands[1:], schedule=filtered.schedule(EPS), impl=impl
-        )
+        out: Any = linear_cross_entropy_with_metrics(hidden, *operands[1:], **how)
         assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
         assert out.rank_one_mass.item() == pytest.approx(truth.rank_one_mass.item(), rel=1e-4)
         assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
         for metric, same in zip(out[:5], plain, strict=False):
             assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)
-    every: Any = linear_cross_entropy_with_metrics(
-        *operands, schedule=filtered.schedule(0.0), impl=impl
-    )
+    how["schedule"] = filtered.schedule(0.0)
+    every: Any = linear_cross_entropy_with_metrics(*operands, **how)
     assert every.kept_share == 1 and every.rank_one_mass == 0
 
 

@@ -43,9 +43,8 @@ def on_rank(
     if options.get("sequence_parallel"):
         hidden = hidden.tensor_split(group.size())[rank]
     assert problem.bias is not None
-    share = replace(
-        problem, hidden=hidden, weight=problem.weight[start:end], bias=problem.bias[start:end]
-    )
+    weight, bias = problem.weight[start:end], problem.bias[start:end]
+    share = replace(problem, hidden=hidden, weight=weight, bias=bias)
     shares = Outcome()
 
     def call(**given: Any) -> tuple[Tensor, ...]:

@@ -197,10 +197,8 @@ def test_fsdp_is_recognised_and_its_mesh_is_not_advised(group):
     plain, both = nn.Linear(UNEVEN.H, 507, bias=False), Head(mesh["tp"], weight)
     fully_shard(plain, mesh=mesh["other"])
     fully_shard(both, mesh=mesh["other"])
-    of_fsdp, of_other = (
-        complaint(linear_cross_entropy, hidden, one, labels)
-        for one in (both.weight, distributed(weight, mesh["tp"], SPLIT))
-    )
+    weights = both.weight, distributed(weight, mesh["tp"], SPLIT)
+    of_fsdp, of_other = (complaint(linear_cross_entropy, hidden, x, labels) for x in weights)
     assert re.search("weight must .*; FSDP2 .* pass those of the same tokens as tp_group", of_fsdp)
     with mock.patch.dict(sys.modules, {"torch.distributed._composable_state": None}):
         assert "FSDP2" not in complaint(linear_cross_entropy, hidden, plain.weight, labels)

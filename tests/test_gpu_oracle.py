@@ -59,10 +59,9 @@ def textbook_in_chunks(
     wide = torch.promote_types(dtype, torch.float32)
     dweight = torch.zeros_like(inputs.weight, dtype=wide)
     parts = []
-    for hidden, labels in zip(
-        *(x.split(max(1, chunk_elements // len(dweight))) for x in (inputs.hidden, inputs.labels)),
-        strict=True,
-    ):
+    chunk = max(1, chunk_elements // len(dweight))
+    chunks = (x.split(chunk) for x in (inputs.hidden, inputs.labels))
+    for hidden, labels in zip(*chunks, strict=True):
         part = replace(inputs, hidden=hidden, labels=labels).to(dtype)
         found = run_reference(part, Upstream(), reduction="none")
         dweight += found["dweight"]

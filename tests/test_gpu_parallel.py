@@ -67,9 +67,8 @@ def check_rank(group: dist.ProcessGroup, check: str) -> list[str]:
         return {"part cached": ways(one, P)["part cached"]}
 
     with mock.patch.object(parallel_ranks, "different_ways", one_way):
-        found = gpu_parallel.run_check(
-            gpu_parallel.CHECKS[check], Ranks(group, torch.device("cpu"))
-        )
+        given = Ranks(group, torch.device("cpu"))
+        found = gpu_parallel.run_check(gpu_parallel.CHECKS[check], given)
     return found.messages
 
 
@@ -151,6 +150,5 @@ def test_the_program_names_what_failed_and_ends_where_ranks_are_out_of_step(rank
     assert wrong.startswith("wrong: FAILED (") and wrong.endswith("\n  rank 1: off\n")
     assert "\n  rank 1: Traceback" in rest and "ArithmeticError: only here" in rest
     assert "later: " not in rest
-    assert rest.endswith(
-        "1 of 4 checks passed on 2 ranks\nfailed or not run: wrong, raises, later\n"
-    )
+    end = "1 of 4 checks passed on 2 ranks\nfailed or not run: wrong, raises, later\n"
+    assert rest.endswith(end)

@@ -155,13 +155,8 @@ def test_deep_copies_under_fsdp(group):
 
 def test_repr_shows_the_shard_and_the_options():
     text = repr(make(None, padded_vocab_size=512, softcap=30.0))
-    for part in (
-        "hidden_size=24",
-        "507 (padded to 512)",
-        "rows=[0, 512) of rank 0/1",
-        "softcap=30",
-    ):
-        assert part in text
+    parts = "hidden_size=24", "507 (padded to 512)", "rows=[0, 512) of rank 0/1", "softcap=30"
+    assert all(part in text for part in parts), text
     assert "ignore_index" not in text
 
 

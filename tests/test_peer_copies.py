@@ -92,10 +92,8 @@ def with_peers(P: int, problem: Problem, **options: Any) -> Outcome:
     meetings = [Meeting(P), Meeting(P)]
     made: list[list[Any]] = [[SimulatedMemory(x, rank, P) for x in meetings] for rank in range(P)]
     memories = [PeerMemories(*both) for both in made]
-    with (
-        small_chunks(),
-        mock.patch.object(transport, "memories_of", lambda g, _: memories[g.rank()]),
-    ):
+    patched = mock.patch.object(transport, "memories_of", lambda g, _: memories[g.rank()])
+    with small_chunks(), patched:
         ranks = run_ranks(lambda g: rank_step(g, problem, sequence_parallel=True, **options), P)
     outcome = joined(ranks, sequence_parallel=True)
     assert not any(memory.is_open for both in made for memory in both)

@@ -220,14 +220,10 @@ def test_memories_go_with_their_group(monkeypatch):
 def test_two_processes_on_one_gpu(name, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    command = [sys.executable, "-m", "tests.gpu_peers", name]
+    command, store = [sys.executable, "-m", "tests.gpu_peers", name], str(tmp_path / "store")
     with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                started([*command, str(rank), str(tmp_path / "store")], tmp_path / str(rank))
-            )
-            for rank in range(P)
-        ]
+        runs = (started([*command, str(rank), store], tmp_path / str(rank)) for rank in range(P))
+        ranks = [stack.enter_context(run) for run in runs]
         ended = [rank.finish() for rank in ranks]
     statuses, outputs = [one[0][0] for one in ended], [one[1][0] for one in ended]
     printed = "\n".join(outputs)

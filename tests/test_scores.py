@@ -24,9 +24,8 @@ from tests.score_problem import (
     run_scores,
 )
 
-each_way = pytest.mark.parametrize(
-    "how", [{"schedule": "recompute"}, {"schedule": "cached"}, {"over": "ids"}], ids=str
-)
+WAYS = [{"schedule": "recompute"}, {"schedule": "cached"}, {"over": "ids"}]
+each_way = pytest.mark.parametrize("how", WAYS, ids=str)
 
 
 @pytest.fixture(autouse=True)

@@ -29,11 +29,8 @@ def test_gradients_come_in_kind(group, P, tokens, over):
     def spread(x: Any, placement: Any) -> Any:
         return distribute_tensor(x, mesh, [*[WHOLE] * (mesh.ndim - 1), placement])
 
-    leaves = [
-        spread(x, at).requires_grad_()
-        for x, at in ((given.hidden, tokens), (given.weight, Shard(0)), (given.bias, Shard(0)))
-    ]
-    hidden, weight, bias = leaves
+    placed = (given.hidden, tokens), (given.weight, Shard(0)), (given.bias, Shard(0))
+    leaves = hidden, weight, bias = [spread(x, at).requires_grad_() for x, at in placed]
     out = linear_logprob(
         hidden, weight, spread(given.ids, WHOLE), bias=bias,
         tp_group=mesh.get_group(mesh.ndim - 1), sequence_parallel=tokens == Shard(0),

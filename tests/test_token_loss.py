@@ -121,10 +121,8 @@ def test_token_weights_at_the_edge(impl, schedule, weights, total, mean):
     inputs.hidden[0] *= 20
     inputs.labels[0], inputs.labels[3] = int((inputs.hidden[0] @ inputs.weight.T).argmin()), IGNORE
     inputs = replace(inputs, token_weight=torch.tensor([*weights, NAN], dtype=torch.float64))
-    losses = {
-        reduction: run_op(inputs, Upstream(), impl=impl, schedule=schedule, reduction=reduction)
-        for reduction in ("sum", "mean")
-    }
+    options = {"impl": impl, "schedule": schedule}
+    losses = {x: run_op(inputs, Upstream(), reduction=x, **options) for x in ("sum", "mean")}
     assert losses["sum"]["loss"].item() == pytest.approx(total, nan_ok=True) or total is None
     assert losses["mean"]["loss"].item() == pytest.approx(mean, nan_ok=True)
     assert all((outcome["dhidden"][3] == 0).all() for outcome in losses.values())
