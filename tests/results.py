@@ -1,7 +1,7 @@
 """Measure what README and docs show, and write their tables from the result files.
 
-    python -m tests.results measure "one GPU" --out docs/results    # the same again: goes on
-    python -m tests.results tables
+    python -m tests.results measure "one GPU" --out runs/results    # the same again: goes on
+    python -m tests.results tables --out runs/results
 
 docs/results.yaml says which program measures each file on which machine, and what each table shows.
 A machine with several GPUs measures files of one GPU side by side; ``alone`` are those whose times
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +156,7 @@ def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int
 
 
 def measure_all(machine: str, out: Path) -> int:
-    """Verify, then measure side by side where a file takes one GPU, and at last what is alone."""
+    """Measure what is alone, then side by side where a file takes one GPU; verify at last."""
     of, todo = spec()["machines"][machine], commands(machine, out)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or range(torch.cuda.device_count())
     gpus = visible.split(",") if isinstance(visible, str) else list(map(str, visible))
@@ -164,12 +165,12 @@ def measure_all(machine: str, out: Path) -> int:
     free: SimpleQueue[str] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
-    status = [verify(x, todo.pop(x), gpus, out) for x in list(todo) if x.startswith("verify")]
-    alone = [todo.pop(name)[0] for name in of["alone"]]
+    run = partial(measure, gpus=free)
+    checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
+    status = [run(*todo.pop(name)) for name in of["alone"]]
     with ThreadPoolExecutor(len(gpus)) as pool:
-        run = partial(measure, gpus=free)
         status += pool.map(run, [command for (command,) in todo.values()])
-    return max(*status, *map(run, alone))
+    return max(*status, *(verify(name, parts, gpus, out) for name, parts in checks.items()), 0)
 
 
 def main() -> int:
@@ -178,10 +179,13 @@ def main() -> int:
     of_machine = of.add_parser("measure")
     of_machine.add_argument("machine", choices=list(spec()["machines"]))
     of_machine.add_argument("--out", type=Path, required=True)
-    of.add_parser("tables")
+    of.add_parser("tables").add_argument("--out", type=Path, help="with new files for docs/results")
     settings = parser.parse_args()
     if settings.what == "measure":
         return measure_all(settings.machine, settings.out)
+    for name in [name for x in spec()["machines"].values() for name in x["files"]]:
+        if settings.out and (settings.out / f"{name}.json").exists():
+            shutil.copy(settings.out / f"{name}.json", FILES)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     return 0
