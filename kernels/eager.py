@@ -81,13 +81,13 @@ def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Te
 def linear_stats(
     logits: ShardLogits, label_logit: Tensor, *,
     cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_x: Tensor | None = None,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_z: Tensor | None = None,
 ) -> None:  # fmt: skip
     reference = first_reference(label_logit)
     if tiles is not None:
         write_tile_stats(logits, reference, tiles)
     _statistics(
-        logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_x
+        logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_z
     )
 
 
@@ -109,7 +109,7 @@ def rescue(
 def _statistics(
     logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
     with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
-    named_x: Tensor | None = None,
+    named_z: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
@@ -121,8 +121,8 @@ def _statistics(
         slope = slope_of(z, logits)
         if logits.named is not None:
             n, token, column = named_in(logits, start, z.shape[1])
-            if named_x is not None:
-                named_x[n] = z[token, column] - reference[token]
+            if named_z is not None:
+                named_z[n] = z[token, column]
         if with_sum_z:
             write_at_labels(z, logits, start, reference)
             sums[-1] += (z - relative_to).sum(1)

@@ -31,7 +31,7 @@ class Kernels(Protocol):
         self, logits: ShardLogits, label_logit: Tensor, *,
         cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
         others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
-        named_x: Tensor | None = None,
+        named_z: Tensor | None = None,
     ) -> None: ...  # fmt: skip
 
     def rescue(

@@ -103,7 +103,7 @@ def _linear_stats_kernel(
         if named is None:
             x = other_columns(z_above, column, offs_v, V, EVEN_V)
         else:  # the label is one of them
-            x = z_above
+            x = z
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
             n, count, first, second = entries_of(in_tile)
@@ -113,6 +113,7 @@ def _linear_stats_kernel(
                 third = named_column(named[0], n + i, i < count, first_id)
                 fourth = named_column(named[0], n + i + 1, i + 1 < count, first_id)
                 x = take_out(take_out(x, third, named[1] + n + i), fourth, named[1] + n + i + 1)
+            x -= reference[:, None]
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
         e = exp(x)
@@ -142,7 +143,7 @@ def _linear_stats_kernel(
 def linear_stats(
     logits: ShardLogits, label_logit: Tensor, *,
     cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_x: Tensor | None = None,
+    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_z: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
@@ -152,7 +153,7 @@ def linear_stats(
     is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
     and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
     sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored. With named ids both leave
-    out these, of which the label must be one; ``named_x`` [N] receives x of each id's first entry.
+    out these, of which the label must be one; ``named_z`` [N] receives z of each id's first entry.
     """
     T, V = logits.T, logits.V
     if T == 0 or V == 0:
@@ -170,7 +171,7 @@ def linear_stats(
         BLOCK_T, BLOCK_V, named = launch.config.BLOCK_T, launch.config.BLOCK_V, None
         if here.named is not None:
             tiles_of_named = named_tiles(here, launch.num_v, BLOCK_T, BLOCK_V)
-            named = (here.named[0], named_x, *tiles_of_named)
+            named = (here.named[0], named_z, *tiles_of_named)
         _linear_stats_kernel[launch.grid](
             *launch.operands(here), logits.labels,
             label_logit,

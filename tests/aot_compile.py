@@ -154,7 +154,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)
     gpu.linear_stats(
         named, token, cache=cache, with_sum_z=False, with_entropy=False,
-        others_max=token, sums=sums, named_x=z,
+        others_max=token, sums=sums, named_z=z,
     )  # fmt: skip
     gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
     stats = TokenStats(token, token, token)

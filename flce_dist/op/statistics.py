@@ -27,7 +27,7 @@ class Pass:
 
     def chunk_loss(
         self, tokens: tuple[int, int], cache: ColumnCache, *,
-        tiles: Tensor | None = None, named_x: Tensor | None = None,
+        tiles: Tensor | None = None, named_z: Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:  # fmt: skip
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
@@ -36,8 +36,8 @@ class Pass:
         statistics).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
-        between two backward passes. ``tiles`` receives the statistics of tiles, ``named_x``
-        of all tokens x of this shard's named ids, if given; D at these is then not written.
+        between two backward passes. ``tiles`` receives the statistics of tiles, ``named_z``
+        of all tokens the logits of this shard's named ids; D at these is then not written.
         """
         call, gather = self.call, self.gather
         options, kernels, group = call.options, call.kernels, call.tp_group
@@ -53,7 +53,7 @@ class Pass:
         kernels.linear_stats(
             logits, label_logit,
             cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy,
-            others_max=others_max, sums=sums, tiles=tiles, named_x=named_x,
+            others_max=others_max, sums=sums, tiles=tiles, named_z=named_z,
         )  # fmt: skip
         others_max = collectives.all_reduce_max(others_max, group)
         kernels.rescue(
@@ -65,7 +65,7 @@ class Pass:
             logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
             with_entropy=with_entropy, inverse_temperature=logits.inverse_temperature,
         )  # fmt: skip
-        if not call.rescales_cache and named_x is None:  # else backward writes D at the labels
+        if not call.rescales_cache and named_z is None:  # else backward writes D at the labels
             for start, window in cache.with_starts():
                 column, ignored = logits.vocab_start_index + start, options.ignore_index
                 kernels.write_at_ids(window, logits.labels, None, label_value, column, ignored)

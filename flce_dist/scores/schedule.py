@@ -13,7 +13,7 @@ from torch import Tensor
 from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import TokenStats, first_reference
+from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.op.gradients import Gradients
 from flce_dist.op.statistics import Pass
@@ -131,11 +131,10 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     else:
         labels = torch.full_like(begin, -1)
     one.logits = one.logits._replace(labels=labels, named=(ids.ids, begin, end))
-    x = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
+    z = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
     windows = ColumnCache(() if cache is None else (cache,))
-    stats, _ = one.chunk_loss((0, call.T), windows, named_x=x)
-    x = collectives.all_reduce_sum(x, call.tp_group)
-    return x + first_reference(stats.label_logit).index_select(0, ids.token), stats
+    stats, _ = one.chunk_loss((0, call.T), windows, named_z=z)
+    return collectives.all_reduce_sum(z, call.tp_group), stats
 
 
 def _affine(
