@@ -21,12 +21,7 @@ from flce_dist.kernels.exact_sums import group_sums
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import segment_columns, tile_launch
 from flce_dist.kernels.merge_stats import merge_stats
-from flce_dist.kernels.named_columns import (
-    entries_of,
-    named_column,
-    named_tiles,
-    take_out,
-)
+from flce_dist.kernels.named_columns import named_column, named_tiles, take_out
 from flce_dist.kernels.primitives import (
     computed,
     exp,
@@ -70,7 +65,7 @@ def _linear_stats_kernel(
     T, V, H,
     strides, cache_sizes,  # the tuples are those of ShardLogits; cached_v and the stride by t
     vocab_start_index, scalars,
-    named,  # None, or [N] int64 (ids), out: [N] fp32, and in: the two of ``named_tiles``
+    named,  # None, or [N] and [T] int64 (ids, ends), out: [N] fp32, and in: two of ``named_tiles``
     WITH_ENTROPY: tl.constexpr, WITH_SUM_Z: tl.constexpr, EVEN_V: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
@@ -92,8 +87,8 @@ def _linear_stats_kernel(
         label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
         reference = first_reference(label_logit)
         if named is not None:
-            in_tile = tl.load(named[2] + pid_v.to(tl.int64) * T + offs_t, mask=mask_t, other=0)
-            most = tl.load(named[3] + pid_v * tl.cdiv(T, BLOCK_T) + pid_t)
+            in_tile = tl.load(named[3] + pid_v.to(tl.int64) * T + offs_t, mask=mask_t, other=-1)
+            most = tl.load(named[4] + pid_v * tl.cdiv(T, BLOCK_T) + pid_t)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -106,13 +101,16 @@ def _linear_stats_kernel(
             x = z
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            n, count, first, second = entries_of(in_tile)
-            x = take_out(take_out(x, first, named[1] + n), second, named[1] + n + 1)
+            begin = in_tile & 0xFFFFFFFF
+            x = take_out(x, ((in_tile >> 32) & 0xFFFF).to(tl.int32), named[2] + begin)
+            x = take_out(x, ((in_tile >> 48) & 0xFFFF).to(tl.int32), named[2] + begin + 1)
+            end = tl.load(named[1] + offs_t, mask=mask_t & (most > 2), other=0)
             first_id = vocab_start_index + start_v
             for i in range(2, most, 2):  # one latency of loads for two
-                third = named_column(named[0], n + i, i < count, first_id)
-                fourth = named_column(named[0], n + i + 1, i + 1 < count, first_id)
-                x = take_out(take_out(x, third, named[1] + n + i), fourth, named[1] + n + i + 1)
+                n = begin + i
+                third = named_column(named[0], n, end, first_id, V - start_v)
+                fourth = named_column(named[0], n + 1, end, first_id, V - start_v)
+                x = take_out(take_out(x, third, named[2] + n), fourth, named[2] + n + 1)
             x -= reference[:, None]
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
@@ -171,7 +169,7 @@ def linear_stats(
         BLOCK_T, BLOCK_V, named = launch.config.BLOCK_T, launch.config.BLOCK_V, None
         if here.named is not None:
             tiles_of_named = named_tiles(here, launch.num_v, BLOCK_T, BLOCK_V)
-            named = (here.named[0], named_z, *tiles_of_named)
+            named = (here.named[0], here.named[2], named_z, *tiles_of_named)
         _linear_stats_kernel[launch.grid](
             *launch.operands(here), logits.labels,
             label_logit,

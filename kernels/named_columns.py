@@ -3,8 +3,6 @@
 T = tokens, N = named ids of all tokens, those of one token ascending.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -45,10 +43,10 @@ _PTX, _CONSTRAINTS = map(tl.constexpr, _take_out_in_ptx(_PACK.value))
 
 
 @triton.jit
-def named_column(ids_ptr, n, is_one, first_id):
-    """The columns of entries n, [BLOCK_T], counted from ``first_id``; -1 where not ``is_one``."""
-    column = tl.load(ids_ptr + n, mask=is_one, other=0) - first_id
-    return tl.where(is_one, column, -1).to(tl.int32)
+def named_column(ids_ptr, n, end, first_id, V):
+    """The columns of entries n, [BLOCK_T], counted from ``first_id``; -1 from ``end`` or V on."""
+    column = tl.load(ids_ptr + n, mask=n < end, other=-1) - first_id
+    return tl.where(column < V, column, -1).to(tl.int32)
 
 
 @triton.jit
@@ -88,7 +86,7 @@ def first_entry(ids_ptr, n, left, end, id):
     return n
 
 
-@partial(Kernel, debug=True)  # for the assertion
+@Kernel
 def _named_tiles_kernel(
     ids_ptr, begin_ptr, end_ptr,  # in:  [N] int64, [T] int64 twice
     tiles_ptr, most_ptr,  # out: [num_v, T] int64, [num_v, num_t] int32, what ``named_tiles`` says
@@ -106,40 +104,30 @@ def _named_tiles_kernel(
         is_first = (column >= 0) & (column < V) & ((last < 0) | (last // BLOCK_V < tile))
         next_id = vocab_start_index + tl.minimum((tile + 1) * BLOCK_V, V)
         found = first_entry(ids_ptr, n, end - start, end, next_id)
-        count = tl.where(is_first, found - n, 0)
-        tl.device_assert(count < 1 << 16, "a token may repeat an id at most 65,000 times")
-        second = tl.load(ids_ptr + n + 1, mask=count > 1, other=0) - vocab_start_index
-        first, second = column - tile * BLOCK_V, (second - tile * BLOCK_V) & 0xFF
-        in_tile = (count << 48) | (second << 40) | (first << 32) | n
+        second = tl.load(ids_ptr + n + 1, mask=is_first & (found > n + 1), other=-1)
+        second = tl.where(second < 0, 0xFFFF, second - vocab_start_index - tile * BLOCK_V)
+        in_tile = (second << 48) | ((column - tile * BLOCK_V) << 32) | n
         tl.store(tiles_ptr + tile * T + t, in_tile, mask=is_first)
         most_ptrs = most_ptr + tile * tl.cdiv(T, BLOCK_T) + t // BLOCK_T
-        tl.atomic_max(most_ptrs, count.to(tl.int32), mask=is_first, sem="relaxed")
-
-
-@triton.jit
-def entries_of(in_tile):
-    """From one of ``named_tiles``: the first entry, how many, and the first two columns or -1."""
-    first, second, count = (in_tile >> 32) & 0xFF, (in_tile >> 40) & 0xFF, (in_tile >> 48) & 0xFFFF
-    first, second = tl.where(count > 0, first, -1), tl.where(count > 1, second, -1)
-    return in_tile & 0xFFFFFFFF, count, first.to(tl.int32), second.to(tl.int32)
+        tl.atomic_max(most_ptrs, (found - n).to(tl.int32), mask=is_first, sem="relaxed")
 
 
 def named_tiles(
     logits: ShardLogits, num_v: int, BLOCK_T: int, BLOCK_V: int
 ) -> tuple[Tensor, Tensor]:
-    """Return [num_v, T] int64, a token's entries in a tile, and [num_v, num_t] int32.
+    """Return [num_v, T] int64, a token's first entries in a tile, and [num_v, num_t] int32.
 
-    The former is from the high bits to the low ones: how many (16 bits), the second one's column
-    (8), the first one's (8), the first one's number; 0 without any. The latter is the most entries
-    that one of BLOCK_T tokens has in a tile.
+    The former is -1 without any, else from the high bits to the low ones: the second entry's column
+    (16 bits, all set if there is none), the first one's (16 bits), the first one's number. The
+    latter is the most entries that one of BLOCK_T tokens has in a tile.
     """
-    assert logits.named is not None and BLOCK_V <= 256
-    tiles = logits.labels.new_zeros(num_v, logits.T)
+    assert logits.named is not None
+    tiles = logits.labels.new_full((num_v, logits.T), -1)
     most = logits.labels.new_zeros(num_v, -(-logits.T // BLOCK_T), dtype=torch.int32)
     _named_tiles_kernel[(logits.T,)](
         *logits.named,
         tiles, most,
         logits.T, logits.V, logits.vocab_start_index,
-        BLOCK_T=BLOCK_T, BLOCK_V=BLOCK_V, BLOCK_N=64, num_warps=2, sanitize_overflow=False,
+        BLOCK_T=BLOCK_T, BLOCK_V=BLOCK_V, BLOCK_N=64, num_warps=2,
     )  # fmt: skip
     return tiles, most

@@ -24,6 +24,7 @@ from flce_dist.kernels.exact_sums import (
 )
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.launching import tile_launch
+from flce_dist.kernels.named_columns import named_column
 from flce_dist.kernels.primitives import (
     cast,
     dot,
@@ -153,8 +154,8 @@ def _rescue_kernel(
             begin = tl.load(named[1] + offs_t, mask=listed, other=0)
             end = tl.load(named[2] + offs_t, mask=listed, other=0)
             for i in range(0, tl.max(end - begin, axis=0)):
-                id = tl.load(named[0] + begin + i, mask=begin + i < end, other=-1)
-                x = other_columns(x, id - vocab_start_index, offs_v, V, True)
+                column_i = named_column(named[0], begin + i, end, vocab_start_index, V)
+                x = other_columns(x, column_i, offs_v, V, True)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)
         if WITH_ENTROPY:
