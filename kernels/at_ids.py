@@ -42,17 +42,16 @@ def _logits_at_ids_kernel(
     ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
+    row = id - vocab_start_index
+    is_here = (row >= 0) & (row < V) & (id != ignore_index)
     if token_ptr is not None:
         token = tl.load(token_ptr + n, mask=n < entries, other=0)
+        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
     else:
         tl.device_assert(
             ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
             "labels must be within [0, vocab_size) or ignore_index",
         )
-    row = id - vocab_start_index
-    is_here = (row >= 0) & (row < V) & (id != ignore_index)
-    if token_ptr is not None:
-        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
     hidden_ptr += token * stride_hidden_t
     weight_ptr += row * stride_weight_v
     acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
@@ -106,6 +105,7 @@ def _write_at_ids_kernel(
     vocab_start_index, ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """A program writes BLOCK_N entries."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
     column = id - vocab_start_index
