@@ -13,6 +13,7 @@ then links to a file of docs/results, the commit is the file's.
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -22,13 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 import torch
 import yaml
 
 from flce_dist.launch.verify.__main__ import DTYPES
+from flce_dist.launch.verify.report import share_of_budget
+from flce_dist.launch.write import write_json
 from flce_dist.options import Schedule
+from flce_dist.testing import ErrorBudget
 
 SCHEDULES = get_args(Schedule)
 ROOT = Path(__file__).parent.parent
@@ -105,53 +109,68 @@ def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
                 ["--dtypes", dtype, "--schedules", schedule, "--output", f"{out / name}-{i}.json"]
                 for i, (dtype, schedule) in enumerate(itertools.product(DTYPES, SCHEDULES))
             ]
-        run = [*start, "-m", f"flce_dist.launch.{program}", *rest]
-        found[name] = [[*run, *way] for way in ways]
+        begin = [*start, "-m", f"flce_dist.launch.{program}", *rest]
+        found[name] = [[*begin, *way] for way in ways]
     return found
+
+
+def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    return subprocess.run(command, env=environment, stdout=output, stderr=output).returncode
 
 
 def measure(command: list[str], gpus: "SimpleQueue[str]") -> int:
     """Run a command on one of these GPUs, which no other command then uses."""
     gpu = gpus.get()
     try:
-        return subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}).returncode
+        return run(command, gpu)
     finally:
         gpus.put(gpu)
 
 
 def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return of each dtype, and each result, the error that is closest to its budget."""
+    passed = all([part.pop("passed") for part in parts])
+    records = [record for part in parts for record in part.pop("records")]
+    for part in parts:
+        del part["seconds"]
+        if part != parts[0]:
+            raise ValueError(f"parts must be of one commit and machine, got {parts[0]} and {part}")
     rows: dict[str, dict[str, Any]] = {}
     shares: dict[tuple[str, str], float] = {}
-    for x in (record for part in parts for record in part["records"]):
-        row = rows.setdefault(x["dtype"], {"dtype": x["dtype"], "cases": 0})
+    for x in records:
+        dtype, variant = x["dtype"], x["case"]["variant"]
+        row = rows.setdefault(dtype, {"dtype": dtype, "cases": 0})
         row["cases"] += 1
-        variant = x["case"]["variant"]
         case = f"{variant['name']} ({variant['reduction']}), {x['case']['schedule']}"
         for name, check in x["checks"].items():
-            share = check["error"] / check["budget"] if check["budget"] else check["error"]
-            if share >= shares.get((x["dtype"], name), 0.0):
-                shares[x["dtype"], name] = share
-                row |= {name: check["error"], f"{name}_budget": check["budget"]}
+            error, budget = check["error"], check["budget"]  # null is NaN
+            share = share_of_budget(ErrorBudget(math.nan if error is None else error, budget))
+            if share >= shares.get((dtype, name), 0.0):
+                shares[dtype, name] = share
+                row |= {name: error, f"{name}_budget": budget}
                 row[f"{name}_case"] = f"{case}, T={x['shape']['T']}"
-    facts = {k: v for k, v in parts[0].items() if k not in ("records", "seconds")}
-    facts["passed"] = all(part["passed"] for part in parts)
-    facts["what"] = "of all cases of a dtype the error closest to its budget, relative RMS"
-    return {"about": facts, "records": list(rows.values())}
+    what = "of all cases of a dtype the error closest to its budget, relative RMS"
+    about = {**parts[0], "passed": passed, "what": what}
+    return {"about": about, "records": list(rows.values())}
 
 
 def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int:
     """Run the parts at once, since they compile for longer than they compute; write the file."""
-    files, runs = [Path(part[-1]) for part in parts], []
-    for i, (part, file) in enumerate(zip(parts, files, strict=True)):
-        if not file.exists():
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]}
-            with file.with_suffix(".log").open("w") as log:
-                runs.append(subprocess.Popen(part, env=environment, stdout=log, stderr=log))
-    status = max((run.wait() for run in runs), default=0)
+
+    def run_part(part: list[str], gpu: str) -> int:
+        file = Path(part[-1])
+        if file.exists():
+            return 0
+        with file.with_suffix(".log").open("w") as log:
+            return run(part, gpu, log)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        status = max(pool.map(run_part, parts, itertools.cycle(gpus)))
+    files = [Path(part[-1]) for part in parts]
     if all(file.exists() for file in files):
         found = closest([json.loads(file.read_text()) for file in files])
-        (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        write_json(out / f"{name}.json", found)
     return status
 
 
@@ -165,11 +184,11 @@ def measure_all(machine: str, out: Path) -> int:
     free: SimpleQueue[str] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
-    run = partial(measure, gpus=free)
+    measured = partial(measure, gpus=free)
     checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
-    status = [run(*todo.pop(name)) for name in of["alone"]]
+    status = [measured(*todo.pop(name)) for name in of["alone"]]
     with ThreadPoolExecutor(len(gpus)) as pool:
-        status += pool.map(run, [command for (command,) in todo.values()])
+        status += pool.map(measured, [command for (command,) in todo.values()])
     return max(*status, *(verify(name, parts, gpus, out) for name, parts in checks.items()), 0)
 
 
@@ -183,9 +202,10 @@ def main() -> int:
     settings = parser.parse_args()
     if settings.what == "measure":
         return measure_all(settings.machine, settings.out)
-    for name in [name for x in spec()["machines"].values() for name in x["files"]]:
-        if settings.out and (settings.out / f"{name}.json").exists():
-            shutil.copy(settings.out / f"{name}.json", FILES)
+    for machine in spec()["machines"].values() if settings.out else ():
+        for file in (settings.out / f"{name}.json" for name in machine["files"]):
+            if file.exists():
+                shutil.copy(file, FILES)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     return 0

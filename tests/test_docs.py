@@ -1,5 +1,6 @@
 """README and docs: Python runs as it is printed, on a CPU; links and citations resolve."""
 
+import copy
 import inspect
 import itertools
 import json
@@ -144,12 +145,14 @@ def test_every_file_is_measured_by_a_grid():
 
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     of = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
-    parts = []
+    parts: list[list[str]] = []
+    written: list[Any] = []
     for i, (schedule, T, error, budget) in enumerate(of):
         case = {"variant": {"name": "plain", "reduction": "sum"}, "schedule": schedule}
         check = {"loss": {"error": error, "budget": budget}, "same loss": {"error": 0, "budget": 0}}
         record = {"dtype": "fp32", "case": case, "shape": {"T": T}, "checks": check}
-        part = {"commit": "abc", "passed": i < 2, "records": [record]}
+        part = {"commit": "abc", "passed": i > 0, "seconds": i, "records": [record]}
+        written.append(part)
         parts.append([sys.executable, "-c", WRITES, json.dumps(part), str(tmp_path / f"{i}.json")])
     assert results.verify("all", parts, ["0", "1"], tmp_path) == 0
     found = json.loads((tmp_path / "all.json").read_text())
@@ -157,6 +160,12 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     assert found["about"]["commit"] == "abc" and not found["about"]["passed"] and row["cases"] == 3
     assert (row["loss"], row["loss_budget"]) == (2e-6, 4e-6)
     assert row["loss_case"] == "plain (sum), auto, T=8"
+    written[2]["records"][0]["checks"]["loss"]["error"] = None
+    (row,) = results.closest(copy.deepcopy(written))["records"]
+    assert row["loss"] is None and row["loss_case"] == "plain (sum), auto, T=9"
+    written[1]["commit"] = "def"
+    with pytest.raises(ValueError, match="parts must be of one commit and machine"):
+        results.closest(written)
 
 
 def test_another_number_and_another_commit_would_be_noticed():

@@ -108,10 +108,11 @@ def _cell(record: Record, names: Iterable[str]) -> str:
 
 
 def _worst(checks: Iterable[ErrorBudget]) -> ErrorBudget:
-    return max(checks, key=_share_of_budget)
+    return max(checks, key=share_of_budget)
 
 
-def _share_of_budget(check: ErrorBudget) -> float:
+def share_of_budget(check: ErrorBudget) -> float:
+    """Return the error over its budget; inf for NaN, and for an error where none is allowed."""
     if check.error == 0.0:
         return 0.0
     share = check.error / check.budget if check.budget else math.inf
