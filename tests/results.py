@@ -4,8 +4,7 @@
     python -m tests.results tables --out runs/results
 
 docs/results.yaml says which program measures each file on which machine, and what each table shows.
-A machine with several GPUs measures files of one GPU side by side; ``alone`` are those whose times
-are the host's.
+Files of one GPU are measured side by side; those of ``alone``, the host's times, one by one.
 A table stands behind a line ``<!-- table: its name -->``. Where a page says ``commit 1234567`` and
 then links to a file of docs/results, the commit is the file's.
 """
@@ -34,7 +33,6 @@ from flce_dist.launch.write import write_json
 from flce_dist.options import Schedule
 from flce_dist.testing import ErrorBudget
 
-SCHEDULES = get_args(Schedule)
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -107,10 +105,9 @@ def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
         if program == "verify":
             ways = [
                 ["--dtypes", dtype, "--schedules", schedule, "--output", f"{out / name}-{i}.json"]
-                for i, (dtype, schedule) in enumerate(itertools.product(DTYPES, SCHEDULES))
+                for i, (dtype, schedule) in enumerate(itertools.product(DTYPES, get_args(Schedule)))
             ]
-        begin = [*start, "-m", f"flce_dist.launch.{program}", *rest]
-        found[name] = [[*begin, *way] for way in ways]
+        found[name] = [[*start, "-m", f"flce_dist.launch.{program}", *rest, *way] for way in ways]
     return found
 
 
@@ -142,16 +139,15 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
         dtype, variant = x["dtype"], x["case"]["variant"]
         row = rows.setdefault(dtype, {"dtype": dtype, "cases": 0})
         row["cases"] += 1
-        case = f"{variant['name']} ({variant['reduction']}), {x['case']['schedule']}"
+        way = f"{x['case']['schedule']}, T={x['shape']['T']}"
+        case = f"{variant['name']} ({variant['reduction']}), {way}"
         for name, check in x["checks"].items():
             error, budget = check["error"], check["budget"]  # null is NaN
             share = share_of_budget(ErrorBudget(math.nan if error is None else error, budget))
             if share >= shares.get((dtype, name), 0.0):
                 shares[dtype, name] = share
-                row |= {name: error, f"{name}_budget": budget}
-                row[f"{name}_case"] = f"{case}, T={x['shape']['T']}"
-    what = "of all cases of a dtype the error closest to its budget, relative RMS"
-    about = {**parts[0], "passed": passed, "what": what}
+                row |= {name: error, f"{name}_budget": budget, f"{name}_case": case}
+    about = {**parts[0], "passed": passed, "what": "errors closest to their budgets, relative RMS"}
     return {"about": about, "records": list(rows.values())}
 
 
@@ -169,8 +165,7 @@ def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int
         status = max(pool.map(run_part, parts, itertools.cycle(gpus)))
     files = [Path(part[-1]) for part in parts]
     if all(file.exists() for file in files):
-        found = closest([json.loads(file.read_text()) for file in files])
-        write_json(out / f"{name}.json", found)
+        write_json(out / f"{name}.json", closest([json.loads(x.read_text()) for x in files]))
     return status
 
 

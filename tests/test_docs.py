@@ -145,8 +145,7 @@ def test_every_file_is_measured_by_a_grid():
 
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     of = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
-    parts: list[list[str]] = []
-    written: list[Any] = []
+    parts, written = list[list[str]](), list[Any]()
     for i, (schedule, T, error, budget) in enumerate(of):
         case = {"variant": {"name": "plain", "reduction": "sum"}, "schedule": schedule}
         check = {"loss": {"error": error, "budget": budget}, "same loss": {"error": 0, "budget": 0}}
