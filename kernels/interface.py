@@ -99,7 +99,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def dweight_of_ids(
-        self, factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
+        self, factor: Tensor, ids: TokenIds, hidden: Tensor, *,
         vocab_start_index: int, out: Tensor, adds: bool,
     ) -> None: ...  # fmt: skip
 

@@ -169,9 +169,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     gpu.write_at_ids(out, n, n, z, 0, -1)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
-        gpu.dweight_of_ids(
-            z, ids, logits.hidden, n.int(), n, vocab_start_index=0, out=into, adds=adds
-        )  # fmt: skip
+        gpu.dweight_of_ids(z, ids, logits.hidden, vocab_start_index=0, out=into, adds=adds)
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

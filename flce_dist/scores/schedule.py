@@ -175,18 +175,15 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start()
-    by_id = torch.sort(ids.ids.int(), stable=True)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(
-            factor, ids, gather.wait(), *by_id, vocab_start_index=start, out=out, adds=adds
+            factor, ids, gather.wait(), vocab_start_index=start, out=out, adds=adds
         )
     if gradients.dbias is not None:
         one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]
-        kernels.dweight_of_ids(
-            factor, ids, one, *by_id, vocab_start_index=start, out=dbias, adds=False
-        )
+        kernels.dweight_of_ids(factor, ids, one, vocab_start_index=start, out=dbias, adds=False)
     return gradients.finished()

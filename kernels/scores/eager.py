@@ -88,17 +88,17 @@ def dhidden_of_ids(
     factor: Tensor, ids: TokenIds, weight: Tensor, *, vocab_start_index: int, out: Tensor
 ) -> None:
     acc = torch.zeros_like(out, dtype=factor.dtype)
-    for n, row in _here(ids.ids, vocab_start_index, weight):
+    for n, row in _here(ids.ids.where(factor != 0.0, -1), vocab_start_index, weight):
         acc.index_add_(0, ids.token[n], factor[n, None] * weight[row].to(acc.dtype))
     out.copy_(acc)
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
+    factor: Tensor, ids: TokenIds, hidden: Tensor, *,
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
     acc = out.to(factor.dtype) if adds else torch.zeros_like(out, dtype=factor.dtype)
-    for n, row in _here(ids.ids, vocab_start_index, out):
+    for n, row in _here(ids.ids.where(factor != 0.0, -1), vocab_start_index, out):
         acc.index_add_(0, row, factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
     out.copy_(acc)
 

@@ -7,6 +7,7 @@ goes beyond the chunk it keeps the part, which a second launch sums. So one id i
 longer.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +18,8 @@ from flce_dist.kernels.scores.token_ids import TokenIds
 from flce_dist.kernels.tuning import next_power_of_2
 
 CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
-_BLOCK_H = 512
+_BLOCK_H, _SUMMED_H = 512, 1024  # columns of a program: of dhidden, of dweight
+_NO_ROW = 2**31 - 1  # above all ids
 _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
@@ -79,12 +81,11 @@ def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
 
 
 @triton.jit
-def _entry(hidden_ptr, token_ptr, factor_ptr, n, offs_h, stride_h, mask_h, stride_t, is_wanted):
-    """The factor of an entry and its row of hidden, which is not read where the factor is 0."""
-    factor = tl.load(factor_ptr + n, mask=is_wanted, other=0.0)
-    token = tl.load(token_ptr + n, mask=is_wanted, other=0)
-    hidden_ptr += token * stride_t + offs_h * stride_h
-    return factor, tl.load(hidden_ptr, mask=mask_h & (factor != 0.0), other=0.0)
+def _entry(ids_ptr, token_ptr, factor_ptr, n, N):
+    """An entry's id, its token and factor."""
+    id = tl.load(ids_ptr + n, mask=n < N, other=-1)
+    token = tl.load(token_ptr + n, mask=n < N, other=0)
+    return id, token, tl.load(factor_ptr + n, mask=n < N, other=0.0)
 
 
 @Kernel
@@ -96,29 +97,29 @@ def _chunk_sums_kernel(
     vocab_start_index,
     ADDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program sums BLOCK_H columns of CHUNK entries; the next entry's are being loaded."""
+    """A program sums BLOCK_H columns of CHUNK entries; rows load one ahead, their tokens two."""
     chunk = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
     mask_h = offs_h < H
+    hidden_ptr += offs_h * stride_hidden_h
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, N)
     before = tl.load(ids_ptr + begin - 1, mask=begin > 0, other=-1)
-    id, last = tl.load(ids_ptr + begin), tl.load(ids_ptr + end - 1)
+    id, token, factor = _entry(ids_ptr, token_ptr, factor_ptr, begin, N)
+    last = tl.load(ids_ptr + end - 1)
     if (last < vocab_start_index) | (id >= vocab_start_index + V):
         end = begin  # all are other ranks'
     is_here = (id >= vocab_start_index) & (id < vocab_start_index + V)
-    factor, h = _entry(
-        hidden_ptr, token_ptr, factor_ptr, begin, offs_h, stride_hidden_h, mask_h, stride_hidden_t,
-        is_here,
-    )  # fmt: skip
+    h = tl.load(hidden_ptr + token * stride_hidden_t, mask=mask_h & is_here, other=0.0)
+    after, token, next_factor = _entry(ids_ptr, token_ptr, factor_ptr, begin + 1, N)
     acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for n in range(begin, end):
-        after = tl.load(ids_ptr + n + 1, mask=n + 1 < N, other=-1)
         next_here = (after >= vocab_start_index) & (after < vocab_start_index + V)
-        next_factor, next_h = _entry(
-            hidden_ptr, token_ptr, factor_ptr, n + 1, offs_h, stride_hidden_h, mask_h,
-            stride_hidden_t, next_here & (n + 1 < end),
+        next_h = tl.load(
+            hidden_ptr + token * stride_hidden_t,
+            mask=mask_h & next_here & (n + 1 < end), other=0.0,
         )  # fmt: skip
+        id_after, token, factor_after = _entry(ids_ptr, token_ptr, factor_ptr, n + 2, N)
         acc += factor * h.to(tl.float32)
         if is_here & ((after != id) | (n == end - 1)):
             if id == before:
@@ -129,6 +130,7 @@ def _chunk_sums_kernel(
                 _write(out_ptr, id - vocab_start_index, acc, offs_h, H, stride_out_v, ADDS)
         acc = tl.where(after != id, 0.0, acc)
         id, is_here, factor, h = after, next_here, next_factor, next_h
+        after, next_factor = id_after, factor_after
 
 
 @Kernel
@@ -167,18 +169,19 @@ def _run_sums_kernel(
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, by_id: Tensor, order: Tensor, *,
+    factor: Tensor, ids: TokenIds, hidden: Tensor, *,
     vocab_start_index: int, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
     """Write the rows of out [V, H] that have entries: the sums of factor [N] times hidden [T, H].
 
-    ``adds`` adds to what is there. by_id [N] are the sorted ids, of entries order [N]. Accumulates
-    in fp32 and rounds once. out has a unit last stride; other rows are left alone.
+    ``adds`` adds to what is there. Entries with factor 0 are left out, and not read. Accumulates in
+    fp32 and rounds once. out has a unit last stride; other rows are left alone.
     """
-    (V, H), N = out.shape, len(order)
+    (V, H), N = out.shape, len(factor)
     if not N or not V:
         return
-    BLOCK_H = min(_BLOCK_H, next_power_of_2(H))
+    by_id, order = torch.sort(torch.where(factor != 0.0, ids.ids, _NO_ROW).int(), stable=True)
+    BLOCK_H = min(_SUMMED_H, next_power_of_2(H))
     chunks = -(-N // CHUNK)
     token, factor = (x.index_select(0, order) for x in (ids.token, factor))
     head, tail = factor.new_empty(2, chunks, H)
