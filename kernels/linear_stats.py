@@ -101,16 +101,14 @@ def _linear_stats_kernel(
             x = z
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            begin = in_tile & 0xFFFFFFFF
-            x = take_out(x, ((in_tile >> 32) & 0xFFFF).to(tl.int32), named[2] + begin)
-            x = take_out(x, ((in_tile >> 48) & 0xFFFF).to(tl.int32), named[2] + begin + 1)
-            end = tl.load(named[1] + offs_t, mask=mask_t & (most > 2), other=0)
-            first_id = vocab_start_index + start_v
-            for i in range(2, most, 2):  # one latency of loads for two
-                n = begin + i
+            first, second = (in_tile >> 32) & 0xFFFF, (in_tile >> 48) & 0xFFFF
+            n, first_id = in_tile & 0xFFFFFFFF, vocab_start_index + start_v
+            x = take_out(x, first.to(tl.int32), second.to(tl.int32), named[2] + n)
+            for _ in range(2, most, 2):  # one latency of loads for two
+                n, end = n + 2, tl.load(named[1] + offs_t, mask=mask_t, other=0)
                 third = named_column(named[0], n, end, first_id, V - start_v)
                 fourth = named_column(named[0], n + 1, end, first_id, V - start_v)
-                x = take_out(take_out(x, third, named[2] + n), fourth, named[2] + n + 1)
+                x = take_out(x, third, fourth, named[2] + n)
             x -= reference[:, None]
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN

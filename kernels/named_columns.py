@@ -19,24 +19,26 @@ _PACK = tl.constexpr(16)
 def _take_out_in_ptx(pack: int) -> tuple[str, str]:
     """Return text and constraints of ``take_out`` for ``pack`` elements of a thread.
 
-    Operands, each of all elements: out, x, offs_v, column, near, the address in out_ptr.
+    Operands, each of all elements: x in the registers of the result and as given, offs_v, the two
+    columns, near, the address in out_ptr.
     """
-    out, x, offs, column, near, address = (
-        [f"${pack * operand + i}" for i in range(pack)] for operand in range(6)
+    x, _, offs, first, second, near, address = (
+        [f"${pack * operand + i}" for i in range(pack)] for operand in range(7)
     )
     lines = [f"or.b32 any, {near[0]}, {near[1]};"]
     lines += [f"or.b32 any, any, {bit};" for bit in near[2:]]
-    lines += [f"mov.b32 {out[i]}, {x[i]};" for i in range(pack)]
     lines += ["setp.eq.b32 none, any, 0;", "@none bra DONE;"]
     for i in range(pack):
-        lines += [
-            f"setp.eq.s32 named, {offs[i]}, {column[i]};",
-            f"@named st.global.b32 [{address[i]}], {x[i]};",
-            f"@named mov.b32 {out[i]}, 0xff800000;",  # -inf
-        ]
+        for column, place in ((first[i], address[i]), (second[i], f"{address[i]}+4")):
+            lines += [
+                f"setp.eq.s32 named, {offs[i]}, {column};",
+                f"@named st.global.b32 [{place}], {x[i]};",
+                f"@named mov.b32 {x[i]}, 0xff800000;",  # -inf
+            ]
     text = "\n".join(["{", ".reg .pred none, named;", ".reg .b32 any;", *lines, "DONE:", "}"])
-    kinds = ("=&f", "f", "r", "r", "r", "l")
-    return text, ",".join(kind for kind in kinds for _ in range(pack))
+    given = [str(i) for i in range(pack)]  # x stays where it is
+    kinds = [kind for kind in ("r", "r", "r", "r", "l") for _ in range(pack)]
+    return text, ",".join(["=f"] * pack + given + kinds)
 
 
 _PTX, _CONSTRAINTS = map(tl.constexpr, _take_out_in_ptx(_PACK.value))
@@ -50,25 +52,31 @@ def named_column(ids_ptr, n, end, first_id, V):
 
 
 @triton.jit
-def take_out(x, column, out_ptr):
-    """x [BLOCK_T, BLOCK_V], but -inf in these columns [BLOCK_T]; what was there goes to out_ptr.
+def take_out(x, first, second, out_ptr):
+    """x [BLOCK_T, BLOCK_V], but -inf in these columns [BLOCK_T]; what was there goes to out_ptr
+    and, of the second, to the place behind it.
 
     A select in each element and a sum over them cost 4 % of the GEMM at H = 4096, and registers
-    that spill. Here a thread passes over 16 elements at once unless one of them is near the column,
-    which costs a tenth.
+    that spill. Here a thread passes over 16 elements at once unless one of them is near a column.
     """
     offs_v = tl.arange(0, x.shape[1])
     if INTERPRET:
-        is_named = offs_v[None, :] == column[:, None]
-        mask = (column >= 0) & (column < x.shape[1])
-        tl.store(out_ptr, tl.sum(tl.where(is_named, x, 0.0), axis=1), mask=mask)
-        return tl.where(is_named, -float("inf"), x)
+        for i in tl.static_range(2):
+            column = first if i == 0 else second
+            is_named = offs_v[None, :] == column[:, None]
+            mask = (column >= 0) & (column < x.shape[1])
+            tl.store(out_ptr + i, tl.sum(tl.where(is_named, x, 0.0), axis=1), mask=mask)
+            x = tl.where(is_named, -float("inf"), x)
+        return x
     # The elements of a pack are neighbours in few rows, so that most of these are one register.
-    near = ((offs_v >> 5)[None, :] == (column >> 5)[:, None]).to(tl.int32)
-    offs, columns = tl.broadcast(offs_v[None, :], column[:, None])
+    pack_v = (offs_v >> 5)[None, :]
+    near = (pack_v == (first >> 5)[:, None]) | (pack_v == (second >> 5)[:, None])
+    offs, first = tl.broadcast(offs_v[None, :], first[:, None])
+    _, second = tl.broadcast(offs_v[None, :], second[:, None])
     _, address = tl.broadcast(offs_v[None, :], out_ptr.to(tl.int64)[:, None])
+    operands = [x, offs, first, second, near.to(tl.int32), address]
     return tl.inline_asm_elementwise(
-        _PTX, _CONSTRAINTS, [x, offs, columns, near, address], x.dtype, is_pure=False, pack=_PACK
+        _PTX, _CONSTRAINTS, operands, x.dtype, is_pure=False, pack=_PACK
     )
 
 
