@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 USUAL = {"impl": "triton", "mode": "forward_backward", "max_logits_bytes": None, "filter_eps": None}
 TABLE = re.compile(r"(?<=^<!-- table: )(.*?)( -->\n\n)((?:\|.*\n)*)", re.M)
 COMMIT = re.compile(
-    r"(?<=ommit[ \n])[0-9a-f]{7}(?=,?\s\(?\[[^\]]+\]\((?:docs/)?results/([\w-]+)\.json\))"
+    r"(?<=ommit[ \n])[0-9a-f]{7}(?=,?\s+\(?\[[^\]]+\]\((?:docs/)?results/([\w-]+)\.json\))"
 )
 
 
