@@ -53,11 +53,11 @@ def named_column(ids_ptr, n, end, first_id, V):
 
 @triton.jit
 def take_out(x, first, second, out_ptr):
-    """x [BLOCK_T, BLOCK_V], but -inf in these columns [BLOCK_T]; what was there goes to out_ptr
-    and, of the second, to the place behind it.
+    """x [BLOCK_T, BLOCK_V], but -inf in two columns of each row, whose x go to out_ptr [BLOCK_T].
 
-    A select in each element and a sum over them cost 4 % of the GEMM at H = 4096, and registers
-    that spill. Here a thread passes over 16 elements at once unless one of them is near a column.
+    That of the second goes to the place behind. A select in each element and a sum over them cost 4
+    % of the GEMM at H = 4096, and registers that spill. Here a thread passes over 16 elements at
+    once unless one of them is near a column.
     """
     offs_v = tl.arange(0, x.shape[1])
     if INTERPRET:
