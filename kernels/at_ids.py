@@ -55,7 +55,7 @@ def _logits_at_ids_kernel(
     hidden_ptr += token * stride_hidden_t
     weight_ptr += row * stride_weight_v
     acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
-    end_h = tl.where(tl.max(is_here.to(tl.int32), axis=0) > 0, H, 0)
+    end_h = tl.where(tl.max(is_here.to(tl.int32), axis=0) > 0, H, 0)  # 0 if none is to be computed
     for start_h in range(0, end_h, BLOCK_H):
         # H * V passes 2**31 at 8k x 262k: the stride along H of a column-major weight is V.
         offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)

@@ -19,7 +19,7 @@ from flce_dist.kernels.tuning import next_power_of_2
 
 CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
 _BLOCK_H, _SUMMED_H = 512, 1024  # columns of a program: of dhidden, of dweight
-_NO_ROW = 2**31 - 1  # above all ids
+_NO_ROW = 2**31 - 1  # above all ids: entries that are left out come last
 _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
@@ -82,7 +82,7 @@ def _write(out_ptr, row, total, offs_h, H, stride_out_v, ADDS: tl.constexpr):
 
 @triton.jit
 def _entry(ids_ptr, token_ptr, factor_ptr, n, N):
-    """An entry's id, its token and factor."""
+    """The id, the token and the factor of entry n."""
     id = tl.load(ids_ptr + n, mask=n < N, other=-1)
     token = tl.load(token_ptr + n, mask=n < N, other=0)
     return id, token, tl.load(factor_ptr + n, mask=n < N, other=0.0)
