@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import IdEntries, TokenIds
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
@@ -99,9 +99,8 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def dweight_of_ids(
-        self, factor: Tensor, ids: TokenIds, hidden: Tensor, *,
-        vocab_start_index: int, out: Tensor, adds: bool,
-    ) -> None: ...  # fmt: skip
+        self, entries: IdEntries, hidden: Tensor, *, vocab_start_index: int, out: Tensor, adds: bool
+    ) -> None: ...
 
 
 def kernels_of(impl: str) -> Kernels:

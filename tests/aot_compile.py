@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -168,8 +168,9 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
         )  # fmt: skip
     gpu.write_at_ids(out, n, n, z, 0, -1)
     gpu.dhidden_of_ids(z, ids, logits.weight, vocab_start_index=0, out=logits.hidden)
+    entries = entries_by_id(ids, z)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
-        gpu.dweight_of_ids(z, ids, logits.hidden, vocab_start_index=0, out=into, adds=adds)
+        gpu.dweight_of_ids(entries, logits.hidden, vocab_start_index=0, out=into, adds=adds)
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id, sorted_ids
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
@@ -175,15 +175,16 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start()
+    if not (call.needs.weight or call.needs.bias):
+        return gradients.finished()
+    entries = entries_by_id(ids, factor)
     if gradients.dweight is not None and gather is not None:
         out, adds = gradients.dweight[: call.V], gradients.accumulates
         if not adds:
             out.zero_()
-        kernels.dweight_of_ids(
-            factor, ids, gather.wait(), vocab_start_index=start, out=out, adds=adds
-        )
+        kernels.dweight_of_ids(entries, gather.wait(), vocab_start_index=start, out=out, adds=adds)
     if gradients.dbias is not None:
         one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]
-        kernels.dweight_of_ids(factor, ids, one, vocab_start_index=start, out=dbias, adds=False)
+        kernels.dweight_of_ids(entries, one, vocab_start_index=start, out=dbias, adds=False)
     return gradients.finished()

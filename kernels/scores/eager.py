@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.scores.token_ids import TokenIds, are_first
+from flce_dist.kernels.scores.token_ids import IdEntries, TokenIds, are_first
 from flce_dist.kernels.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.token_loss_formulas import FAR, TokenStats
 
@@ -94,12 +94,12 @@ def dhidden_of_ids(
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, *,
-    vocab_start_index: int, out: Tensor, adds: bool,
-) -> None:  # fmt: skip
+    entries: IdEntries, hidden: Tensor, *, vocab_start_index: int, out: Tensor, adds: bool
+) -> None:
+    ids, token, factor = entries
     acc = out.to(factor.dtype) if adds else torch.zeros_like(out, dtype=factor.dtype)
-    for n, row in _here(ids.ids.where(factor != 0.0, -1), vocab_start_index, out):
-        acc.index_add_(0, row, factor[n, None] * hidden[ids.token[n]].to(acc.dtype))
+    for n, row in _here(ids, vocab_start_index, out):
+        acc.index_add_(0, row, factor[n, None] * hidden[token[n]].to(acc.dtype))
     out.copy_(acc)
 
 

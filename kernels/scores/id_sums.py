@@ -7,19 +7,17 @@ goes beyond the chunk it keeps the part, which a second launch sums. So one id i
 longer.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
-from flce_dist.kernels.scores.token_ids import TokenIds
+from flce_dist.kernels.scores.token_ids import IdEntries, TokenIds
 from flce_dist.kernels.tuning import next_power_of_2
 
 CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
 _BLOCK_H, _SUMMED_H = 512, 1024  # columns of a program: of dhidden, of dweight
-_NO_ROW = 2**31 - 1  # above all ids: entries that are left out come last
 _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
@@ -169,25 +167,22 @@ def _run_sums_kernel(
 
 
 def dweight_of_ids(
-    factor: Tensor, ids: TokenIds, hidden: Tensor, *,
-    vocab_start_index: int, out: Tensor, adds: bool,
-) -> None:  # fmt: skip
-    """Write the rows of out [V, H] that have entries: the sums of factor [N] times hidden [T, H].
+    entries: IdEntries, hidden: Tensor, *, vocab_start_index: int, out: Tensor, adds: bool
+) -> None:
+    """Write the rows of out [V, H] that have entries: sums of their factors times hidden [T, H].
 
-    ``adds`` adds to what is there. Entries with factor 0 are left out, and not read. Accumulates in
-    fp32 and rounds once. out has a unit last stride; other rows are left alone.
+    ``adds`` adds to what is there. Accumulates in fp32 and rounds once. out has a unit last stride;
+    other rows are left alone.
     """
-    (V, H), N = out.shape, len(factor)
+    (V, H), N = out.shape, len(entries.ids)
     if not N or not V:
         return
-    by_id, order = torch.sort(torch.where(factor != 0.0, ids.ids, _NO_ROW).int(), stable=True)
     BLOCK_H = min(_SUMMED_H, next_power_of_2(H))
     chunks = -(-N // CHUNK)
-    token, factor = (x.index_select(0, order) for x in (ids.token, factor))
-    head, tail = factor.new_empty(2, chunks, H)
+    head, tail = entries.factor.new_empty(2, chunks, H)
     grid = chunks, -(-H // BLOCK_H)
     _chunk_sums_kernel[grid](
-        hidden, by_id, token, factor,
+        hidden, *entries,
         out, head, tail,
         N, V, H,
         *hidden.stride(), out.stride(0),
@@ -195,7 +190,7 @@ def dweight_of_ids(
         ADDS=adds, CHUNK=CHUNK, BLOCK_H=BLOCK_H, num_warps=2,
     )  # fmt: skip
     _run_sums_kernel[grid](
-        by_id, head, tail,
+        entries.ids, head, tail,
         out,
         N, V, H,
         out.stride(0),

@@ -21,6 +21,17 @@ class TokenIds(NamedTuple):
     place: Tensor  # [N] int64
 
 
+class IdEntries(NamedTuple):
+    """Entries with a factor, ascending by id, those of one id in their order; then the others."""
+
+    ids: Tensor  # [N] int32, _NO_ROW at the others
+    token: Tensor  # [N] int64
+    factor: Tensor  # [N] fp32, 0 at the others
+
+
+_NO_ROW = 2**31 - 1  # above all ids
+
+
 def are_first(ids: Tensor, token: Tensor) -> Tensor:
     """Return [N] bool: False at padding, and where the entry before is the same."""
     first = ids >= 0
@@ -39,6 +50,13 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
     place = torch.sort(key.int() if is_short else key).indices
     return TokenIds(ids.index_select(0, place), offsets, token, place)
+
+
+def entries_by_id(ids: TokenIds, factor: Tensor) -> IdEntries:
+    """Sort entries, each with its factor [N], by id; those with factor 0 come last, at no row."""
+    key = torch.where(factor != 0.0, ids.ids, _NO_ROW).int()
+    key, order = torch.sort(key, stable=True)
+    return IdEntries(key, *(x.index_select(0, order) for x in (ids.token, factor)))
 
 
 def are_cut(ids: Tensor, offsets: Tensor) -> Tensor:
