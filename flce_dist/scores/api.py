@@ -16,7 +16,7 @@ from flce_dist.op.dtensor import local_of, localized
 from flce_dist.op.prepare import Arguments, prepare, settled
 from flce_dist.options import DECLARED, LossOptions, Over, declared, keywords_of
 from flce_dist.parallel import collectives
-from flce_dist.scores.ids import flat_ids
+from flce_dist.scores.ids import ids_in_order
 from flce_dist.scores.schedule import Scores
 
 _SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
@@ -120,9 +120,8 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
     weight, tp_group = arguments.weight, arguments.tp_group
     arguments = localized(arguments)
-    ids, offsets = (
-        local_of(name, x, Replicate(), tp_group) for name, x in (("ids", ids), ("offsets", offsets))
-    )
+    ids = local_of("ids", ids, Replicate(), tp_group)
+    offsets = local_of("offsets", offsets, Replicate(), tp_group)
     hidden, options = arguments.hidden, arguments.options
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel and options.sequence_dim < len(tokens):
@@ -131,10 +130,10 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     ordered, needs = settled(arguments)
     call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
-    flat, cuts = flat_ids(
+    found, cuts = ids_in_order(
         ids, offsets, arguments.labels.shape, hidden, call.vocab_size, transposed=is_transposed
     )
-    operands = operands._replace(labels=flat, offsets=cuts)
+    operands = operands._replace(labels=found, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))

@@ -1,4 +1,4 @@
-"""From a caller's ids to flat ones: ids [N] and offsets [T + 1], whichever form they came in.
+"""From a caller's ids to those of tokens in order: [T, K] or [N], and in either form offsets.
 
 T = tokens on the tensor-parallel group, N = ids of all of them, K = ids of each if padded.
 """
@@ -13,11 +13,11 @@ from flce_dist.op import checks
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def flat_ids(
+def ids_in_order(
     ids: Tensor, offsets: Tensor | None, tokens: torch.Size, hidden: Tensor, vocab_size: int, *,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Check ids; return ids [N] and offsets [T + 1], int64, of tokens in order.
+    """Check ids; return ids [T, K] or [N] and offsets [T + 1], int64, of tokens in order.
 
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of
     the second dimension, then the first. On a GPU, for which the host must not wait, offsets are
@@ -31,9 +31,8 @@ def flat_ids(
                 f"ids must be {(*tokens, 'K')} from hidden {tuple(hidden.shape)}, or [N] with "
                 f"offsets, got {tuple(ids.shape)}"
             )
-        ids = ids.transpose(0, 1) if transposed else ids
-        K, device = ids.shape[-1], ids.device
-        offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
+        ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, ids.shape[-1])
+        offsets = torch.arange(T + 1, device=ids.device) * ids.shape[1]
     else:
         checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
         if ids.dim() != 1 or offsets.shape != (T + 1,):
@@ -48,7 +47,7 @@ def flat_ids(
             )
         if ids.is_cuda:
             torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
-    ids, offsets = ids.reshape(-1).long().contiguous(), offsets.long().contiguous()
+    ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
     if ids.is_cuda:
         return ids, offsets
     bad = (ids < -1) | (ids >= vocab_size)
@@ -56,7 +55,7 @@ def flat_ids(
         where = int(bad.to(torch.uint8).argmax())
         raise ValueError(
             f"ids must be within [0, {vocab_size}), or -1 for padding, "
-            f"got {int(ids[where])} at place {where}"
+            f"got {int(ids.flatten()[where])} at place {where}"
         )
     if not are_cut(ids, offsets):
         raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {offsets}")

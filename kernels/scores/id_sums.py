@@ -152,8 +152,7 @@ def _run_sums_kernel(
     if (row >= 0) & (row < V) & (after == id) & (before != id):
         total = tl.load(tail_ptr + chunk * H + offs_h, mask=offs_h < H, other=0.0)
         parts = tl.zeros((PARTS, BLOCK_H), dtype=tl.float32)
-        next = chunk + 1
-        more = True
+        next, more = chunk + 1, True
         while more:
             c = next + tl.arange(0, PARTS)
             is_of_run = tl.load(ids_ptr + c * CHUNK, mask=c * CHUNK < N, other=-1) == id

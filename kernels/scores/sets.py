@@ -185,9 +185,8 @@ def _set_gradient_kernel(
             g += tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
     total = tl.sum(g, axis=0)
     tl.store(sums_ptr + t, total)
-    dlse, entropy, dentropy = (
-        _of_token(dlse_ptr, t), _of_token(entropy_ptr, t), _of_token(dentropy_ptr, t)
-    )  # fmt: skip
+    dlse, entropy = _of_token(dlse_ptr, t), _of_token(entropy_ptr, t)
+    dentropy = _of_token(dentropy_ptr, t)
     slope = logit_scale
     if inverse_ptr is not None:
         slope *= tl.load(inverse_ptr + t)

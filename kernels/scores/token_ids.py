@@ -40,11 +40,16 @@ def are_first(ids: Tensor, token: Tensor) -> Tensor:
 
 
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
-    """Sort ids [N] int64 of tokens in order, those of token t from offsets[t] to offsets[t + 1].
+    """Sort ids int64 of tokens in order: [T, K], or [N], token t's from offsets[t] to the next.
 
-    One sort of N keys, of 32 bits where they suffice; nothing is read on the host.
+    Rows are sorted by themselves, in half the time of one sort of N keys, of 32 bits where they
+    suffice. Nothing is read on the host.
     """
-    n = torch.arange(len(ids), device=ids.device)
+    n = torch.arange(ids.numel(), device=ids.device)
+    if ids.dim() == 2:
+        found, order = ids.int().sort(dim=1, stable=True)
+        place, token = order + offsets[:-1, None], n // max(1, ids.shape[1])
+        return TokenIds(found.view(-1).long(), offsets, token, place.view(-1))
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
     key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
@@ -60,5 +65,5 @@ def entries_by_id(ids: TokenIds, factor: Tensor) -> IdEntries:
 
 
 def are_cut(ids: Tensor, offsets: Tensor) -> Tensor:
-    """Return whether offsets [T + 1] cut ids [N], a bool scalar."""
-    return (offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()
+    """Return whether offsets [T + 1] cut all ids, a bool scalar."""
+    return (offsets[0] == 0) & (offsets[-1] == ids.numel()) & (offsets.diff() >= 0).all()
