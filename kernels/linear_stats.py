@@ -78,8 +78,9 @@ def _linear_stats_kernel(
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        if named is not None:  # the first tiles, of frequent ids, take longest: spread them
-            pid_v = (pid_v + 5 * (pid_t // GROUP_T)) % num_v
+        if named is not None:  # slow tiles, of frequent ids: each group's 7 GROUP_T programs on
+            ahead = (num_v + 7 * (tl.num_programs(0) - 1)) * (pid_t // GROUP_T * GROUP_T)
+            pid_v = (pid_v + ahead % tl.num_programs(0) // GROUP_T) % num_v
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         offs_v = start_v + tl.arange(0, BLOCK_V)

@@ -114,10 +114,9 @@ def _set_scores_kernel(
         tl.device_assert(
             (id >= -1) & (id < vocab_size), "ids must be within [0, vocab_size), or -1"
         )
-        is_id = id >= 0
         z = _logits(z_ptr, ids_ptr, n, begin, end, id)
         place = tl.load(place_ptr + n, mask=n < end, other=0)
-        logprob = tl.where(is_id, z - reference - below, 0.0)
+        logprob = tl.where(id >= 0, z - reference - below, 0.0)
         tl.store(logprob_ptr + place, logprob, mask=n < end)
 
 
