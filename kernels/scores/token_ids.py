@@ -53,7 +53,7 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
     key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
-    place = torch.sort(key.int() if is_short else key).indices
+    place = torch.sort(key.int() if is_short else key, stable=True).indices
     return TokenIds(ids.index_select(0, place), offsets, token, place)
 
 
