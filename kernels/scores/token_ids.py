@@ -42,8 +42,8 @@ def are_first(ids: Tensor, token: Tensor) -> Tensor:
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     """Sort ids int64 of tokens in order: [T, K], or [N], token t's from offsets[t] to the next.
 
-    Rows are sorted by themselves, in half the time of one sort of N keys, of 32 bits where they
-    suffice. Nothing is read on the host.
+    Rows are sorted by themselves, in 0.3 to 0.9 of the time of one sort of N keys, of 32 bits where
+    they suffice. Nothing is read on the host.
     """
     n = torch.arange(ids.numel(), device=ids.device)
     if ids.dim() == 2:
