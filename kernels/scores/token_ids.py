@@ -47,7 +47,7 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     """
     n = torch.arange(ids.numel(), device=ids.device)
     if ids.dim() == 2:
-        found, order = ids.int().sort(dim=1, stable=True)
+        found, order = ids.int().sort(dim=1)  # repetitions in any order
         place, token = order + offsets[:-1, None], n // max(1, ids.shape[1])
         return TokenIds(found.view(-1).long(), offsets, token, place.view(-1))
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
