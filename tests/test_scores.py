@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
+from flce_dist.kernels.scores import id_sums
 from flce_dist.testing import relative_rms
 from tests.outcomes import assert_same
 from tests.problems import both, device_of, each_dtype, poisoned_memory
@@ -31,8 +32,6 @@ each_way = pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one id begin, end and go on in chunks of their own."""
-    from flce_dist.kernels.scores import id_sums
-
     monkeypatch.setattr(id_sums, "CHUNK", 8)
     monkeypatch.setattr(id_sums, "_PARTS", 2)
 
@@ -110,7 +109,7 @@ def test_ragged_rows(impl: str, over: str) -> None:
     "ids",
     [
         torch.full((T, 3), 7),
-        torch.arange(200)[:, None] % V,
+        torch.arange(200)[:, None] % 2,
         torch.full((T, 2), -1),
         torch.empty(T, 0, dtype=torch.long),
         torch.empty(0, 4, dtype=torch.long),
@@ -130,10 +129,8 @@ def test_sets(impl: str, over: str, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("logit", [12.0, 30.0, 60.0, -12.0, -30.0, -80.0], ids=str)
 def test_a_named_id_far_from_the_others(impl: str, logit: float) -> None:
     """``other`` keeps its relative precision near 0, and far below; the last ones are rescued."""
-    weight = torch.zeros(40, H)
-    weight[1, 0] = logit
-    weight[2:, 1] = torch.linspace(-1, 1, 38)
-    hidden = torch.zeros(2, H)
+    weight, hidden = torch.zeros(40, H), torch.zeros(2, H)
+    weight[1, 0], weight[2:, 1] = logit, torch.linspace(-1, 1, 38)
     hidden[:, 0], hidden[1, 1] = 1.0, 1.0
     upstream = {"logprob": torch.tensor([[1.0], [0.5]]), "other": torch.tensor([0.3, -2.0])}
     given = Scored(hidden, weight, None, torch.ones(2, 1, dtype=torch.long), {}, upstream)

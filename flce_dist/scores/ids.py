@@ -31,8 +31,9 @@ def ids_in_order(
                 f"ids must be {(*tokens, 'K')} from hidden {tuple(hidden.shape)}, or [N] with "
                 f"offsets, got {tuple(ids.shape)}"
             )
-        ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, ids.shape[-1])
-        offsets = torch.arange(T + 1, device=ids.device) * ids.shape[1]
+        K, device = ids.shape[-1], ids.device
+        ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, K)
+        offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:
         checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
         if ids.dim() != 1 or offsets.shape != (T + 1,):

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_NO_ROW = 2**31 - 1  # above all ids
+
 
 class TokenIds(NamedTuple):
     """Entries (token, id), ascending by token and, of one token, by id; padding comes first.
@@ -29,9 +31,6 @@ class IdEntries(NamedTuple):
     factor: Tensor  # [N] fp32, 0 at the others
 
 
-_NO_ROW = 2**31 - 1  # above all ids
-
-
 def are_first(ids: Tensor, token: Tensor) -> Tensor:
     """Return [N] bool: False at padding, and where the entry before is the same."""
     first = ids >= 0
@@ -42,14 +41,14 @@ def are_first(ids: Tensor, token: Tensor) -> Tensor:
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     """Sort ids int64 of tokens in order: [T, K], or [N], token t's from offsets[t] to the next.
 
-    Rows are sorted by themselves, in 0.3 to 0.9 of the time of one sort of N keys, of 32 bits where
-    they suffice. Nothing is read on the host.
+    Rows are sorted by themselves, which is faster than one sort of N keys, of 32 bits where they
+    suffice. Nothing is read on the host.
     """
     n = torch.arange(ids.numel(), device=ids.device)
     if ids.dim() == 2:
-        found, order = ids.int().sort(dim=1)  # repetitions in any order
+        order = ids.int().sort(dim=1).indices  # repetitions in any order
         place, token = order + offsets[:-1, None], n // max(1, ids.shape[1])
-        return TokenIds(found.view(-1).long(), offsets, token, place.view(-1))
+        return TokenIds(ids.gather(1, order).view(-1), offsets, token, place.view(-1))
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
     key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
