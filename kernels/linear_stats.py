@@ -78,7 +78,7 @@ def _linear_stats_kernel(
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        if named is not None:  # slow tiles, of frequent ids: each group's 7 GROUP_T programs on
+        if named is not None:  # tiles of frequent ids are slow: to other programs in each group
             ahead = (num_v + 7 * (tl.num_programs(0) - 1)) * (pid_t // GROUP_T * GROUP_T)
             pid_v = (pid_v + ahead % tl.num_programs(0) // GROUP_T) % num_v
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
