@@ -40,12 +40,12 @@ _BOUND: Any = {
 }  # fmt: skip
 """Functions of the frequent operators: these parse their arguments at several times the price."""
 
-_thread = threading.local()
+_thread: Any = type("_Thread", (threading.local,), {"recorder": None})()
 
 
 def recorder() -> "Recorder | None":
     """Return what records this thread, if anything does."""
-    return getattr(_thread, "recorder", None)
+    return _thread.recorder
 
 
 def replayed(
