@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,8 @@ from flce_dist.op.rank_check import check_alike
 from flce_dist.replay import replayed
 
 _T = TypeVar("_T")
+
+_UNCHANGED = nullcontext()  # torch.cuda.device takes the host longer
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -161,10 +163,10 @@ def _computing_on(x: Tensor) -> AbstractContextManager[Any]:
 
     Autocast has already been applied to the operands, and must not change the GEMMs below.
     """
-    device = torch.cuda.device_of(x)
-    if not torch.is_autocast_enabled(x.device.type):
-        return device
+    current = torch.cuda.current_device() if x.is_cuda else -1
+    if x.get_device() == current and not torch.is_autocast_enabled(x.device.type):
+        return _UNCHANGED
     both = ExitStack()
-    both.enter_context(device)
+    both.enter_context(torch.cuda.device_of(x))
     both.enter_context(torch.autocast(x.device.type, enabled=False))
     return both
