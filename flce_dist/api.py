@@ -11,8 +11,8 @@ from torch import Tensor
 from flce_dist.op import checks, compiled
 from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
-from flce_dist.op.dtensor import DISTRIBUTED, localized
-from flce_dist.op.prepare import Arguments, counted_operands, prepare, settled
+from flce_dist.op.dtensor import localized
+from flce_dist.op.prepare import Arguments, counted_operands, prepare, settled, tempered
 from flce_dist.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
 
 _P = ParamSpec("_P")
@@ -176,7 +176,8 @@ def linear_cross_entropy(
         max_logits_bytes=max_logits_bytes, max_counted=max_counted, skip_ignored=skip_ignored,
         impl=impl,
     )  # fmt: skip
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
+    each = tempered(temperature, labels)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
     return apply(arguments)[0]
 
 
@@ -206,7 +207,8 @@ def linear_cross_entropy_with_metrics(
     chosen = checks.checked_options(
         **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
     )
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, temperature, chosen, tp_group)
+    each = tempered(temperature, labels)
+    arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
     return result(*apply(arguments))
@@ -215,8 +217,7 @@ def linear_cross_entropy_with_metrics(
 def apply(arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
-    if any(isinstance(x, DISTRIBUTED) for x in arguments[:6]):
-        arguments = localized(arguments)
+    arguments = localized(arguments)
     given, needs = settled(arguments)
     refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist.api import apply
 from flce_dist.op import checks
-from flce_dist.op.prepare import Arguments
+from flce_dist.op.prepare import Arguments, tempered
 from flce_dist.op.rank_check import check_lengths
 from flce_dist.options import OWN_SUM, LossOptions, Reduction, keywords_of
 from flce_dist.parallel import collectives
@@ -48,6 +48,7 @@ def data_parallel_linear_cross_entropy(
         check_lengths(labels, data_group)
     for name, x in tensors.items():
         given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
+    given["temperature"] = tempered(given["temperature"], given["labels"])
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
         counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())
         weights = counted.double() if token_weight is None else given["token_weight"].double()

@@ -41,8 +41,7 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
 )
 
 _ASYNC = torch_private.async_tensors()
-DISTRIBUTED: tuple[type, ...] = (DTensor, *_ASYNC)
-"""Types of arguments that ``localized`` replaces."""
+_LOCAL = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def localized(arguments: Arguments) -> Arguments:
@@ -51,6 +50,8 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
+    if _LOCAL.issuperset(map(type, arguments[:6])):
+        return arguments
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     if options.sequence_parallel and isinstance(hidden, DTensor):

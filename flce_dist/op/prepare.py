@@ -28,21 +28,20 @@ class Arguments(NamedTuple):
     labels: Tensor
     bias: Tensor | None
     token_weight: Tensor | None
-    temperature: Any  # a number or a tensor; after ``tempered`` a tensor, or None for 1
+    temperature: Any  # of ``tempered``
     options: LossOptions
     tp_group: dist.ProcessGroup | None
 
 
-def tempered(arguments: Arguments) -> Arguments:
-    """Return the arguments with the temperature of each token; None if it is the number 1."""
-    temperature = arguments.temperature
+def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
+    """Return the temperature of each token; None if it is the number 1."""
     if isinstance(temperature, Tensor):
-        return arguments
-    temperature, each = checks.checked_value("temperature", temperature, _TEMPERATURE), None
-    if temperature != 1.0:
-        checks.check_tensor("labels", arguments.labels, checks.LABELS)
-        each = torch.full_like(arguments.labels, temperature, dtype=torch.float64)
-    return arguments._replace(temperature=each)
+        return temperature
+    temperature = checks.checked_value("temperature", temperature, _TEMPERATURE)
+    if temperature == 1.0:
+        return None
+    checks.check_tensor("labels", labels, checks.LABELS)
+    return torch.full_like(labels, temperature, dtype=torch.float64)
 
 
 def sequence_first(arguments: Arguments) -> Arguments:
@@ -78,11 +77,8 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
 
 
 def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
-    """Return the arguments with temperatures, order of dimensions and dtypes of the computation.
-
-    Also whether hidden, weight and bias need a gradient in the current grad mode.
-    """
-    arguments = in_autocast_dtype(sequence_first(tempered(arguments)))
+    """Return the arguments as they are computed, and whether each operand needs a gradient now."""
+    arguments = in_autocast_dtype(sequence_first(arguments))
     operands, is_on = (arguments.hidden, arguments.weight, arguments.bias), torch.is_grad_enabled()
     return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
 
@@ -118,23 +114,19 @@ def prepare(
         if facts is not None:
             calls[facts] = call
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
-
-    def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
-        return as_stored(x).reshape(-1).to(call.stats_dtype).contiguous()
-
-    inverse = None
+    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps it
+        token_weight = as_stored(token_weight).reshape(-1).to(call.stats_dtype).contiguous()
     if temperature is not None:
-        inverse = of_tokens(temperature)
-        inverse = inverse.reciprocal().where(inverse > 0, torch.nan)
+        temperature = as_stored(temperature).reshape(-1).to(call.stats_dtype)
+        temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
     if scores is None:  # else it only had their shape
         if labels.dim() != 1:
             labels = labels.reshape(-1)
         labels = labels.long().contiguous()
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    token_weight = None if token_weight is None else of_tokens(token_weight)
-    hidden, weight, bias = map(as_stored, (hidden, weight, bias))
-    return call, Operands(hidden, weight, bias, labels, token_weight, inverse_temperature=inverse)
+    hidden, weight, bias = as_stored(hidden), as_stored(weight), as_stored(bias)
+    return call, Operands(hidden, weight, bias, labels, token_weight, None, temperature)
 
 
 def counted_operands(call: Call, operands: Operands) -> Operands:
@@ -171,7 +163,7 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
             continue
         if x.__class__ not in _PLAIN or x.is_nested:
             return None
-        facts += (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+        facts.append((x.shape, x.dtype, x.device, x.layout, x.requires_grad))
     return tuple(facts)
 
 

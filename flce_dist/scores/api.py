@@ -13,7 +13,7 @@ from flce_dist.op import checks
 from flce_dist.op.autograd import differentiable, refuse_transforms
 from flce_dist.op.call import extra_schedule
 from flce_dist.op.dtensor import local_of, localized
-from flce_dist.op.prepare import Arguments, prepare, settled
+from flce_dist.op.prepare import Arguments, prepare, settled, tempered
 from flce_dist.options import DECLARED, LossOptions, Over, declared, keywords_of
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import ids_in_order
@@ -126,12 +126,14 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel and options.sequence_dim < len(tokens):
         tokens[options.sequence_dim] *= collectives.group_size(tp_group)
-    arguments = arguments._replace(labels=arguments.labels.expand(tokens))
+    labels = arguments.labels.expand(tokens)
+    temperature = tempered(arguments.temperature, labels)
+    arguments = arguments._replace(labels=labels, temperature=temperature)
     ordered, needs = settled(arguments)
     call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
     found, cuts = ids_in_order(
-        ids, offsets, arguments.labels.shape, hidden, call.vocab_size, transposed=is_transposed
+        ids, offsets, labels.shape, hidden, call.vocab_size, transposed=is_transposed
     )
     operands = operands._replace(labels=found, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
