@@ -111,9 +111,9 @@ def keywords_of(
     function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:
     """Return ``given`` and ``fixed``; raise Python's TypeError for other names, and fixed ones."""
-    allowed = {name for name in KEYWORDS if name not in fixed}
     for name in given:
-        if name not in allowed:
+        if name not in KEYWORDS or name in fixed:
+            allowed = {name for name in KEYWORDS if name not in fixed}
             parameters = inspect.signature(function).parameters.values()
             explicit = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
             close = difflib.get_close_matches(name, sorted(allowed | explicit), n=1)

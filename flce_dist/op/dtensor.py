@@ -41,7 +41,7 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
 )
 
 _ASYNC = torch_private.async_tensors()
-_LOCAL = {Tensor, torch.nn.Parameter, type(None)}
+_LOCAL = {Tensor, torch.nn.Parameter, float, type(None)}
 
 
 def localized(arguments: Arguments) -> Arguments:

@@ -19,6 +19,7 @@ from flce_dist.parallel import collectives
 from flce_dist.scores.ids import ids_in_order
 from flce_dist.scores.schedule import Scores
 
+_OVER = declared(Over)
 _SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
 
 
@@ -82,7 +83,7 @@ def linear_logprob(
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
         on a GPU. NotImplementedError: a combination is not supported.
     """
-    over = checks.checked_value("over", over, declared(Over))
+    over = checks.checked_value("over", over, _OVER)
     entropy = checks.checked_value("with_entropy", with_entropy, DECLARED["with_metrics"])
     keywords = keywords_of(
         linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
@@ -139,7 +140,8 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
-    results = [logprob, *(None if x is None else x.view(shape) for x in of_tokens)]
+    of_tokens = [x if x is None or len(shape) == 1 else x.view(shape) for x in of_tokens]
+    results = [logprob, *of_tokens]
     if is_transposed:
         results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
     return TokenScores(*results)

@@ -58,8 +58,7 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
 
 def entries_by_id(ids: TokenIds, factor: Tensor) -> IdEntries:
     """Sort entries, each with its factor [N], by id; those with factor 0 come last, at no row."""
-    key = torch.where(factor != 0.0, ids.ids, _NO_ROW).int()
-    key, order = torch.sort(key, stable=True)
+    key, order = torch.sort(ids.ids.int().masked_fill_(factor == 0.0, _NO_ROW), stable=True)
     return IdEntries(key, *(x.index_select(0, order) for x in (ids.token, factor)))
 
 
