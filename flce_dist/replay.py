@@ -35,12 +35,12 @@ _ALLOCATIONS = {
     _aten.new_empty.default, _aten.new_empty_strided.default,
 }  # fmt: skip
 
-_thread: Any = type("_Thread", (threading.local,), {"recorder": None})()
+_thread = threading.local()
 
 
 def recorder() -> "Recorder | None":
     """Return what records this thread, if anything does."""
-    return _thread.recorder
+    return _thread.__dict__.get("recorder")  # getattr raises, and catches, where there is none
 
 
 def replayed(
