@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flce_dist import torch_private
 from flce_dist.op import checks
-from flce_dist.op.prepare import Arguments
+from flce_dist.op.prepare import PLAIN, Arguments
 from flce_dist.options import LossOptions
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -41,7 +41,7 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
 )
 
 _ASYNC = torch_private.async_tensors()
-_LOCAL = {Tensor, torch.nn.Parameter, float, type(None)}
+_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that stay as they are
 
 
 def localized(arguments: Arguments) -> Arguments:

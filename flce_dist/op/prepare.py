@@ -28,7 +28,7 @@ class Arguments(NamedTuple):
     labels: Tensor
     bias: Tensor | None
     token_weight: Tensor | None
-    temperature: Any  # of ``tempered``
+    temperature: Any  # of ``tempered``, which scores call after ``localized``
     options: LossOptions
     tp_group: dist.ProcessGroup | None
 
@@ -88,7 +88,7 @@ def as_stored(x: Any) -> Any:
     return x.resolve_neg() if x is not None and x.is_neg() else x
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_CALLS = 256
 
 calls: dict[Any, Call] = {}
@@ -114,10 +114,13 @@ def prepare(
         if facts is not None:
             calls[facts] = call
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
-    if token_weight is not None:  # in the dtype of statistics, so that the loss keeps it
-        token_weight = as_stored(token_weight).reshape(-1).to(call.stats_dtype).contiguous()
+
+    def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
+        return as_stored(x).reshape(-1).to(call.stats_dtype).contiguous()
+
+    token_weight = None if token_weight is None else of_tokens(token_weight)
     if temperature is not None:
-        temperature = as_stored(temperature).reshape(-1).to(call.stats_dtype)
+        temperature = of_tokens(temperature)
         temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
     if scores is None:  # else it only had their shape
         if labels.dim() != 1:
@@ -161,7 +164,7 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
         if x is None:
             facts.append(None)
             continue
-        if x.__class__ not in _PLAIN or x.is_nested:
+        if x.__class__ not in PLAIN or x.is_nested:
             return None
         facts.append((x.shape, x.dtype, x.device, x.layout, x.requires_grad))
     return tuple(facts)

@@ -119,18 +119,16 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 
 
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
-    weight, tp_group = arguments.weight, arguments.tp_group
-    arguments = localized(arguments)
+    weight = arguments.weight  # as the caller passed it
+    hidden, local, labels, bias, _, temperature, options, tp_group = localized(arguments)
     ids = local_of("ids", ids, Replicate(), tp_group)
     offsets = local_of("offsets", offsets, Replicate(), tp_group)
-    hidden, options = arguments.hidden, arguments.options
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel and options.sequence_dim < len(tokens):
         tokens[options.sequence_dim] *= collectives.group_size(tp_group)
-    labels = arguments.labels.expand(tokens)
-    temperature = tempered(arguments.temperature, labels)
-    arguments = arguments._replace(labels=labels, temperature=temperature)
-    ordered, needs = settled(arguments)
+    labels = labels.expand(tokens)
+    each = tempered(temperature, labels)
+    ordered, needs = settled(Arguments(hidden, local, labels, bias, None, each, options, tp_group))
     call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
     found, cuts = ids_in_order(
