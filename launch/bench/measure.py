@@ -220,7 +220,8 @@ def _label_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Return the mean loss of the label, the first of each token's ids."""
-    return -linear_logprob(hidden, weight, ids, **options).logprob[:, 0].mean()
+    logprob = linear_logprob(hidden, weight, ids, **options).logprob
+    return torch.nn.functional.nll_loss(logprob, torch.zeros_like(labels))
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
