@@ -62,18 +62,11 @@ class LinearCrossEntropy(VocabShard):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        bias: bool = False,
-        padded_vocab_size: int | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        init_method: Callable[[Tensor], Any] = _normal,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
+        self, hidden_size: int, vocab_size: int, *, bias: bool = False,
+        padded_vocab_size: int | None = None, tp_group: dist.ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] = _normal, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
         given = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
         chosen = checks.checked_options(**given)
@@ -89,23 +82,17 @@ class LinearCrossEntropy(VocabShard):
         self.sequence_parallel = chosen.sequence_parallel
 
     def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        token_weight: Tensor | None = None,
+        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
         arguments = self._arguments(labels, token_weight)
         return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
     def forward_with_metrics(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        token_weight: Tensor | None = None,
+        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
-    ) -> LossWithMetrics:
+    ) -> LossWithMetrics:  # fmt: skip
         """Return a ``LossWithMetrics``."""
         arguments = self._arguments(labels, token_weight)
         return linear_cross_entropy_with_metrics(hidden, temperature=temperature, **arguments)

@@ -140,12 +140,9 @@ class Recorder(DispatchMode):
         return Source(line.split()[0])
 
     def issued(
-        self,
-        source: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        self, source: str, function: Callable[..., Any], args: Sequence[Any],
         again: Sequence[Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Note and return ``function(*args)``, in the program ``source`` of ``again`` or args."""
         line = self._call(source, args if again is None else again, {})
         _thread.recorder = None

@@ -54,12 +54,9 @@ def filtered_gradients(
 
 
 def check_filtered(
-    problem: Inputs,
-    eps: float,
-    upstream: Upstream | None = None,
-    largest: float = 8.0,
+    problem: Inputs, eps: float, upstream: Upstream | None = None, largest: float = 8.0,
     **options: Any,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Run the op and compare its gradients with the definition, its loss with the reference.
 
     ``largest`` is about the size of the largest logit, which fp32 rounds.
