@@ -28,6 +28,7 @@ from flce_dist.kernels.scores.eager import (  # noqa: F401
     set_scores,
     write_first,
 )
+from flce_dist.kernels.scores.token_ids import sorted_ids  # noqa: F401
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import label_value, row_gradient  # noqa: F401
 from flce_dist.kernels.token_loss_formulas import (

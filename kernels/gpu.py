@@ -11,6 +11,6 @@ from flce_dist.kernels.reduce_loss import loss_norm, mean_loss, reduce_loss
 from flce_dist.kernels.rescue import rescue
 from flce_dist.kernels.scale import scale, scale_rows
 from flce_dist.kernels.scores.id_sums import dhidden_of_ids, dweight_of_ids
-from flce_dist.kernels.scores.sets import set_gradient, set_scores
+from flce_dist.kernels.scores.sets import set_gradient, set_scores, sorted_ids
 from flce_dist.kernels.token_gradient import row_gradient
 from flce_dist.kernels.token_loss import token_loss

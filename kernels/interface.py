@@ -83,6 +83,8 @@ class Kernels(Protocol):
         ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
     ) -> None: ...  # fmt: skip
 
+    def sorted_ids(self, ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds: ...
+
     def set_scores(
         self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *,
         vocab_size: int, with_entropy: bool,

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id
+from flce_dist.kernels.scores.token_ids import entries_by_id
 from flce_dist.kernels.shard_logits import ShardLogits
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
@@ -148,7 +148,7 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     """Call the launchers of scores at 64 ids of each token, over the vocabulary and over ids."""
     z, token = torch.empty(64 * logits.T), torch.empty(logits.T)
     n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
-    ids = TokenIds(n, offsets, n, n)
+    ids = gpu.sorted_ids(n.view(-1, 64), offsets, logits.V)
     named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
     gpu.logits_at_ids(logits, n, n, vocab_size=logits.V)
     cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
-from flce_dist.kernels.scores.token_ids import sorted_ids
+from flce_dist.kernels.interface import kernels_of
+from tests.problems import both, device_of
 from tests.score_problem import T, V, problem
 
 over_ids = partial(problem, over="ids")
@@ -75,14 +76,17 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(score, hidden, create_graph=True)
 
 
-def test_rows_and_keys_of_64_bits_sort_as_keys_of_32() -> None:
-    ids, offsets = torch.randint(-1, V, (40,)), torch.tensor([0, 0, 9, 22, 22, 40])
-    short, long = (sorted_ids(ids, offsets, size) for size in (V, 2**31 - 1))
-    rows, flat = (sorted_ids(x, torch.arange(0, 41, 8), V) for x in (ids.view(5, 8), ids))
-    found = *rows[:3], ids[rows.place], rows.place.sort().values  # repetitions in any order
-    expected = *flat[:3], flat.ids, torch.arange(40)
-    for one, other in zip((*short, *found), (*long, *expected), strict=True):
+@both
+@pytest.mark.parametrize("K", [1, 8, 10])
+def test_rows_and_keys_of_64_bits_sort_as_keys_of_32(impl: str, K: int) -> None:
+    sort, of = kernels_of(impl).sorted_ids, partial(torch.tensor, device=device_of(impl))
+    ids, offsets = torch.randint(-1, V, (4000,)).to(device_of(impl)), of([0, 0, 9, 22, 22, 4000])
+    ids[1::4] = ids[::4]
+    short, long = (sort(ids, offsets, size) for size in (V, 2**31 - 1))
+    rows, flat = (sort(x, of(range(0, 4001, K)), V) for x in (ids.view(-1, K), ids))
+    for one, other in zip((*short, *rows), (*long, *flat), strict=True):
         assert torch.equal(one, other)
     for begin, end in itertools.pairwise(offsets.tolist()):
         assert torch.equal(short.ids[begin:end], ids[begin:end].sort().values)
-    assert sorted_ids(torch.tensor([[2**32, 1]]), torch.arange(0, 3, 2), V).ids.max() == 2**32
+    far = of([[1, 2**60, 2**32], [2**62, 0, 1]])
+    assert torch.equal(sort(far, of([0, 3, 6]), V).ids.msort(), far.flatten().msort())

@@ -36,18 +36,10 @@ class TokenScores(NamedTuple):
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    offsets: Tensor | None = None,
-    over: Over = "vocabulary",
-    temperature: float | Tensor = 1.0,
-    with_entropy: bool = False,
-    bias: Tensor | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> TokenScores:
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, offsets: Tensor | None = None,
+    over: Over = "vocabulary", temperature: float | Tensor = 1.0, with_entropy: bool = False,
+    bias: Tensor | None = None, tp_group: dist.ProcessGroup | None = None, **options: Any,
+) -> TokenScores:  # fmt: skip
     """Log-probabilities of chosen ids under ``softmax(hidden @ weight.T)``, without the logits.
 
     With ``z = softcap(logit_scale * (h . w) + b) / temperature``, the log-probability of an id is
@@ -137,8 +129,9 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     operands = operands._replace(labels=found, offsets=cuts)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
-    logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
-    of_tokens = [x if x is None or len(shape) == 1 else x.view(shape) for x in of_tokens]
+    if len(shape) != 1:  # a view is a node of the graph, too
+        logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
+        of_tokens = [None if x is None else x.view(shape) for x in of_tokens]
     results = [logprob, *of_tokens]
     if is_transposed:
         results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id, sorted_ids
+from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id
+from flce_dist.kernels.shard_logits import rows_of
 from flce_dist.kernels.token_gradient_formulas import RowGradient
 from flce_dist.kernels.token_loss_formulas import TokenStats
 from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
@@ -43,7 +44,7 @@ class RestSaved(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The first output is logprob [N]; metrics, and ``Upstream``, are lse, other and entropy [T].
+    """The first output is logprob, as ids; metrics and ``Upstream`` are lse, other, entropy [T].
 
     Over the vocabulary the largest id of a token takes the place of the label of ``Windows``.
     Forward: as of ``Windows``, and one more all-reduce SUM, of the logits [N] of named ids, which
@@ -65,7 +66,7 @@ class Scores:
         assert operands.offsets is not None
         one, kernels, cache, rest = Pass(call, operands), call.kernels, None, None
         one.gather.start()
-        ids = sorted_ids(operands.labels, operands.offsets, call.vocab_size)
+        ids = kernels.sorted_ids(operands.labels, operands.offsets, call.vocab_size)
         if self.over == "ids":
             one.gather.wait()
             z = kernels.logits_at_ids(one.logits, ids.ids, ids.token, vocab_size=call.vocab_size)
@@ -78,11 +79,12 @@ class Scores:
         )
         # Copies: the caller may change what is returned.
         copy = None if entropy is None else entropy.clone()
-        saved: Saved = ScoresSaved(z, logprob.clone(), copy, ids.ids, *ids[2:])
+        result = logprob.view(operands.labels.shape).clone()
+        saved: Saved = ScoresSaved(z, logprob, copy, ids.ids, *ids[2:])
         if other is not None and rest is not None:
             labels = one.logits.labels
             saved += RestSaved(other.clone(), labels, rest.reference, rest.others, cache)
-        return logprob, (lse, other, entropy), saved
+        return result, (lse, other, entropy), saved
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         raise NotImplementedError("scores are not supported under torch.compile")
@@ -171,7 +173,7 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
     if gradients.dhidden is not None:
         gradients.dhidden.acquire()
         kernels.dhidden_of_ids(
-            factor, ids, operands.weight[: call.V],
+            factor, ids, rows_of(operands.weight, 0, call.V),
             vocab_start_index=start, out=gradients.dhidden.tokens,
         )  # fmt: skip
         gradients.dhidden.start()
@@ -179,7 +181,7 @@ def _gradients_over_ids(given: Backward, ids: TokenIds, factor: Tensor) -> Resul
         return gradients.finished()
     entries = entries_by_id(ids, factor)
     if gradients.dweight is not None and gather is not None:
-        out, adds = gradients.dweight[: call.V], gradients.accumulates
+        out, adds = rows_of(gradients.dweight, 0, call.V), gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(entries, gather.wait(), vocab_start_index=start, out=out, adds=adds)

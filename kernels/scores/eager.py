@@ -65,7 +65,7 @@ def set_gradient(
     if dentropy is not None and entropy is not None:
         dz -= p * (logprob.clamp_min(FAR) + each(entropy)) * each(dentropy)
     if dlogprob is not None and len(z):
-        g = dlogprob.index_select(0, ids.place).where(ids.ids >= 0, 0.0)
+        g = dlogprob.reshape(-1).index_select(0, ids.place).where(ids.ids >= 0, 0.0)
         sums = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
         run = (first.cumsum(0) - 1).clamp_min(0)  # padding, whose g is 0, comes first in its row
         g = torch.zeros_like(g).index_add_(0, run, g)[run]

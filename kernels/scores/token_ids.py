@@ -39,16 +39,9 @@ def are_first(ids: Tensor, token: Tensor) -> Tensor:
 
 
 def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
-    """Sort ids int64 of tokens in order: [T, K], or [N], token t's from offsets[t] to the next.
-
-    Rows are sorted by themselves, which is faster than one sort of N keys, of 32 bits where they
-    suffice. Nothing is read on the host.
-    """
-    n = torch.arange(ids.numel(), device=ids.device)
-    if ids.dim() == 2:
-        order = ids.int().sort(dim=1).indices  # repetitions in any order
-        place, token = order + offsets[:-1, None], n // max(1, ids.shape[1])
-        return TokenIds(ids.gather(1, order).view(-1), offsets, token, place.view(-1))
+    """Sort ids int64 of tokens in order: [T, K], or [N], token t's from offsets[t] on."""
+    ids = ids.view(-1)
+    n = torch.arange(len(ids), device=ids.device)
     token = torch.searchsorted(offsets, n, right=True).sub_(1)
     key = torch.add(ids, token, alpha=vocab_size + 1)  # -1 takes the place behind the token before
     is_short = len(offsets) * (vocab_size + 1) < 1 << 31
