@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import require
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
+
+OTHERS_S = 60.0
+"""How long a rank that raised waits for the others, which may still compile their kernels."""
 
 
 def device_type_of(asked: str) -> str:
@@ -86,3 +90,23 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
     """
     is_first = rank_and_size(dist.group.WORLD)[0] == 0
     return together(lambda: work() if is_first else None)[0]  # type: ignore[return-value]
+
+
+def check_all_raised(what: str, failure: str, group: Group) -> None:
+    """Raise a ``RunError`` if not all ranks raised here, too; those that did must call this.
+
+    Collectives cannot tell: the next one would meet whatever another rank has left to issue.
+    """
+    if group is None:
+        return
+    store, ranks = torch_private.store_of(group), range(group.size())
+    keys = [f"flce_dist/{what}/{rank}" for rank in ranks]
+    store.set(keys[group.rank()], failure)
+    try:
+        store.wait(keys, timedelta(seconds=OTHERS_S))
+    except RuntimeError as error:  # DistStoreError
+        others = [rank for rank in ranks if not store.check([keys[rank]])]
+        raise RunError(
+            f"{what}: rank {group.rank()} raised {failure}; ranks {others} did not and are left in "
+            "a collective, so nothing after this would count"
+        ) from error

@@ -30,13 +30,9 @@ class Statistics(NamedTuple):
 
 
 def problem(
-    dtype: torch.dtype = torch.float32,
-    T: int = T,
-    H: int = H,
-    V_all: int = V_ALL,
-    rows: int = ROWS,
-    spread: float = 6.0,
-) -> Inputs:
+    dtype: torch.dtype = torch.float32, T: int = T, H: int = H, V_all: int = V_ALL,
+    rows: int = ROWS, spread: float = 6.0,
+) -> Inputs:  # fmt: skip
     """Inputs with exponentials of many magnitudes, so that later ones raise the top bin.
 
     A fifth of the tokens is ignored, of some the hidden state is NaN; a fifth needs the rescue.

@@ -54,18 +54,10 @@ class Inputs:
 
 
 def make_inputs(
-    T: int,
-    V: int,
-    H: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    seed: int = 0,
-    spread: float = 2.0,
-    bias: bool = False,
-    token_weight: bool = False,
-    temperature: bool = False,
-    ignored: float = 0.2,
-) -> Inputs:
+    T: int, V: int, H: int, dtype: torch.dtype = torch.float32, *, seed: int = 0,
+    spread: float = 2.0, bias: bool = False, token_weight: bool = False,
+    temperature: bool = False, ignored: float = 0.2,
+) -> Inputs:  # fmt: skip
     """Random inputs whose logits have standard deviation ``spread``; some tokens are ignored."""
     g = torch.Generator().manual_seed(1000 * seed + T + V + H)
     labels = torch.randint(V, (T,), generator=g)

@@ -46,14 +46,9 @@ class Scored:
 
 
 def problem(
-    dtype: torch.dtype = torch.float32,
-    *,
-    ids: Tensor | None = None,
-    scores: Collection[str] | None = None,
-    rows: int = V,
-    seed: int = 0,
-    **options: Any,
-) -> Scored:
+    dtype: torch.dtype = torch.float32, *, ids: Tensor | None = None,
+    scores: Collection[str] | None = None, rows: int = V, seed: int = 0, **options: Any,
+) -> Scored:  # fmt: skip
     """Each row has a repeated id, some padding; token 3 has no ids and NaN as hidden state.
 
     ``scores`` are those that have an upstream gradient: all that the options give, by default.

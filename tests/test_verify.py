@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
+from flce_dist.launch import process_group
+from flce_dist.launch.program import RunError
 from flce_dist.launch.verify import __main__ as verify
 from flce_dist.launch.verify import checks as verify_checks
 from flce_dist.launch.verify.cases import (
@@ -40,9 +42,10 @@ def run(*args: str) -> int:
     return verify.main([*SMALL, *args])
 
 
-def verify_rank(group: dist.ProcessGroup, fault: str | None, *args: str) -> tuple[int, str]:
-    """Status and output of verify; ``fault`` is planted on the last rank if it names one."""
-    for name in CALLS if fault is not None and group.rank() == group.size() - 1 else ():
+def verify_rank(group: Any, fault: str | None, *args: str, faulty: int = 1) -> tuple[int, str]:
+    """Status and output of verify; ``fault``, if it names one, is planted on the last ranks."""
+    process_group.OTHERS_S = 1.0
+    for name in CALLS if fault is not None and group.rank() >= group.size() - faulty else ():
         call = functools.partial(FAULTS[str(fault)], getattr(flce_dist, name))
         setattr(verify_checks, name, call)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -62,7 +65,7 @@ def raises(call, *args, **kwargs):
     raise RuntimeError("kernel does not compile")
 
 
-FAULTS = {fault.__name__: fault for fault in (loss_off_by_1e_4, gradient_off_by_1_percent)}
+FAULTS = {f.__name__: f for f in (loss_off_by_1e_4, gradient_off_by_1_percent, raises)}
 
 
 def test_passes_in_one_process_in_every_dtype(capsys):
@@ -81,6 +84,14 @@ def test_a_case_that_raises_is_a_miss(mutate, capsys):
     miss, *_, verdict = capsys.readouterr().out.partition("MISS ")[2].splitlines()
     assert miss == "fp32 (24, 64, 200) plain (mean), cached: RuntimeError: kernel does not compile"
     assert verdict.startswith("FAIL: ")
+
+
+def test_a_rank_that_raises_alone_ends_the_run(pools):
+    with pytest.raises(RunError, match=r"cached: rank 1 raised RuntimeError.*ranks \[0\] did not"):
+        pools[2].run(verify_rank, "raises", *FEW)
+    ended = pools[2].run(verify_rank, "raises", *FEW, faulty=2)
+    pools[2].close()  # the fault stays in the workers
+    assert "cached: rank 0: RuntimeError" in ended[0][1] and {code for code, _ in ended} == {1}
 
 
 @pytest.mark.parametrize("fault", [None, "gradient_off_by_1_percent", "loss_off_by_1e_4"])

@@ -27,7 +27,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flce_dist.launch.about import about
-from flce_dist.launch.process_group import Group, device_type_of, rank_and_size, reduced, start
+from flce_dist.launch.process_group import (
+    Group,
+    check_all_raised,
+    device_type_of,
+    rank_and_size,
+    reduced,
+    start,
+)
 from flce_dist.launch.verify import cases
 from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
@@ -126,6 +133,7 @@ def _tables(
                     except Exception as error:  # must not hide the other cases
                         failure = f"{type(error).__name__}: {error}"
                         records.append(Record(dtype, shape, case, {}, failure))
+                        check_all_raised(records[-1].where, failure, tp_group)
                     progress.advance(bar)
             if records:
                 yield records

@@ -36,6 +36,10 @@ class Record:
     failure: str | None = None
 
     @property
+    def where(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)} {self.case.variant.title}, {self.case.name}"
+
+    @property
     def met(self) -> bool:
         return self.failure is None and all(check.met for check in self.checks.values())
 
@@ -79,12 +83,9 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
     for record in records:
-        case = record.case
-        where = f"{record.dtype} {tuple(record.shape)} {case.variant.title}, {case.name}"
-        if record.failure is not None:
-            lines.append(f"MISS {where}: {record.failure}")
         misses = [f"{name} {check}" for name, check in record.checks.items() if not check.met]
-        lines += [f"MISS {where}: {miss}" for miss in misses]
+        misses += [] if record.failure is None else [record.failure]
+        lines += [f"MISS {record.where}: {miss}" for miss in misses]
     met = sum(record.met for record in records)
     verdict = "PASS" if 0 < met == len(records) else "FAIL"
     names = "flce_dist", "commit", "torch", "triton", "cuda", "nccl", "python"
