@@ -139,18 +139,19 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[...,
 @pytest.fixture
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has one grid for all threads of a process, the compiler one cache."""
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    has_gpu = torch.cuda.is_available()
-    owner = JITFunction if has_gpu else InterpretedFunction  # which parses a kernel at first, too
-    lock, launch = threading.RLock(), owner.run
+    owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
+    # Its run also parses a kernel at first; Triton 3.5 has one of each kernel.
+    owner, name = (owner, "run") if hasattr(owner, "run") else (GridExecutor, "__call__")
+    lock, launch = threading.RLock(), getattr(owner, name)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:
             return launch(self, *args, **kwargs)
 
-    monkeypatch.setattr(owner, "run", run)
+    monkeypatch.setattr(owner, name, run)
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_memory_is_freed_where_it_was() -> None:
             replay.replayed(programs, None, (x,), partial(issue, x))
         peaks.append(peak.bytes)
     assert callable(*programs.values())
-    assert len(set(peaks)) == 1 and 2 * x.nbytes < peaks[0] < 3.1 * x.nbytes
+    assert max(peaks) - min(peaks) < 64 and 2 * x.nbytes < peaks[0] < 3.1 * x.nbytes
 
 
 def test_a_tensor_given_twice_may_be_two_tensors_later() -> None:
