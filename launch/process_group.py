@@ -1,5 +1,6 @@
 """The process group of a program: torchrun's ranks, or none for one process alone."""
 
+import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,8 +17,13 @@ from flce_dist.launch.yaml_config import require
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
 
+TIMEOUT = timedelta(minutes=5)
+"""Of collectives: enough for a rank that compiles kernels, not much for one that is gone."""
+
 OTHERS_S = 60.0
 """How long a rank that raised waits for the others, which may still compile their kernels."""
+
+_exchanges = itertools.count()
 
 
 def device_type_of(asked: str) -> str:
@@ -34,9 +40,7 @@ def start(device_type: str) -> tuple[torch.device, Group]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-        # Long enough for a rank that compiles kernels, short enough for one that is gone.
-        timeout = timedelta(minutes=5)
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
     return device, dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -57,6 +61,27 @@ def gathered(x: Any, group: Group) -> list[Any]:
         found *= group.size()
         dist.all_gather_object(found, x, group=group)
     return found
+
+
+def failures(own: str | None, group: Group) -> list[str | None]:
+    """Return how each rank failed in what all have just done, None for success; collective.
+
+    By the store, since a rank that raised may have left others in a collective, which any other
+    would then meet. A rank that raised ends with a ``RunError`` if the others do not come.
+    """
+    if group is None:
+        return [own]
+    store, rank, exchange = torch_private.store_of(group), group.rank(), next(_exchanges)
+    keys = [f"flce_dist/launch/{exchange}/{other}" for other in range(group.size())]
+    store.set(keys[rank], own or "")
+    try:
+        store.wait(keys, timedelta(seconds=OTHERS_S) if own else TIMEOUT)
+    except RuntimeError as error:  # DistStoreError
+        if own is None:
+            raise
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RunError(f"rank {rank}: {own}; ranks {missing} are left in a collective") from error
+    return [store.get(key).decode() or None for key in keys]
 
 
 def reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -90,23 +115,3 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
     """
     is_first = rank_and_size(dist.group.WORLD)[0] == 0
     return together(lambda: work() if is_first else None)[0]  # type: ignore[return-value]
-
-
-def check_all_raised(what: str, failure: str, group: Group) -> None:
-    """Raise a ``RunError`` if not all ranks raised here, too; those that did must call this.
-
-    Collectives cannot tell: the next one would meet whatever another rank has left to issue.
-    """
-    if group is None:
-        return
-    store, ranks = torch_private.store_of(group), range(group.size())
-    keys = [f"flce_dist/{what}/{rank}" for rank in ranks]
-    store.set(keys[group.rank()], failure)
-    try:
-        store.wait(keys, timedelta(seconds=OTHERS_S))
-    except RuntimeError as error:  # DistStoreError
-        others = [rank for rank in ranks if not store.check([keys[rank]])]
-        raise RunError(
-            f"{what}: rank {group.rank()} raised {failure}; ranks {others} did not and are left in "
-            "a collective, so nothing after this would count"
-        ) from error

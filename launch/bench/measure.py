@@ -24,7 +24,7 @@ from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.launch.process_group import gathered
+from flce_dist.launch.process_group import failures, gathered
 from flce_dist.memory import release_shared_memory
 from flce_dist.scores import linear_logprob
 
@@ -201,7 +201,7 @@ class Measured:
         except Exception as error:  # a peer may raise anything, and must not end the others
             message, *_ = f"{type(error).__name__}: {error}".splitlines()
         if self.problem.tp_group is not None:
-            everyones = enumerate(gathered(message, self.problem.tp_group))
+            everyones = enumerate(failures(message, self.problem.tp_group))
             message = next((f"rank {rank}: {text}" for rank, text in everyones if text), None)
         self.failure = message
         if self.failure is None:

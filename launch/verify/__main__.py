@@ -29,8 +29,8 @@ from rich.progress import Progress
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import (
     Group,
-    check_all_raised,
     device_type_of,
+    failures,
     rank_and_size,
     reduced,
     start,
@@ -129,11 +129,12 @@ def _tables(
                     try:
                         expected = truth(case.metric_gradients, case.filter_eps)
                         checks = run_case(case, data, expected, tp_group, settings.impl)
-                        records.append(Record(dtype, shape, case, checks))
+                        record = Record(dtype, shape, case, checks)
                     except Exception as error:  # must not hide the other cases
                         failure = f"{type(error).__name__}: {error}"
-                        records.append(Record(dtype, shape, case, {}, failure))
-                        check_all_raised(records[-1].where, failure, tp_group)
+                        record = Record(dtype, shape, case, {}, failure)
+                    failures(record.failure and f"{record.where}: {record.failure}", tp_group)
+                    records.append(record)
                     progress.advance(bar)
             if records:
                 yield records

@@ -84,7 +84,7 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     lines = []
     for record in records:
         misses = [f"{name} {check}" for name, check in record.checks.items() if not check.met]
-        misses += [] if record.failure is None else [record.failure]
+        misses += [record.failure] if record.failure else []
         lines += [f"MISS {record.where}: {miss}" for miss in misses]
     met = sum(record.met for record in records)
     verdict = "PASS" if 0 < met == len(records) else "FAIL"
