@@ -71,14 +71,9 @@ def shards(P: int, rows: int, step: int = INVARIANT_ROWS) -> list[tuple[int, int
 
 
 def statistics(
-    inputs: Inputs,
-    P: int = 1,
-    *,
-    V_all: int = V_ALL,
-    step: int = INVARIANT_ROWS,
-    gradients: bool = False,
-    **options: Any,
-) -> Statistics:
+    inputs: Inputs, P: int = 1, *, V_all: int = V_ALL, step: int = INVARIANT_ROWS,
+    gradients: bool = False, **options: Any,
+) -> Statistics:  # fmt: skip
     """Return what every one of P ranks returns, which must be the same."""
     ranges = shards(P, len(inputs.weight), step)
 

@@ -7,7 +7,9 @@ all others, which see no GPU.
 
 import os
 import re
+from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,20 @@ def hide_gpus() -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if version("triton").startswith("3.9."):
+        _mend_comparisons()
+
+
+def _mend_comparisons() -> None:
+    """Triton 3.9 interprets a comparison of two int32 as an int32, which then is no mask."""
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def mended(self: Any, left: Any, right: Any, op: Any) -> Any:
+        found = computed(self, left, right, op)
+        return TensorHandle(found.data, int1) if found.data.dtype == bool else found
+
+    computed, InterpreterBuilder.binary_op = InterpreterBuilder.binary_op, mended
 
 
 def begin_with_gpu(number: int, count: int) -> None:

@@ -99,13 +99,9 @@ class Share(NamedTuple):
         return [getattr(self, x).requires_grad_(x not in frozen) for x in self._fields[:3]]
 
     def loss(
-        self,
-        group: dist.ProcessGroup | None,
-        problem: Problem,
-        *,
-        call: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> Any:
+        self, group: dist.ProcessGroup | None, problem: Problem, *,
+        call: Callable[..., Any] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Of the op, or of what ``call`` makes of it."""
         return (call or api.linear_cross_entropy)(
             self.hidden, self.weight, self.labels, bias=self.bias, vocab_size=problem.V_all,
@@ -129,13 +125,9 @@ def share_of(
 
 
 def rank_step(
-    group: dist.ProcessGroup | None,
-    problem: Problem,
-    *,
-    upstream_factor: float = 1.0,
-    frozen: Collection[str] = (),
-    **options: Any,
-) -> Outcome:
+    group: dist.ProcessGroup | None, problem: Problem, *, upstream_factor: float = 1.0,
+    frozen: Collection[str] = (), **options: Any,
+) -> Outcome:  # fmt: skip
     """Loss and gradients of this rank's share of ``problem``; zeros for operands in ``frozen``."""
     sequence_parallel = options.get("sequence_parallel", False)
     share = share_of(group, problem, sequence_parallel=sequence_parallel)
