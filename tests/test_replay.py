@@ -171,7 +171,9 @@ def test_memory_is_freed_where_it_was() -> None:
             replay.replayed(programs, None, (x,), partial(issue, x))
         peaks.append(peak.bytes)
     assert callable(*programs.values())
-    assert max(peaks) - min(peaks) < 64 and 2 * x.nbytes < peaks[0] < 3.1 * x.nbytes
+    # Recording itself takes 8 bytes more on torch 2.9; a replay takes none.
+    assert len({peaks[0], *peaks[2:]}) == 1 and abs(peaks[1] - peaks[0]) <= 8
+    assert 2 * x.nbytes < peaks[0] < 3.1 * x.nbytes
 
 
 def test_a_tensor_given_twice_may_be_two_tensors_later() -> None:
