@@ -60,10 +60,9 @@ class VocabShard(nn.Module):
         if self.weight.is_meta:
             return
         seed = self._shared_seed()
-        state = torch.get_rng_state()
         weight, (rows, columns) = dtensor.local_part(self.weight)
         start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
-        try:
+        with torch.random.fork_rng(devices=[]):
             for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
                 # The odd multiplier gives every block another 32-bit seed. Only the CPU's
                 # generator is seeded.
@@ -73,8 +72,6 @@ class VocabShard(nn.Module):
                 self.init_method(block)
                 low, high = max(first, start), min(first + _BLOCK_ROWS, end)
                 weight[low - start : high - start] = block[low - first : high - first, columns]
-        finally:
-            torch.set_rng_state(state)
         if self.bias is not None:
             self.bias.zero_()
 
@@ -89,8 +86,7 @@ class VocabShard(nn.Module):
     def _mark_parameters(self) -> None:
         """Set Megatron's attributes, which are lost when a parameter is replaced."""
         for parameter in self.parameters():
-            for name, value in _MEGATRON_ATTRIBUTES.items():
-                setattr(parameter, name, value)
+            vars(parameter).update(_MEGATRON_ATTRIBUTES)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "VocabShard":
         super()._apply(fn, recurse)
@@ -104,9 +100,7 @@ class VocabShard(nn.Module):
         copied._mark_parameters()
         return copied
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tp_group is None:
             return
@@ -115,14 +109,12 @@ class VocabShard(nn.Module):
                 destination[prefix + name], self.padded_vocab_size, self.tp_group
             )
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **more: Any) -> None:
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self.named_parameters(recurse=False):
             if (value := state_dict.get(prefix + name)) is not None:
                 state_dict[prefix + name] = self._own_part(value, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **more)
         self._mark_parameters()
 
     def _own_part(self, value: Any, parameter: nn.Parameter) -> Any:
