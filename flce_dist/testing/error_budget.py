@@ -41,10 +41,8 @@ def relative_rms(actual: Tensor, reference: Tensor) -> float:
     difference = (actual.detach().double() - reference).norm().item()
     if not math.isfinite(difference):
         return math.nan
-    if difference == 0.0:
-        return 0.0
     scale = reference.norm().item()
-    return difference / scale if scale else math.inf
+    return difference / scale if scale else math.inf if difference else 0.0
 
 
 def error_budget(

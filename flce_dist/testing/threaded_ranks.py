@@ -194,9 +194,7 @@ def _op(opts: Any) -> str:
     return str(opts.reduceOp.op).removeprefix("RedOpType.")
 
 
-def _create_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> ThreadedGroup:
+def _create_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     group = ThreadedGroup(rank, world_size)
     # Ranks create a subgroup at different times: none may use it before all members have it.
     if store.add("members", 1) == world_size:
