@@ -1,6 +1,5 @@
 """Ranks whose GPU is that of fake_cuda.py: threads, of which one runs until it meets the others."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flce_dist.testing.forked_ranks import without_collections
 from tests.fake_cuda import Event, FakeBlock, FakeTensor, Graph, Storage, Stream
 from tests.fake_machine import Machine, Op, Wrong
 from tests.processes import LAST_RESORT_S
@@ -183,17 +183,8 @@ class Rank:
             self.graph = None
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Python finalizes all of a cycle before it frees any: the fake memory of tensors too early."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@_without_collections()
+# Python finalizes all of a cycle before it frees any: the fake memory of tensors too early.
+@without_collections()
 def run(
     P: int, program: Callable[[Rank], None], *, seeds: int = 0, one_queue: bool = False
 ) -> list[Exception | None]:

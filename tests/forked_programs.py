@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from flce_dist import torch_private
+from flce_dist.testing.forked_ranks import without_collections
 
 
 class Fork:
@@ -30,10 +31,12 @@ class Fork:
 
     def __init__(self, command: list[str], env: Mapping[str, str], output: IO[Any] | None = None):
         self.returncode: int | None = None
-        with warnings.catch_warnings():
+        with without_collections(), warnings.catch_warnings():
             # Python 3.12 warns of threads; programs use none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
+            if self.pid == 0:
+                gc.freeze()
         if self.pid == 0:
             _become(command, env, output)
 
@@ -56,7 +59,6 @@ class Fork:
 def _become(command: list[str], env: Mapping[str, str], output: IO[Any] | None) -> NoReturn:
     status = 1
     try:
-        gc.freeze()  # collecting a process group of the caller's would wait for threads not forked
         os.setsid()
         if output is not None:
             os.dup2(output.fileno(), 1)

@@ -18,6 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
+from flce_dist.testing.forked_ranks import without_collections
+
 if TYPE_CHECKING:
     from tests.forked_programs import Fork
 
@@ -137,6 +139,7 @@ def forked(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     context = get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
-    process.start()
+    with without_collections():
+        process.start()
     theirs.close()
     return process, ours

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+from multiprocessing.util import register_after_fork
 from typing import Any, Literal
 
 import pytest
@@ -174,17 +175,20 @@ def collect(group: dist.ProcessGroup) -> int:
 
 
 def test_what_the_caller_has_left_to_collect_stays_with_it():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    gc.disable()
+    """Also at a fork's first collection, which begins here at once."""
+    dist.init_process_group("gloo", store=(store := dist.HashStore()), rank=0, world_size=1)
+    usual = gc.get_threshold()
+    gc.set_threshold(10**9)
+    register_after_fork(store, lambda _: gc.set_threshold(1))
     try:
         dist.all_reduce(torch.ones(1))
         cycle: list[Any] = [dist.group.WORLD]
         cycle.append(cycle)
         dist.destroy_process_group()
         del cycle
-        assert run_ranks(collect, 2, backend="gloo") == [0, 1]
+        assert run_ranks(collect, 2, backend="gloo") == [0, 1] and gc.isenabled()
     finally:
-        gc.enable()
+        gc.set_threshold(*usual)
 
 
 @pytest.mark.parametrize(("kwargs", "said"), [

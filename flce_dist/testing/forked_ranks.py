@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -123,7 +123,7 @@ class RankPool(AbstractContextManager["RankPool"]):
             executor = ProcessPoolExecutor(1, fork, _start_rank, settings)
             self._executors.append(self._at_close.enter_context(executor))
             (self._folder / f"stack{rank}").touch()
-            with warnings.catch_warnings():
+            with without_collections(), warnings.catch_warnings():
                 # Python 3.12 warns of threads; workers use none of their locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 executor.submit(os.getpid)  # forks
@@ -144,10 +144,21 @@ class RankPool(AbstractContextManager["RankPool"]):
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Return where ranks are now: they write that to a file on a signal."""
         for rank in ranks:
-            pid: Any = self._workers[rank].pid
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(self._workers[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
         time.sleep(_GRACE_S)
         return {rank: (self._folder / f"stack{rank}").read_text() for rank in sorted(ranks)}
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Leave garbage be: collected in a fork, the caller's groups would wait for their threads."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
@@ -161,7 +172,8 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
     """Set up a worker, before its first task."""
     global _closure
     _closure = closure
-    gc.freeze()  # collecting a process group of the caller's would wait for threads not forked
+    gc.freeze()  # what is there to collect is the caller's
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles it and ends the workers
     threading.Thread(target=_end_with_caller, daemon=True).start()
     stack_file = (folder / f"stack{rank}").open("w")
@@ -178,8 +190,7 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
 
 
 def _end_with_caller() -> None:
-    caller = multiprocessing.parent_process()
-    assert caller is not None
+    caller: Any = multiprocessing.parent_process()
     caller.join()
     os._exit(1)
 
