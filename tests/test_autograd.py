@@ -157,15 +157,12 @@ def test_autocast_leaves_fp64_alone():
     assert loss.dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    "options, alone, not_reentrant, reentrant",
-    [
-        ({"schedule": "recompute"}, 4, 5, 5),
-        ({"schedule": "cached"}, 3, 4, 4),
-        ({"schedule": "in_forward"}, 3, 6, 4),
-        ({"schedule": "auto", "max_logits_bytes": 12 * 9000 * 4}, 3, 6, 4),
-    ],
-)
+@pytest.mark.parametrize("options, alone, not_reentrant, reentrant", [
+    ({"schedule": "recompute"}, 4, 5, 5),
+    ({"schedule": "cached"}, 3, 4, 4),
+    ({"schedule": "in_forward"}, 3, 6, 4),
+    ({"schedule": "auto", "max_logits_bytes": 12 * 9000 * 4}, 3, 6, 4),
+])  # fmt: skip
 def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, reentrant):
     """The first pass of a checkpoint runs with gradients, so in_forward computes them in vain."""
     T, V, H = 12, 12288, 4  # auto is in_forward here
@@ -260,13 +257,10 @@ def test_transforms_are_refused_by_name(name):
         TRANSFORMS[name](loss, inputs.weight)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ("in_forward", "use schedule='recompute'"),
-        (filtered.schedule(0.1), r"filtered\.schedule has gradients of the loss only"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "message"), [
+    ("in_forward", "use schedule='recompute'"),
+    (filtered.schedule(0.1), r"filtered\.schedule has gradients of the loss only"),
+])  # fmt: skip
 @pytest.mark.parametrize("name", METRICS)
 def test_gradients_of_metrics_are_refused(name, schedule, message):
     inputs, upstream = small("eager"), Upstream(1.0, metric_upstream(37, name))

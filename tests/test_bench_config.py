@@ -85,29 +85,26 @@ TOLD_SCORES = RunSpec("eager", over="ids", max_counted=True)
 SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
 
-@pytest.mark.parametrize(
-    "config, world_size, message",
-    [
-        (BenchConfig(), 1, "must name at least one shape, got none"),
-        (BenchConfig(shapes=SHAPE), 1, "runs must name at least one run for T=6 .*, got none"),
-        (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
-        (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
-        (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
-        (BenchConfig(shapes=SHAPE, runs=(TOLD,)), 1, "max_counted is an option of triton and"),
-        (
-            BenchConfig(shapes=SHAPE, runs=(SCORES,)),
-            1,
-            "the loss 'eager auto' beside 'eager auto o",
-        ),
-        (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
-        (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
-        (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
-        (BenchConfig(shapes=(ShapeSpec(T=-2),), runs=RUN), 1, r"shapes\[0\]\.T must be .*-2"),
-        (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
-        (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
-        (BenchConfig(cuda_graph=True, device="cpu"), 1, "cuda_graph needs a GPU, got device=cpu"),
-    ],
-)
+@pytest.mark.parametrize("config, world_size, message", [
+    (BenchConfig(), 1, "must name at least one shape, got none"),
+    (BenchConfig(shapes=SHAPE), 1, "runs must name at least one run for T=6 .*, got none"),
+    (BenchConfig(shapes=SHAPE * 2, runs=RUN), 1, "each shape once, got twice: .'T=6 H=4096"),
+    (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
+    (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
+    (BenchConfig(shapes=SHAPE, runs=(TOLD,)), 1, "max_counted is an option of triton and"),
+    (
+        BenchConfig(shapes=SHAPE, runs=(SCORES,)),
+        1,
+        "the loss 'eager auto' beside 'eager auto o",
+    ),
+    (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
+    (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
+    (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
+    (BenchConfig(shapes=(ShapeSpec(T=-2),), runs=RUN), 1, r"shapes\[0\]\.T must be .*-2"),
+    (BenchConfig(sample_ms=float("inf")), 1, "sample_ms must be a float that is .*, got inf"),
+    (BenchConfig(warmup=True), 1, "warmup must be an int within .*, got True"),
+    (BenchConfig(cuda_graph=True, device="cpu"), 1, "cuda_graph needs a GPU, got device=cpu"),
+])  # fmt: skip
 def test_impossible_grids(config, world_size, message):
     with pytest.raises(ConfigError, match=message):
         check_config(config, world_size=world_size)

@@ -99,16 +99,13 @@ def test_triton_without_gpu_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
         linear_cross_entropy(**arguments(impl="triton"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "message"),
-    [
-        ((7, 0), None, "needs compute capability 8.0 or newer, cuda:1 has 7.0: use impl='eager'"),
-        ((7, 5), None, "needs compute capability 8.0 or newer, cuda:1 has 7.5: use impl='eager'"),
-        ((8, 0), None, ""),
-        ((12, 0), None, ""),
-        ((9, 4), "6.4.43484", "ROCm 6.4.43484: use impl='eager'"),  # an MI300 is no Hopper
-    ],
-)
+@pytest.mark.parametrize(("capability", "hip", "message"), [
+    ((7, 0), None, "needs compute capability 8.0 or newer, cuda:1 has 7.0: use impl='eager'"),
+    ((7, 5), None, "needs compute capability 8.0 or newer, cuda:1 has 7.5: use impl='eager'"),
+    ((8, 0), None, ""),
+    ((12, 0), None, ""),
+    ((9, 4), "6.4.43484", "ROCm 6.4.43484: use impl='eager'"),  # an MI300 is no Hopper
+])  # fmt: skip
 def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypatch: Any) -> None:
     """Volta, Turing and AMD are refused by name."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -176,22 +176,19 @@ BY_SEQUENCE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("hidden", "labels", "sequence_dim", "message"),
-    [
-        ((3,), (3,), 0, f"labels must be (6,) from hidden (3, 4) {ALL_OF_TWO} (3,)"),
-        ((), (), 0, "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
-        ((3, 4), (3, 8), 0,
-         f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
-        ((3, 4), (24,), 0,
-         f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (24,){BY_SEQUENCE}"),
-        ((12,), (3, 8), 0,
-         f"labels must be (24,) from hidden (12, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
-        ((3, 4), (3, 4), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4)"),
-        ((12,), (12,), 1, "hidden must be [B, S / P, ..., H] with sequence_dim=1 under "
-         "sequence_parallel=True, got (12, 4)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hidden", "labels", "sequence_dim", "message"), [
+    ((3,), (3,), 0, f"labels must be (6,) from hidden (3, 4) {ALL_OF_TWO} (3,)"),
+    ((), (), 0, "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
+    ((3, 4), (3, 8), 0,
+     f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
+    ((3, 4), (24,), 0,
+     f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (24,){BY_SEQUENCE}"),
+    ((12,), (3, 8), 0,
+     f"labels must be (24,) from hidden (12, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
+    ((3, 4), (3, 4), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4)"),
+    ((12,), (12,), 1, "hidden must be [B, S / P, ..., H] with sequence_dim=1 under "
+     "sequence_parallel=True, got (12, 4)"),
+])  # fmt: skip
 def test_shapes_under_sequence_parallelism(
     hidden: tuple[int, ...], labels: tuple[int, ...], sequence_dim: int, message: str
 ) -> None:

@@ -66,17 +66,14 @@ def results(fn, T: int, options: dict[str, Any]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
-@pytest.mark.parametrize(
-    ("name", "fn", "impl"),
-    [
-        ("plain", loss_of_metrics, "eager"),
-        ("recompute, none", plain_loss, "triton"),
-        ("cached, padded", loss_of_metrics, "triton"),
-        ("in_forward", plain_loss, "eager"),
-        ("smoothing and softcap", loss_of_metrics, "eager"),
-        *(pytest.param(name, plain_loss, "triton", marks=pytest.mark.gpu) for name in OPTIONS),
-    ],
-)
+@pytest.mark.parametrize(("name", "fn", "impl"), [
+    ("plain", loss_of_metrics, "eager"),
+    ("recompute, none", plain_loss, "triton"),
+    ("cached, padded", loss_of_metrics, "triton"),
+    ("in_forward", plain_loss, "eager"),
+    ("smoothing and softcap", loss_of_metrics, "eager"),
+    *(pytest.param(name, plain_loss, "triton", marks=pytest.mark.gpu) for name in OPTIONS),
+])  # fmt: skip
 def test_one_graph_for_any_number_of_tokens(name, fn, impl):
     options = {**OPTIONS[name], "impl": impl}
     # The same graphs as inductor makes, in a tenth of the time; so that compiles one, on a GPU.
@@ -111,17 +108,14 @@ def test_under_autocast(name, backend):
 HIDDEN, WEIGHT, BIAS, LABELS = inputs(9)
 
 
-@pytest.mark.parametrize(
-    ("fn", "changes", "options", "message"),
-    [
-        (plain_loss, {1: WEIGHT[:, 1:]}, {}, r"weight must be \[V, H\] with H = 16 from hidden"),
-        (plain_loss, {}, {"vocab_size": True}, "vocab_size must be None or an int .*, got True"),
-        (plain_loss, {3: LABELS + 60}, {}, r"labels must be within \[0, 70\)"),
-        (loss_of_metrics, {}, {"schedule": "in_forward"},
-         r"under torch\.compile .* takes schedule='in_forward' only"),
-        (plain_loss, {}, {"accumulate_dweight": True}, r"not supported under torch\.compile"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fn", "changes", "options", "message"), [
+    (plain_loss, {1: WEIGHT[:, 1:]}, {}, r"weight must be \[V, H\] with H = 16 from hidden"),
+    (plain_loss, {}, {"vocab_size": True}, "vocab_size must be None or an int .*, got True"),
+    (plain_loss, {3: LABELS + 60}, {}, r"labels must be within \[0, 70\)"),
+    (loss_of_metrics, {}, {"schedule": "in_forward"},
+     r"under torch\.compile .* takes schedule='in_forward' only"),
+    (plain_loss, {}, {"accumulate_dweight": True}, r"not supported under torch\.compile"),
+])  # fmt: skip
 def test_refusals_keep_their_message(fn, changes, options, message):
     """Without fullgraph=True Dynamo breaks the graph where it cannot compile."""
     arguments = dict(enumerate((HIDDEN, WEIGHT, BIAS, LABELS))) | changes

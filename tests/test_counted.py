@@ -212,21 +212,18 @@ def n_of(problem: Problem) -> int:
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
-@pytest.mark.parametrize(
-    ("schedule", "problem", "more", "options"),
-    [
-        ("recompute", LONG, 0, {"reduce_in_fp32": True}),
-        ("cached", ONE_RANK, 3, {}),
-        ("cached", PER_TOKEN, 0, {}),
-        ("in_forward", LONG, 1000, {}),
-        ("in_forward", ONE_RANK, 1, {"max_logits_bytes": 9000}),
-        ("cached", LONG.changed(dtype=torch.bfloat16), 0, {}),
-        ("auto", NONE, 1, {}),
-        ("cached", LONG, None, {"skip_ignored": True}),
-        ("in_forward", ONE_RANK, None, {"skip_ignored": True}),
-        ("recompute", NONE, None, {"skip_ignored": True}),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "problem", "more", "options"), [
+    ("recompute", LONG, 0, {"reduce_in_fp32": True}),
+    ("cached", ONE_RANK, 3, {}),
+    ("cached", PER_TOKEN, 0, {}),
+    ("in_forward", LONG, 1000, {}),
+    ("in_forward", ONE_RANK, 1, {"max_logits_bytes": 9000}),
+    ("cached", LONG.changed(dtype=torch.bfloat16), 0, {}),
+    ("auto", NONE, 1, {}),
+    ("cached", LONG, None, {"skip_ignored": True}),
+    ("in_forward", ONE_RANK, None, {"skip_ignored": True}),
+    ("recompute", NONE, None, {"skip_ignored": True}),
+])  # fmt: skip
 def test_on_ranks(schedule, problem, more, options, sp):
     """Whose shards of the vocabulary are uneven."""
     most = None if more is None else n_of(problem) + more

@@ -90,26 +90,23 @@ SEQUENCE = {**ALL, "hidden": SPLIT}
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
-@pytest.mark.parametrize(
-    ("shape", "problem", "placements"),
-    [
-        ((2,), EVEN, ALL),
-        ((2,), EVEN, SEQUENCE),
-        ((4,), UNEVEN, ALL),
-        ((4,), UNEVEN, SEQUENCE),
-        ((4,), PADDED, ROWS),
-        ((4,), TINY, SEQUENCE),
-        ((4,), UNEVEN, {"hidden": WHOLE}),
-        ((4,), UNEVEN, {"weight": SPLIT}),
-        ((2, 2), UNEVEN, SEQUENCE),
-        ((2, 2), UNEVEN, ALL),
-        ((1, 2), UNEVEN, SEQUENCE),
-        ((2, 1), UNEVEN, SEQUENCE),
-        ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE, "hidden": WHOLE}),
-        ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE}),
-        ((1,), UNEVEN, {"rows": False, "weight": SPLIT, "bias": SPLIT}),
-    ],
-)
+@pytest.mark.parametrize(("shape", "problem", "placements"), [
+    ((2,), EVEN, ALL),
+    ((2,), EVEN, SEQUENCE),
+    ((4,), UNEVEN, ALL),
+    ((4,), UNEVEN, SEQUENCE),
+    ((4,), PADDED, ROWS),
+    ((4,), TINY, SEQUENCE),
+    ((4,), UNEVEN, {"hidden": WHOLE}),
+    ((4,), UNEVEN, {"weight": SPLIT}),
+    ((2, 2), UNEVEN, SEQUENCE),
+    ((2, 2), UNEVEN, ALL),
+    ((1, 2), UNEVEN, SEQUENCE),
+    ((2, 1), UNEVEN, SEQUENCE),
+    ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE, "hidden": WHOLE}),
+    ((2,), UNEVEN, {"rows": False, "weight": WHOLE, "bias": WHOLE}),
+    ((1,), UNEVEN, {"rows": False, "weight": SPLIT, "bias": SPLIT}),
+])  # fmt: skip
 def test_gradients_come_in_kind(pools, shape, problem, placements, schedule):
     options = {"schedule": schedule, "sequence_parallel": placements.get("hidden") == SPLIT}
     pool = pools[torch.Size(shape).numel()]

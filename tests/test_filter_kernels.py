@@ -116,21 +116,18 @@ def random_mask(blocks: int, J: int, density: float) -> Tensor:
 
 
 @each_device
-@pytest.mark.parametrize(
-    ("kept", "capacity"),
-    [
-        *(
-            (random_mask(3, 3, density), capacity)
-            for density in (0.0, 0.5, 1.0)
-            for capacity in (6, 7, 9, 100)
-        ),
-        (random_mask(1, 1, 1.0), 2),
-        (random_mask(7, 40, 0.2), 14),
-        (random_mask(7, 40, 0.9), 30),
-        (random_mask(70, 5, 0.4), 140),
-        (random_mask(2, 150, 0.1), 20),
-    ],
-)
+@pytest.mark.parametrize(("kept", "capacity"), [
+    *(
+        (random_mask(3, 3, density), capacity)
+        for density in (0.0, 0.5, 1.0)
+        for capacity in (6, 7, 9, 100)
+    ),
+    (random_mask(1, 1, 1.0), 2),
+    (random_mask(7, 40, 0.2), 14),
+    (random_mask(7, 40, 0.9), 30),
+    (random_mask(70, 5, 0.4), 140),
+    (random_mask(2, 150, 0.1), 20),
+])  # fmt: skip
 @poisoned_memory()
 def test_every_kept_tile_is_in_its_lists_once(kept, capacity, device):
     kept = kept.to(device)

@@ -22,14 +22,11 @@ from tests.problems import (
 
 
 @each_dtype
-@pytest.mark.parametrize(
-    ("gradient", "shape", "schedule", "budget"),
-    [
-        ("dweight", (4096, 40, 16), "in_forward", 1),  # 16 chunks
-        ("dhidden", (16, 4096, 32), "recompute", 4096 * 16),  # 16 windows
-        ("dhidden", (16, 4096, 32), "cached", 4096 * 16),
-    ],
-)
+@pytest.mark.parametrize(("gradient", "shape", "schedule", "budget"), [
+    ("dweight", (4096, 40, 16), "in_forward", 1),  # 16 chunks
+    ("dhidden", (16, 4096, 32), "recompute", 4096 * 16),  # 16 windows
+    ("dhidden", (16, 4096, 32), "cached", 4096 * 16),
+])  # fmt: skip
 def test_errors_do_not_grow_with_chunks_and_windows(gradient, shape, schedule, budget, dtype):
     T, V, hidden_size = shape
     inputs = make_inputs(T, V, hidden_size, dtype)

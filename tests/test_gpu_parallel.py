@@ -111,13 +111,10 @@ def planted_rank(group: dist.ProcessGroup, check: str, plant: Any) -> list[str]:
         return check_rank(group, check)
 
 
-@pytest.mark.parametrize(
-    ("check", "plant", "message"),
-    [
-        ("bits", never_the_same, "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not"),
-        ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
-    ],
-)
+@pytest.mark.parametrize(("check", "plant", "message"), [
+    ("bits", never_the_same, "part cached, SP, repeat 1: loss, dhidden, dweight, dbias not"),
+    ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
+])  # fmt: skip
 def test_a_mistake_is_found(check, plant, message, pools):
     for found in pools[2].run(planted_rank, check, plant):
         assert any(message in line for line in found), found

@@ -35,14 +35,11 @@ def sanitize(tool: str, arguments: list[str]) -> subprocess.CompletedProcess[str
     return done
 
 
-@pytest.mark.parametrize(
-    ("device", "impl", "cases"),
-    [
-        ("cpu", "eager", ALL),
-        pytest.param("cpu", "triton", 2, marks=interpreted),
-        pytest.param("cuda", "triton", ALL, marks=CUDA.marks),
-    ],
-)
+@pytest.mark.parametrize(("device", "impl", "cases"), [
+    ("cpu", "eager", ALL),
+    pytest.param("cpu", "triton", 2, marks=interpreted),
+    pytest.param("cuda", "triton", ALL, marks=CUDA.marks),
+])  # fmt: skip
 def test_every_case_is_within_its_budget(device, impl, cases, monkeypatch, capsys):
     options = ["--device", device, "--impl", impl, "--cases", str(cases)]
     monkeypatch.setattr(sys, "argv", ["gpu_sanitize", *options])

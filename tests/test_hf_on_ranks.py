@@ -73,18 +73,15 @@ def shard(model: Any, how: str) -> Any:
     return fully_shard(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("llama", "root"),
-        ("llama", "head"),
-        ("gemma2, softcap", "root"),
-        ("cohere, product", "norm and head"),
-        ("qwen3, tied", "root"),
-        ("qwen3, tied", "embedding and head"),
-        ("mixtral, auxiliary loss", "norm and head"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "how"), [
+    ("llama", "root"),
+    ("llama", "head"),
+    ("gemma2, softcap", "root"),
+    ("cohere, product", "norm and head"),
+    ("qwen3, tied", "root"),
+    ("qwen3, tied", "embedding and head"),
+    ("mixtral, auxiliary loss", "norm and head"),
+])  # fmt: skip
 @on_ranks(2)
 def test_fsdp2(group, kind, how):
     given: dict[str, Any] = {} if "tied" in kind else {"tie_word_embeddings": False}

@@ -56,16 +56,13 @@ def trained(model: Any, folder: Any, **changes: Any) -> dict[str, Any]:
     return {"losses": torch.tensor(losses), **weights}
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("gemma2, softcap", {"gradient_checkpointing": True}),
-        ("qwen3-moe, auxiliary loss", {"gradient_accumulation_steps": 3}),
-        ("gpt2, tied", {"label_smoothing_factor": 0.1}),  # which takes real logits
-        ("granite, quotient", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("llama", {}),
+    ("gemma2, softcap", {"gradient_checkpointing": True}),
+    ("qwen3-moe, auxiliary loss", {"gradient_accumulation_steps": 3}),
+    ("gpt2, tied", {"label_smoothing_factor": 0.1}),  # which takes real logits
+    ("granite, quotient", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+])  # fmt: skip
 def test_a_run_equals_their_own(kind, changes, tmp_path):
     """After SGD, whose steps are as long as the gradient."""
     changes = {"optim": "sgd", **changes}

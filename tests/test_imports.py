@@ -157,15 +157,12 @@ def test_every_file_is_seen():
     assert all((ROOT / name).exists() for name in (*EXCEPTIONS, *LAZILY))
 
 
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("kernels/new.py", "import torch\n\nx = torch.distributed.get_rank()"),
-        ("flce_dist/op/new.py", "def f():\n    from flce_dist.api import linear_cross_entropy"),
-        ("flce_dist/api.py", "import os\nrank = int(os.environ['RANK'])"),
-        ("flce_dist/megatron/plug_in.py", "from megatron.core import parallel_state"),
-        ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),
-    ],
-)
+@pytest.mark.parametrize(("file", "source"), [
+    ("kernels/new.py", "import torch\n\nx = torch.distributed.get_rank()"),
+    ("flce_dist/op/new.py", "def f():\n    from flce_dist.api import linear_cross_entropy"),
+    ("flce_dist/api.py", "import os\nrank = int(os.environ['RANK'])"),
+    ("flce_dist/megatron/plug_in.py", "from megatron.core import parallel_state"),
+    ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),
+])  # fmt: skip
 def test_a_violation_is_found(file, source):
     assert len(violations(ROOT / file, source)) == 1

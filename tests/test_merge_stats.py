@@ -54,14 +54,11 @@ def op(inputs: Inputs, **options: Any) -> Outcome:
     return run_op(inputs, Upstream(0.7), impl="triton", **options)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "dtype"),
-    [
-        *(("cached", dtype) for dtype in DTYPES),
-        *((x, torch.float32) for x in ("recompute", "auto")),
-        ("in_forward", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "dtype"), [
+    *(("cached", dtype) for dtype in DTYPES),
+    *((x, torch.float32) for x in ("recompute", "auto")),
+    ("in_forward", torch.bfloat16),
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("T", "V", "H"),
     # On a GPU tiles are 64 to 256 columns wide; 5000 columns fill no whole number of any.

@@ -124,16 +124,13 @@ def test_docstrings_list_the_options_that_are_accepted(documented: Any) -> None:
     assert names == {name for of, name in ACCEPTED if of.startswith(documented.__name__)}
 
 
-@pytest.mark.parametrize(
-    ("taker", "name", "meant"),
-    [
-        *((taker, name, None) for taker in TAKERS for name in ("none", *sorted(TAKERS[taker][1]))),
-        ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
-        ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
-        ("linear_logprob", "temperatur", "temperature"),
-        ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
-    ],
-)
+@pytest.mark.parametrize(("taker", "name", "meant"), [
+    *((taker, name, None) for taker in TAKERS for name in ("none", *sorted(TAKERS[taker][1]))),
+    ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
+    ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
+    ("linear_logprob", "temperatur", "temperature"),
+    ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
+])  # fmt: skip
 def test_other_keywords_are_refused_as_python_does(taker: str, name: str, meant: Any) -> None:
     message = re.escape(f"{taker}() got an unexpected keyword argument '{name}'")
     ending = "" if meant is None else rf"\. Did you mean '{meant}'\?$"

@@ -105,13 +105,10 @@ def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: 
     return peak.bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "window", "halves", "slices"),
-    [
-        ({"schedule": "recompute", "max_logits_bytes": 4096 * 256 * 4}, 256, 9, 0),
-        ({"schedule": "cached"}, 0, 7, 2),
-    ],
-)
+@pytest.mark.parametrize(("options", "window", "halves", "slices"), [
+    ({"schedule": "recompute", "max_logits_bytes": 4096 * 256 * 4}, 256, 9, 0),
+    ({"schedule": "cached"}, 0, 7, 2),
+])  # fmt: skip
 def test_gathered_hidden_is_not_copied(pools, options, window, halves, slices):
     """Of [T, H]: hidden, dhidden, gloo's own copy, half of it in the end, and the accumulator."""
     T, V, H = 4096, 600, 512
@@ -238,16 +235,13 @@ BEFORE = torch.randn(512, 512, requires_grad=True)  # 1 MiB
 LOSS = BEFORE.exp().sum()
 
 
-@pytest.mark.parametrize(
-    ("program", "expected_mib"),
-    [
-        (freed_in_between, 5),
-        (kept_with_a_view, 2),
-        (lambda: BEFORE.exp().sum(), 1),  # saves exp(x)
-        (lambda: LOSS.backward(retain_graph=True), 1),  # dx
-        (lambda: torch.logsumexp(BEFORE.detach(), dim=1), 1),  # exponentiates a copy of x
-    ],
-)
+@pytest.mark.parametrize(("program", "expected_mib"), [
+    (freed_in_between, 5),
+    (kept_with_a_view, 2),
+    (lambda: BEFORE.exp().sum(), 1),  # saves exp(x)
+    (lambda: LOSS.backward(retain_graph=True), 1),  # dx
+    (lambda: torch.logsumexp(BEFORE.detach(), dim=1), 1),  # exponentiates a copy of x
+])  # fmt: skip
 def test_the_peak_of_a_program(program: Callable[[], Any], expected_mib: int) -> None:
     BEFORE.grad = None
     with peak_memory("cpu") as peak:

@@ -129,36 +129,33 @@ def test_all_tokens_are_taken_at_once_if_they_fit(T, V, itemsize, H, more):
     assert len(chunks_of(chosen)) == 1 and not lending_of(chosen)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "schedule", "cached_v", "window_v", "chunks"),
-    [
-        ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 1),
-        # 1 GiB is 65,536 columns; at most 0.3 of them are the window, the others are cached.
-        ({"max_logits_bytes": GIB}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 1),
-        ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 1),
-        ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 1),
-        ({"reduces": True}, "in_forward", 128256, 4096, 2),
-        (
-            {"V": 256000, "H": 200, "reduces": True, "max_logits_bytes": GIB},
-            "cached",
-            48640,
-            2 * WAVE,
-            1,
-        ),
-        ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 1),
-        ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
-        ({"T": 32768}, "cached", 64000 - 4096, 4096, 1),
-        # In three GEMMs, with a quarter of what PyTorch takes for fp32 logits.
-        ({"T": 16384, "H": 7168, "V": 129280, "reduces": True}, "in_forward", 129280, 4096, 1),
-        ({"T": 12346, "H": 1536, "V": 151936}, "cached", 151936, WAVE, 1),
-        ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 1),
-        ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 2),
-        ({"schedule": "in_forward", "H": 1536, "T": 12345}, "in_forward", 128256, 4096, 1),
-        ({"schedule": "in_forward", "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
-        ({"schedule": "in_forward", "H": 4096, "converts": True}, "in_forward", 128256, 4096, 1),
-        ({"T": 0}, "cached", 128256, 4 * WAVE, 1),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "schedule", "cached_v", "window_v", "chunks"), [
+    ({"schedule": "recompute"}, "recompute", 0, 2 * WAVE, 1),
+    # 1 GiB is 65,536 columns; at most 0.3 of them are the window, the others are cached.
+    ({"max_logits_bytes": GIB}, "cached", 65536 - 2 * WAVE, 2 * WAVE, 1),
+    ({"max_logits_bytes": GIB // 4}, "cached", 16384 - 4864, 4864, 1),
+    ({"reduces": True, "H": 4096}, "in_forward", 128256, 4096, 1),
+    ({"reduces": True}, "in_forward", 128256, 4096, 2),
+    (
+        {"V": 256000, "H": 200, "reduces": True, "max_logits_bytes": GIB},
+        "cached",
+        48640,
+        2 * WAVE,
+        1,
+    ),
+    ({"reduces": True, "H": 4096, "expressible": False}, "recompute", 0, 2 * WAVE, 1),
+    ({"reduces": True, "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
+    ({"T": 32768}, "cached", 64000 - 4096, 4096, 1),
+    # In three GEMMs, with a quarter of what PyTorch takes for fp32 logits.
+    ({"T": 16384, "H": 7168, "V": 129280, "reduces": True}, "in_forward", 129280, 4096, 1),
+    ({"T": 12346, "H": 1536, "V": 151936}, "cached", 151936, WAVE, 1),
+    ({"schedule": "cached", "max_logits_bytes": 1}, "recompute", 0, 256, 1),
+    ({"schedule": "in_forward"}, "in_forward", 128256, 4096, 2),
+    ({"schedule": "in_forward", "H": 1536, "T": 12345}, "in_forward", 128256, 4096, 1),
+    ({"schedule": "in_forward", "H": 4096, "T": 32768}, "in_forward", 128256, 4096, 4),
+    ({"schedule": "in_forward", "H": 4096, "converts": True}, "in_forward", 128256, 4096, 1),
+    ({"T": 0}, "cached", 128256, 4 * WAVE, 1),
+])  # fmt: skip
 def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunks):
     chosen = make(**arguments)
     by_cache = "cached" if chosen.cached_v else "recompute"

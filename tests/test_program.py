@@ -66,16 +66,13 @@ def test_a_bug_shows_its_traceback(tmp_path, monkeypatch, capsys):
     assert lines[0].startswith("Traceback") and lines[-1] == "ModuleNotFoundError: x"
 
 
-@pytest.mark.parametrize(
-    "main, status",
-    [
-        (lambda: 0, 0),
-        (lambda: 1, 1),
-        (raising(KeyboardInterrupt()), 130),
-        (raising(SystemExit(143)), 143),
-        (raising(SystemExit(2)), 2),  # of a command line, explained before
-    ],
-)
+@pytest.mark.parametrize("main, status", [
+    (lambda: 0, 0),
+    (lambda: 1, 1),
+    (raising(KeyboardInterrupt()), 130),
+    (raising(SystemExit(143)), 143),
+    (raising(SystemExit(2)), 2),  # of a command line, explained before
+])  # fmt: skip
 def test_other_ends_say_nothing(main, status, tmp_path, monkeypatch, capsys, waits):
     assert ended(main, 1, tmp_path / "error.json", monkeypatch) == (status, "")
     assert capsys.readouterr() == ("", "")

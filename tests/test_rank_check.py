@@ -206,14 +206,11 @@ def test_ids_of_scores_are_compared():
     assert all(said.startswith(f"{BEGINS}hash of labels is ") for said in run_ranks(rank, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("labels", torch.arange(T).flip(0)),
-        ("token_weight", torch.linspace(0, 1, T)),
-        ("temperature", 0.6),
-    ],
-)
+@pytest.mark.parametrize(("name", "other"), [
+    ("labels", torch.arange(T).flip(0)),
+    ("token_weight", torch.linspace(0, 1, T)),
+    ("temperature", 0.6),
+])  # fmt: skip
 def test_values_that_all_must_share_are_compared(name, other):
     said = say({name: other})
     assert said.startswith(f"{BEGINS}hash of {name} is '")
@@ -223,16 +220,13 @@ def test_values_that_all_must_share_are_compared(name, other):
 WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("weight", "changes", "warns"),
-    [
-        (WHOLE, {}, True),
-        (WHOLE, {"vocab_size": V_ALL}, True),
-        (torch.ones(V_ALL, H), {}, False),  # a constant may be that of a shard
-        (WHOLE, {"labels": torch.arange(T) + V_ALL}, False),  # of other ranks' rows
-        (WHOLE, {"labels": torch.full((T,), -100)}, False),
-    ],
-)
+@pytest.mark.parametrize(("weight", "changes", "warns"), [
+    (WHOLE, {}, True),
+    (WHOLE, {"vocab_size": V_ALL}, True),
+    (torch.ones(V_ALL, H), {}, False),  # a constant may be that of a shard
+    (WHOLE, {"labels": torch.arange(T) + V_ALL}, False),  # of other ranks' rows
+    (WHOLE, {"labels": torch.full((T,), -100)}, False),
+])  # fmt: skip
 def test_a_whole_weight_on_every_rank_is_noticed(weight, changes, warns):
     same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None) | changes
     with warnings.catch_warnings(record=True) as caught:

@@ -108,13 +108,10 @@ def test_a_profiler_of_triton_sees_every_launch(programs: list[Any]) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("case", "sequence_parallel"),
-    [
-        *((case, True) for case in ("recompute", "cached", "chunks", "filtered", "counted")),
-        *((case, False) for case in ("recompute", "chunks")),
-    ],
-)
+@pytest.mark.parametrize(("case", "sequence_parallel"), [
+    *((case, True) for case in ("recompute", "cached", "chunks", "filtered", "counted")),
+    *((case, False) for case in ("recompute", "chunks")),
+])  # fmt: skip
 def test_ranks(programs: list[Any], case: str, sequence_parallel: bool) -> None:
     def rank(group: dist.ProcessGroup) -> list[Any]:
         problems = [Problem(T=T, H=H, V_all=V, seed=seed) for seed in (0, 1)]
@@ -136,18 +133,15 @@ def calls(issue: Callable[..., Any], *inputs: Tensor | None, facts: Any = None) 
 outside = torch.ones(3)
 
 
-@pytest.mark.parametrize(
-    ("issue", "is_replayed"),
-    [
-        pytest.param(lambda x: (x * 2.0, None), True, id="operation"),
-        pytest.param(lambda x: torch.cat([x, *x.split(1)])[1:].t(), True, id="lists and views"),
-        pytest.param(lambda x: x + outside, False, id="a tensor from elsewhere"),
-        pytest.param(lambda x: x * x.sum().item(), False, id="a number that was read"),
-        pytest.param(lambda x: x[x > 1.0] if x.sum() else x, False, id="a branch on data"),
-        pytest.param(lambda x: x[x > 1.0], False, id="a shape that data decides"),
-        pytest.param(lambda x: torch.tensor(3.0) * x, False, id="a tensor made of numbers"),
-    ],
-)
+@pytest.mark.parametrize(("issue", "is_replayed"), [
+    pytest.param(lambda x: (x * 2.0, None), True, id="operation"),
+    pytest.param(lambda x: torch.cat([x, *x.split(1)])[1:].t(), True, id="lists and views"),
+    pytest.param(lambda x: x + outside, False, id="a tensor from elsewhere"),
+    pytest.param(lambda x: x * x.sum().item(), False, id="a number that was read"),
+    pytest.param(lambda x: x[x > 1.0] if x.sum() else x, False, id="a branch on data"),
+    pytest.param(lambda x: x[x > 1.0], False, id="a shape that data decides"),
+    pytest.param(lambda x: torch.tensor(3.0) * x, False, id="a tensor made of numbers"),
+])  # fmt: skip
 def test_what_is_replayed(issue: Callable[..., Any], is_replayed: bool) -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
     *results, programs = calls(issue, x)

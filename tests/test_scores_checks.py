@@ -15,25 +15,22 @@ from tests.score_problem import T, V, problem
 over_ids = partial(problem, over="ids")
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"ids": torch.full((T, 2), V)}, r"ids must be within \[0, 150\), or -1"),
-        ({"ids": torch.full((T, 2), -2)}, r"ids must be within \[0, 150\), or -1"),
-        ({"ids": torch.full((T, 2), V - 1), "vocab_size": V - 1}, r"within \[0, 149\)"),
-        ({"ids": torch.ones(T + 1, 2, dtype=torch.long)}, r"ids must be \(24, 'K'\)"),
-        ({"ids": torch.ones(T, 2)}, "ids must be one of torch.int64, torch.int32"),
-        ({"offsets": torch.arange(T)}, r"ids must be \[N\] and offsets \[T \+ 1\]"),
-        ({"ids": torch.ones(T, dtype=torch.long), "offsets": torch.arange(T + 1) * 2}, "rise from"),
-        ({"temperature": 0.0}, "temperature must be a float that is finite and above 0"),
-        ({"temperature": -1.0}, "temperature must be a float that is finite and above 0"),
-        ({"temperature": torch.ones(3)}, r"temperature must have .* \(24,\)"),
-        ({"over": "labels"}, r"over must be one of \('vocabulary', 'ids'\), got 'labels'"),
-        ({"with_entropy": 1}, "with_entropy must be a bool"),
-        ({"schedule": "cached"}, "are of over='vocabulary', got 'cached' and None"),
-        ({"tp_invariant": True, "impl": "eager"}, "tp_invariant=True needs impl='triton'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "complaint"), [
+    ({"ids": torch.full((T, 2), V)}, r"ids must be within \[0, 150\), or -1"),
+    ({"ids": torch.full((T, 2), -2)}, r"ids must be within \[0, 150\), or -1"),
+    ({"ids": torch.full((T, 2), V - 1), "vocab_size": V - 1}, r"within \[0, 149\)"),
+    ({"ids": torch.ones(T + 1, 2, dtype=torch.long)}, r"ids must be \(24, 'K'\)"),
+    ({"ids": torch.ones(T, 2)}, "ids must be one of torch.int64, torch.int32"),
+    ({"offsets": torch.arange(T)}, r"ids must be \[N\] and offsets \[T \+ 1\]"),
+    ({"ids": torch.ones(T, dtype=torch.long), "offsets": torch.arange(T + 1) * 2}, "rise from"),
+    ({"temperature": 0.0}, "temperature must be a float that is finite and above 0"),
+    ({"temperature": -1.0}, "temperature must be a float that is finite and above 0"),
+    ({"temperature": torch.ones(3)}, r"temperature must have .* \(24,\)"),
+    ({"over": "labels"}, r"over must be one of \('vocabulary', 'ids'\), got 'labels'"),
+    ({"with_entropy": 1}, "with_entropy must be a bool"),
+    ({"schedule": "cached"}, "are of over='vocabulary', got 'cached' and None"),
+    ({"tp_invariant": True, "impl": "eager"}, "tp_invariant=True needs impl='triton'"),
+])  # fmt: skip
 def test_refusals(options: dict[str, Any], complaint: str) -> None:
     given = over_ids()
     arguments = {"ids": given.ids, "over": "ids", **options}

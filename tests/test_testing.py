@@ -77,14 +77,11 @@ def test_a_raising_rank_is_named_and_its_exception_kept(backend):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        (lambda: os._exit(3), "rank 1 of 3 ended with exit code 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 3 was killed by SIGKILL"),
-        (raise_unpicklable, r"rank 1 of 3 raised[\s\S]*Unpicklable: 7: no"),
-    ],
-)
+@pytest.mark.parametrize(("end", "said"), [
+    (lambda: os._exit(3), "rank 1 of 3 ended with exit code 3"),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of 3 was killed by SIGKILL"),
+    (raise_unpicklable, r"rank 1 of 3 raised[\s\S]*Unpicklable: 7: no"),
+])  # fmt: skip
 def test_a_failed_rank_ends_the_others_and_is_named(end, said):
     def rank(group):
         if group.rank() == 1:
@@ -112,14 +109,11 @@ def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
     assert "ranks 1 of 2" in str(caught.value) and "oversleep" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("of_rank_1", "said"),
-    [
-        (lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
-         r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"),
-        (lambda x: None, r"waits in allreduce .* but rank 1 has returned"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("of_rank_1", "said"), [
+    (lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
+     r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"),
+    (lambda x: None, r"waits in allreduce .* but rank 1 has returned"),
+])  # fmt: skip
 def test_threads_name_a_rank_that_does_something_else(of_rank_1, said):
     def rank(group):
         call = of_rank_1 if group.rank() == 1 else dist.all_reduce

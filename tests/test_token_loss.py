@@ -106,14 +106,11 @@ def test_token_weights_of_another_dtype(impl, schedule, dtype):
 
 @both
 @pytest.mark.parametrize("schedule", ["cached", "in_forward"])
-@pytest.mark.parametrize(
-    ("weights", "total", "mean"),
-    [
-        ((2.0, -1.0, -1.0), None, INF),  # of a loss far from 0
-        ((1e300, 1e300, 1e300), INF, NAN),
-        ((1.0, NAN, 1.0), NAN, NAN),
-    ],
-)
+@pytest.mark.parametrize(("weights", "total", "mean"), [
+    ((2.0, -1.0, -1.0), None, INF),  # of a loss far from 0
+    ((1e300, 1e300, 1e300), INF, NAN),
+    ((1.0, NAN, 1.0), NAN, NAN),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_token_weights_at_the_edge(impl, schedule, weights, total, mean):
     """What the formula comes to in fp32; a fourth token is ignored, with its weight."""

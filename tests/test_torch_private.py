@@ -61,14 +61,11 @@ def test_without_an_assertion_on_the_device_the_host_waits(monkeypatch):
         torch_private.assert_soon(torch.tensor(False), "labels")
 
 
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        ("_resolve_process_group", lambda: torch_private.group_named("0")),
-        ("_get_default_store", torch_private.default_store),
-        ("__create_chunk_list__", lambda: torch_private.place_of(torch.ones(2))),  # has none
-    ],
-)
+@pytest.mark.parametrize(("name", "use"), [
+    ("_resolve_process_group", lambda: torch_private.group_named("0")),
+    ("_get_default_store", torch_private.default_store),
+    ("__create_chunk_list__", lambda: torch_private.place_of(torch.ones(2))),  # has none
+])  # fmt: skip
 def test_what_nothing_replaces_raises(monkeypatch, name, use):
     lacks(monkeypatch, c10d, name)
     with names_torch:

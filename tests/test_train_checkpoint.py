@@ -82,16 +82,13 @@ def be_of_step_10(manifest: Path) -> None:
     shutil.copy(manifest.parents[1] / "step-00000010" / MANIFEST, manifest)
 
 
-@pytest.mark.parametrize(
-    "file, damage, reason",
-    [
-        ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
-        (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
-        (MANIFEST, write_list, "manifest.json must hold a JSON object, got []"),
-        (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
-        (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
-    ],
-)
+@pytest.mark.parametrize("file, damage, reason", [
+    ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
+    (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
+    (MANIFEST, write_list, "manifest.json must hold a JSON object, got []"),
+    (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
+    (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),
+])  # fmt: skip
 def test_a_damaged_newest_is_skipped_by_name(directory, file, damage, reason):
     damage(directory / "step-00000015" / file)
     step, (damaged, decision) = newest(directory)
@@ -184,14 +181,11 @@ FULL = r"{}/step-00000020.tmp: No space left on device; it needs 19216 bytes, \d
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
-@pytest.mark.parametrize(
-    "fault, expected",
-    [
-        pytest.param(MANIFEST, f"cannot write {FULL}", marks=needs_full),
-        ("no folder", "cannot write .*/step-00000020.tmp: {}/.*/manifest.json is not a directory"),
-        ("apart", "checkpoints must lie where all ranks see them, .* find rank-00001.pt of .*"),
-    ],
-)
+@pytest.mark.parametrize("fault, expected", [
+    pytest.param(MANIFEST, f"cannot write {FULL}", marks=needs_full),
+    ("no folder", "cannot write .*/step-00000020.tmp: {}/.*/manifest.json is not a directory"),
+    ("apart", "checkpoints must lie where all ranks see them, .* find rank-00001.pt of .*"),
+])  # fmt: skip
 def test_a_failed_save_is_one_error_on_all_ranks_and_leaves_the_old_checkpoints(
     ranks, directory, fault, expected
 ):

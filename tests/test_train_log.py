@@ -92,17 +92,14 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_killed(tmp_path
     assert said.startswith(owner) and said.endswith("taking it over\n")
 
 
-@pytest.mark.parametrize(
-    "changes, job, refused",
-    [
-        ({}, "", "held by process 7 on elsewhere, started then, and "),
-        ({}, "12", "held by process 7 on elsewhere"),
-        ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
-        ({"boot": this_run()["boot"]}, "", None),  # another container of this machine
-        ({"host": this_run()["host"]}, "", None),  # this machine before it was started anew
-        (None, "", r"an unknown run \(run.lock cannot be read\)"),
-    ],
-)
+@pytest.mark.parametrize("changes, job, refused", [
+    ({}, "", "held by process 7 on elsewhere, started then, and "),
+    ({}, "12", "held by process 7 on elsewhere"),
+    ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
+    ({"boot": this_run()["boot"]}, "", None),  # another container of this machine
+    ({"host": this_run()["host"]}, "", None),  # this machine before it was started anew
+    (None, "", r"an unknown run \(run.lock cannot be read\)"),
+])  # fmt: skip
 def test_what_was_held_on_another_machine_is_refused(tmp_path, monkeypatch, changes, job, refused):
     monkeypatch.setenv("SLURM_JOB_ID", job)
     owner = {"pid": 7, "host": "elsewhere", "since": "then", "boot": "other", "slurm_job": None}

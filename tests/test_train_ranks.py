@@ -22,14 +22,11 @@ PR_GET_PDEATHSIG = 2  # linux/prctl.h
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model.hiden-size", "64"], "hiden-size"),
-        (["--head.schedule", "fast"], "fast"),
-        (["--model.num-heads", "6"], "error: model.hidden_size must be divisible"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model.hiden-size", "64"], "hiden-size"),
+    (["--head.schedule", "fast"], "fast"),
+    (["--model.num-heads", "6"], "error: model.hidden_size must be divisible"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_ranks_start(arguments, message, monkeypatch, capfd):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
@@ -39,15 +36,12 @@ def test_what_is_wrong_is_said_before_ranks_start(arguments, message, monkeypatc
     assert message in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(
-    ("ended", "status", "said"),
-    [
-        (None, 0, ""),
-        (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, 2, "")}), 2, ""),  # a rank has said why
-        (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}), 137, KILLED),
-        (SignalException("to the agent", signal.SIGTERM), 143, ""),
-    ],
-)
+@pytest.mark.parametrize(("ended", "status", "said"), [
+    (None, 0, ""),
+    (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, 2, "")}), 2, ""),  # a rank has said why
+    (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}), 137, KILLED),
+    (SignalException("to the agent", signal.SIGTERM), 143, ""),
+])  # fmt: skip
 def test_ranks_started_here_end_as_the_first_that_failed(ended, status, said, monkeypatch, capsys):
     def torchrun(arguments: list[str]) -> None:
         assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
@@ -96,16 +90,13 @@ def test_what_another_launcher_starts_may_outlive_it(monkeypatch):
     assert after.value == before.value != signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("parent", "command", "orphan"),
-    [
-        (2, b"/sbin/init\0", False),
-        (1, b"/sbin/init\0", True),
-        (1, None, True),
-        (1, b"/usr/bin/python3\0/usr/bin/torchrun\0", False),
-        (1, b"python\0-m\0torch.distributed.run", False),
-    ],
-)
+@pytest.mark.parametrize(("parent", "command", "orphan"), [
+    (2, b"/sbin/init\0", False),
+    (1, b"/sbin/init\0", True),
+    (1, None, True),
+    (1, b"/usr/bin/python3\0/usr/bin/torchrun\0", False),
+    (1, b"python\0-m\0torch.distributed.run", False),
+])  # fmt: skip
 def test_who_is_an_orphan(parent, command, orphan, tmp_path):
     (tmp_path / "1").mkdir()
     if command is not None:

@@ -200,14 +200,11 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pa
     assert "4/6 [" in screen.rpartition("\r")[2] and screen.endswith("\n") and nothing == ""
 
 
-@pytest.mark.parametrize(
-    ("event", "step", "said"),
-    [
-        ("loss", 3, "loss is nan, gradient norm is nan"),
-        ("gradient norm", 3, "gradient norm is inf"),
-        ("validation loss", 4, "validation loss is inf"),
-    ],
-)
+@pytest.mark.parametrize(("event", "step", "said"), [
+    ("loss", 3, "loss is nan, gradient norm is nan"),
+    ("gradient norm", 3, "gradient norm is inf"),
+    ("validation loss", 4, "validation loss is inf"),
+])  # fmt: skip
 def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, event, step, said):
     (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
     assert first == second and first.startswith(f"step {step}: {said}, so the run stops")

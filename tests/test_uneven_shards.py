@@ -35,16 +35,13 @@ def uneven_step(group: Any, **options: Any) -> tuple[Outcome, int]:
     return found, peak.bytes - 2 * found.dweight.nbytes
 
 
-@pytest.mark.parametrize(
-    ("schedule", "sp", "frozen"),
-    [
-        ("cached", False, ()),
-        ("auto", False, ()),
-        ("in_forward", False, ()),
-        # Only hidden is trained, so that a rank which caches all needs no tokens in backward.
-        ("cached", True, ("weight", "bias")),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "sp", "frozen"), [
+    ("cached", False, ()),
+    ("auto", False, ()),
+    ("in_forward", False, ()),
+    # Only hidden is trained, so that a rank which caches all needs no tokens in backward.
+    ("cached", True, ("weight", "bias")),
+])  # fmt: skip
 def test_a_larger_shard_stays_within_the_budget(pools, schedule, sp, frozen):
     options = {"schedule": schedule, "sequence_parallel": sp, "frozen": frozen}
     outcomes, peaks = zip(*pools[2].run(uneven_step, **options), strict=True)

@@ -117,14 +117,11 @@ def test_nothing_verified_is_not_a_pass(monkeypatch, capsys):
     assert "do not fit into memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--shapes", "8", "0", "16"], r"^shapes\[0\]\[1\] must be an int within .*, got 0$"),
-        (["--seed=-1"], r"^seed must be an int within \[0, 2\*\*32\), got -1$"),
-        (["--device", "cuda"], "^device=cuda needs a GPU, found none$"),
-    ],
-)
+@pytest.mark.parametrize("args, message", [
+    (["--shapes", "8", "0", "16"], r"^shapes\[0\]\[1\] must be an int within .*, got 0$"),
+    (["--seed=-1"], r"^seed must be an int within \[0, 2\*\*32\), got -1$"),
+    (["--device", "cuda"], "^device=cuda needs a GPU, found none$"),
+])  # fmt: skip
 def test_wrong_values_are_found_before_ranks_meet(args, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):

@@ -35,16 +35,13 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
     assert in_turns > 0 and (dealt.max(1).values - dealt.min(1).values).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("counts", "rows", "message"),
-    [
-        (torch.zeros(2, 3), None, r"counts must be a tensor \[V_all\], got \(2, 3\)"),
-        ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
-        (torch.tensor([4, -0.5]), None, "counts must be real numbers of at least 0, got -0.5"),
-        (torch.tensor([4, torch.nan]), None, "counts must be real numbers of at least 0, got nan"),
-        (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
-    ],
-)
+@pytest.mark.parametrize(("counts", "rows", "message"), [
+    (torch.zeros(2, 3), None, r"counts must be a tensor \[V_all\], got \(2, 3\)"),
+    ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
+    (torch.tensor([4, -0.5]), None, "counts must be real numbers of at least 0, got -0.5"),
+    (torch.tensor([4, torch.nan]), None, "counts must be real numbers of at least 0, got nan"),
+    (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
+])  # fmt: skip
 def test_wrong_counts_are_refused(counts, rows, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         frequency_order(counts, padded_vocab_size=rows)

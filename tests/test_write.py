@@ -39,14 +39,11 @@ def test_json_is_strict_and_ends_its_last_line(tmp_path):
     assert text.endswith("}\n")
 
 
-@pytest.mark.parametrize(
-    ("error", "needed", "reason"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), None, "No space left on device"),
-        (OSError("8 requested and 3 written"), 8, r"8 .* written; it needs 8 bytes, \d+ are free"),
-        (OSError(errno.EROFS, "Read only"), 8, "{folder} cannot be written: Read only"),
-    ],
-)
+@pytest.mark.parametrize(("error", "needed", "reason"), [
+    (OSError(errno.ENOSPC, "No space left on device"), None, "No space left on device"),
+    (OSError("8 requested and 3 written"), 8, r"8 .* written; it needs 8 bytes, \d+ are free"),
+    (OSError(errno.EROFS, "Read only"), 8, "{folder} cannot be written: Read only"),
+])  # fmt: skip
 def test_an_error_names_the_file_and_the_reason(tmp_path, error, needed, reason):
     path = tmp_path / "run" / "a"
     with pytest.raises(RunError) as raised, writing(path, needed):
@@ -65,13 +62,10 @@ def test_results_are_written_in_no_other_way():
     assert names == {"write.py", "program.py"}
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("bench", ["--config", f"{LAUNCH.parent}/configs/bench/smoke.yaml", "--out", "{stem}"]),
-        ("verify", ["--output", "{stem}.json"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("bench", ["--config", f"{LAUNCH.parent}/configs/bench/smoke.yaml", "--out", "{stem}"]),
+    ("verify", ["--output", "{stem}.json"]),
+])  # fmt: skip
 def test_work_that_would_be_lost_does_not_begin(name, arguments, tmp_path, monkeypatch):
     for package in ("tyro", "rich", "megatron.core"):
         pytest.importorskip(package)

@@ -42,29 +42,26 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
     assert found.model.num_layers == RunConfig().model.num_layers
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("model:\n  hiden_size: 64", r"unknown key model\.hiden_size; did you mean model\.hidde"),
-        ("zzz: 1", "unknown key zzz; known: out_dir, steps"),
-        ("steps: true", r"steps must be int, got True"),
-        ("optimizer:\n  lr: 1e-3", r"optimizer\.lr must be float, got '1e-3'; .*write 1\.0e-3"),
-        ("head:\n  schedule: fast", r"head\.schedule must be one of auto, .*got 'fast'"),
-        ("model: 3", r"model must hold keys and values, got 3"),
-        ("steps: 1\nmodel: [", r"run\.yaml:2: must be YAML: .*expected the node content"),
-        ("optimizer:\n  lr: 1.0\n  lr: 2.0", r"run\.yaml:3: .* key lr is given twice, .* line 2$"),
-        ("seed: 1\nsteps: 2026-13-01", r"run\.yaml:2: .*'2026-13-01' cannot be read: month must"),
-        ("seed: 1\nsteps: \0", r"run\.yaml:2: must be YAML: special characters are not allowed"),
-        (b"seed: 1\nout_dir: \xff", r"run\.yaml:2: must be UTF-8, got byte 0xff"),
-        ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
-        ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
-        ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
-        ("[]", r"the top level must hold keys and values, got \[\]"),
-        ("shapes: 3", r"shapes must be a list, got 3"),
-        ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
-        ("shapes: [{}, {T: x}]", r"shapes\[1\]\.T must be int, got 'x'"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("model:\n  hiden_size: 64", r"unknown key model\.hiden_size; did you mean model\.hidde"),
+    ("zzz: 1", "unknown key zzz; known: out_dir, steps"),
+    ("steps: true", r"steps must be int, got True"),
+    ("optimizer:\n  lr: 1e-3", r"optimizer\.lr must be float, got '1e-3'; .*write 1\.0e-3"),
+    ("head:\n  schedule: fast", r"head\.schedule must be one of auto, .*got 'fast'"),
+    ("model: 3", r"model must hold keys and values, got 3"),
+    ("steps: 1\nmodel: [", r"run\.yaml:2: must be YAML: .*expected the node content"),
+    ("optimizer:\n  lr: 1.0\n  lr: 2.0", r"run\.yaml:3: .* key lr is given twice, .* line 2$"),
+    ("seed: 1\nsteps: 2026-13-01", r"run\.yaml:2: .*'2026-13-01' cannot be read: month must"),
+    ("seed: 1\nsteps: \0", r"run\.yaml:2: must be YAML: special characters are not allowed"),
+    (b"seed: 1\nout_dir: \xff", r"run\.yaml:2: must be UTF-8, got byte 0xff"),
+    ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
+    ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
+    ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
+    ("[]", r"the top level must hold keys and values, got \[\]"),
+    ("shapes: 3", r"shapes must be a list, got 3"),
+    ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
+    ("shapes: [{}, {T: x}]", r"shapes\[1\]\.T must be int, got 'x'"),
+])  # fmt: skip
 def test_wrong_yaml(tmp_path, text, message):
     of_bench = str(text).startswith("shapes")
     with pytest.raises(ConfigError, match=message) as error:
@@ -149,30 +146,27 @@ THEIRS = ["--head.kind", "megatron_fused"]
 SMOOTH_CAP = ["--head.softcap", "30", "--head.label-smoothing", "0.1"]
 
 
-@pytest.mark.parametrize(
-    "overrides, world_size, message",
-    [
-        (["--model.num-heads", "6"], 2, r"model\.hidden_size must be divisible by .* = 6"),
-        ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
-        (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
-        ([*THEIRS, "--head.z-loss-weight", "1e-4"], 2, r"head\.z_loss_weight is an .* 0\.0001"),
-        (["--model.ffn-hidden-size", "33"], 2, r"model\.ffn_hidden_size must be divisible by"),
-        (["--model.seq-length", "33"], 2, r"seq_length must be divisible by .* = 2, got 33"),
-        (["--model.num-heads", "128"], 2, r"even for rotary embeddings, got 1"),
-        (["--optimizer.min-lr", "1"], 2, r"min_lr must be at most optimizer\.lr = 0\.003, got 1"),
-        (["--optimizer.warmup-steps", "101"], 2, r"at most optimizer\.decay_steps = 100, got 101"),
-        (["--optimizer.weight-decay", "500"], 2, r"weight_decay must be below 1 / .*, got 500"),
-        (["--head.schedule", "cached", *SMOOTH_CAP], 2, r"^head\.schedule='cached' .*='recompute'"),
-        (["--head.filter-eps", "0", "--head.schedule", "cached"], 2, r"^head\.filter_eps needs"),
-        (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, "^head.filtered.* needs softcap"),
-        ([*THEIRS, "--head.skip-ignored"], 2, r"head\.skip_ignored is an option of .*, got True"),
-        (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
-        (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
-        (["--config", "nowhere.yaml"], 2, r"--config must .* got nowhere\.yaml: No such file or"),
-        (["--config", "."], 2, r"--config must name a file that can be read, got \.: Is a direc"),
-        (["--config"], 2, "--config must be followed by a YAML file"),
-    ],
-)
+@pytest.mark.parametrize("overrides, world_size, message", [
+    (["--model.num-heads", "6"], 2, r"model\.hidden_size must be divisible by .* = 6"),
+    ([], 3, r"number of ranks that torchrun starts must be divisible by parallel\.tensor = 2"),
+    (["--parallel.tensor", "8"], 8, r"model\.num_heads must be divisible by parallel\.tensor"),
+    ([*THEIRS, "--head.z-loss-weight", "1e-4"], 2, r"head\.z_loss_weight is an .* 0\.0001"),
+    (["--model.ffn-hidden-size", "33"], 2, r"model\.ffn_hidden_size must be divisible by"),
+    (["--model.seq-length", "33"], 2, r"seq_length must be divisible by .* = 2, got 33"),
+    (["--model.num-heads", "128"], 2, r"even for rotary embeddings, got 1"),
+    (["--optimizer.min-lr", "1"], 2, r"min_lr must be at most optimizer\.lr = 0\.003, got 1"),
+    (["--optimizer.warmup-steps", "101"], 2, r"at most optimizer\.decay_steps = 100, got 101"),
+    (["--optimizer.weight-decay", "500"], 2, r"weight_decay must be below 1 / .*, got 500"),
+    (["--head.schedule", "cached", *SMOOTH_CAP], 2, r"^head\.schedule='cached' .*='recompute'"),
+    (["--head.filter-eps", "0", "--head.schedule", "cached"], 2, r"^head\.filter_eps needs"),
+    (["--head.filter-eps", "0.1", "--head.softcap", "30"], 2, "^head.filtered.* needs softcap"),
+    ([*THEIRS, "--head.skip-ignored"], 2, r"head\.skip_ignored is an option of .*, got True"),
+    (["--data.text", "nowhere.txt"], 2, r"data\.text must be a file, got nowhere\.txt"),
+    (["--data.text", "x" * 300], 2, r"data\.text must be a file, got xxx"),
+    (["--config", "nowhere.yaml"], 2, r"--config must .* got nowhere\.yaml: No such file or"),
+    (["--config", "."], 2, r"--config must name a file that can be read, got \.: Is a direc"),
+    (["--config"], 2, "--config must be followed by a YAML file"),
+])  # fmt: skip
 def test_impossible_combinations(overrides, world_size, message):
     with pytest.raises(ConfigError, match=message):
         load_config(overrides, world_size=world_size)
