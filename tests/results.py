@@ -5,8 +5,9 @@
 
 docs/results.yaml says which program measures each file on which machine, and what each table shows.
 Files of one GPU are measured side by side; those of ``alone``, the host's times, one by one.
-A table stands behind a line ``<!-- table: its name -->``. Where a page says ``commit 1234567`` and
-then links to a file of docs/results, the commit is the file's.
+A table stands behind a line ``<!-- table: its name -->``, ``<!--name-->`` behind a range, or behind
+the largest number of one. Where a page says ``commit 1234567`` and then links to a file of
+docs/results, the commit is the file's.
 """
 
 import argparse
@@ -38,6 +39,7 @@ FILES = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 USUAL = {"impl": "triton", "mode": "forward_backward", "max_logits_bytes": None, "filter_eps": None}
 TABLE = re.compile(r"(?<=^<!-- table: )(.*?)( -->\n\n)((?:\|.*\n)*)", re.M)
+RANGE = re.compile(r"([\d.e-]+)(\s+to\s+)?([\d.e-]*)<!--([\w-]+)-->")
 COMMIT = re.compile(
     r"(?<=ommit[ \n])[0-9a-f]{7}(?=,?\s+\(?\[[^\]]+\]\((?:docs/)?results/([\w-]+)\.json\))"
 )
@@ -53,11 +55,14 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((FILES / f"{name}.json").read_text())
 
 
+def matching(file: str, **where: Any) -> list[dict[str, Any]]:
+    """Return the records of a file that have these values; absent is None."""
+    records = result(file)["records"]
+    return [r for r in records if all((r.get(k) or None) == (x or None) for k, x in where.items())]
+
+
 def record(where: dict[str, Any]) -> dict[str, Any]:
-    """Return the only record of ``where["file"]`` that has these values; absent is None."""
-    where = dict(where)
-    records = result(where.pop("file"))["records"]
-    found = [r for r in records if all((r.get(k) or None) == (x or None) for k, x in where.items())]
+    found = matching(**where)
     if len(found) != 1:
         raise ValueError(f"{where} must be one record, got {len(found)}")
     return found[0]
@@ -88,9 +93,30 @@ def table(name: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def extremes(name: str) -> list[str]:
+    """Return the least and the largest number of a range, or their sum twice."""
+    of = spec()["ranges"][name]
+    numbers = list[float]()
+    for file, where in itertools.product(of["files"], of["where"]):
+        where = {**USUAL, "file": file, **where}
+        for x in matching(**where):
+            size = {name: x.get(name) for name in "THV"}
+            per = record({**where, **of["per"], **size}) if "per" in of else {}
+            numbers += [of.get("times", 1) * x[key] / per.get(key, 1) for key in of["values"]]
+    if of.get("sum"):
+        numbers = [sum(numbers)]
+    return [cell(of["cell"], {"x": x}) for x in (min(numbers), max(numbers))]
+
+
+def ranged(found: re.Match[str]) -> str:
+    least, largest = extremes(found[4])
+    return f"{least + found[2] if found[2] else ''}{largest}<!--{found[4]}-->"
+
+
 def written(text: str) -> str:
-    """Return a page with its tables and commits as the files have them."""
+    """Return a page with its tables, ranges and commits as the files have them."""
     text = TABLE.sub(lambda found: found[1] + found[2] + table(found[1]), text)
+    text = RANGE.sub(ranged, text)
     return COMMIT.sub(lambda found: result(found[1]).get("about", {}).get("commit", found[0]), text)
 
 

@@ -167,6 +167,25 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
         results.closest(written)
 
 
+def test_a_range_is_of_all_its_records_and_over_those_of_the_same_size(monkeypatch):
+    def records(mine: float, theirs: float) -> dict[str, Any]:
+        sizes = {1: 1.0, 2: 1.5}
+        ours = [
+            dict(T=T, impl="triton", mode="forward_backward", ms=mine * x) for T, x in sizes.items()
+        ]
+        others = [{**one, "impl": "eager", "ms": theirs} for one in ours]
+        return {"records": ours + others}
+
+    of = {"files": ["a", "b"], "where": [{}], "values": ["ms"], "cell": "{x:.1f}"}
+    ranges = {"times": of, "over": {**of, "per": {"impl": "eager"}}, "sum": {**of, "sum": True}}
+    monkeypatch.setattr(results, "spec", lambda: {"ranges": ranges})
+    monkeypatch.setattr(results, "result", {"a": records(2, 4), "b": records(1, 1)}.get)
+    page = "0 to\n 9<!--times--> 8<!--times-->, 0.1 to 0.2<!--over-->, 7<!--sum-->"
+    assert results.written(page) == (
+        "1.0 to\n 3.0<!--times--> 3.0<!--times-->, 0.5 to 1.5<!--over-->, 7.5<!--sum-->"
+    )
+
+
 def test_another_number_and_another_commit_would_be_noticed():
     names = results.spec()["tables"]
     shown = [name for page in PAGES for name, *_ in results.TABLE.findall(page.read_text())]
@@ -174,7 +193,12 @@ def test_another_number_and_another_commit_would_be_noticed():
     page = (ROOT / "docs" / "performance.md").read_text()
     commits = [found[0] for found in results.COMMIT.finditer(page)]
     assert len(commits) >= 6
+    marked = [x[4] for page in PAGES for x in results.RANGE.finditer(page.read_text())]
+    assert sorted(marked) == sorted(results.spec()["ranges"])
     cell = results.table("one GPU").splitlines()[2].split(" | ")[1]
-    for shown_so, other in ((f"| {cell} |", "| 9.99 (17) |"), (commits[0], "0000000")):
+    (_, most), name = results.extremes("auto-x1"), "<!--auto-x1-->"
+    for shown_so, other in (
+        (f"| {cell} |", "| 9.99 (17) |"), (f"{most}{name}", f"9.99{name}"), (commits[0], "0000000"),
+    ):  # fmt: skip
         assert shown_so in page
         assert results.written(page.replace(shown_so, other, 1)) == page
