@@ -1,9 +1,9 @@
-"""Measure what README and docs show, and write their tables from the result files.
+"""Measure what README and docs show, and write their tables and figures from the result files.
 
     python -m tests.results measure "one GPU" --out runs/results    # the same again: goes on
-    python -m tests.results tables --out runs/results
+    python -m tests.results show --out runs/results
 
-docs/results.yaml says which program measures each file on which machine, and what each table shows.
+docs/results.yaml has the command that measures each file on which machine, and what is shown of it.
 Files of one GPU are measured side by side; those of ``alone``, the host's times, one by one.
 A table stands behind a line ``<!-- table: its name -->``, ``<!--name-->`` behind a range, or behind
 the largest number of one. Where a page says ``commit 1234567`` and then links to a file of
@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO, get_args
 
 import torch
@@ -213,22 +214,37 @@ def measure_all(machine: str, out: Path) -> int:
     return max(*status, *(verify(name, parts, gpus, out) for name, parts in checks.items()), 0)
 
 
+def show(new: Path) -> None:
+    """Take these result files into docs/results, and write what pages and figures show of them."""
+    from flce_dist.launch.plot.__main__ import draw
+
+    for machine in spec()["machines"].values():
+        for file in (new / f"{name}.json" for name in machine["files"]):
+            if file.exists():
+                shutil.copy(file, FILES)
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
+    with TemporaryDirectory() as folder:
+        for names in spec()["figures"]:
+            files = [new / f"{name}.json" for name in names]
+            if any(file.exists() for file in files):
+                files = [file if file.exists() else FILES / file.name for file in files]
+                for figure in draw(files, Path(folder)):
+                    if (FILES / figure.name).exists():
+                        shutil.copy(figure, FILES)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     of = parser.add_subparsers(dest="what", required=True)
     of_machine = of.add_parser("measure")
     of_machine.add_argument("machine", choices=list(spec()["machines"]))
     of_machine.add_argument("--out", type=Path, required=True)
-    of.add_parser("tables").add_argument("--out", type=Path, help="with new files for docs/results")
+    of.add_parser("show").add_argument("--out", type=Path, required=True)
     settings = parser.parse_args()
     if settings.what == "measure":
         return measure_all(settings.machine, settings.out)
-    for machine in spec()["machines"].values() if settings.out else ():
-        for file in (settings.out / f"{name}.json" for name in machine["files"]):
-            if file.exists():
-                shutil.copy(file, FILES)
-    for page in PAGES:
-        page.write_text(written(page.read_text()))
+    show(settings.out)
     return 0
 
 

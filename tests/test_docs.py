@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     written[1]["commit"] = "def"
     with pytest.raises(ValueError, match="parts must be of one commit and machine"):
         results.closest(written)
+
+
+def test_new_files_bring_their_figures(monkeypatch, tmp_path):
+    files, new = tmp_path / "files", tmp_path / "new"
+    for folder, names in ((files, ["dial-dial.png", "peers-memory.png"]), (new, ["dial.json"])):
+        folder.mkdir()
+        for name in names:
+            (folder / f"bench-{name}").touch()
+    shutil.copy(results.FILES / "bench-dial.json", new)
+    monkeypatch.setattr(results, "FILES", files)
+    monkeypatch.setattr(results, "PAGES", [])
+    results.show(new)
+    sizes = {file.name: file.stat().st_size for file in files.iterdir()}
+    assert sizes.keys() == {"bench-dial.json", "bench-dial-dial.png", "bench-peers-memory.png"}
+    assert sizes["bench-dial-dial.png"] and not sizes["bench-peers-memory.png"]
 
 
 def test_a_range_is_of_all_its_records_and_over_those_of_the_same_size(monkeypatch):
