@@ -89,8 +89,7 @@ def linear_cross_entropy(
             fp32 becomes inf. "mean" divides by the sum of the weights of tokens that are not
             ignored, so it is inf or NaN if the sum is 0 but some weight is not. If all these
             weights are 0, or every token is ignored, the loss and its gradients are 0. A NaN weight
-            makes everything NaN that its token contributes to. Weights of ignored tokens are not
-            read.
+            makes everything NaN that its token contributes to. Those of ignored ones are not read.
         temperature: a number above 0, or float, labels' shape, the same on every rank. Loss, its
             gradients and all metrics are those of the tempered distribution. It gets no gradient.
             A tensor is rounded as token_weight is; a value in it that is not above 0 makes the
@@ -99,8 +98,7 @@ def linear_cross_entropy(
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
             All ranks of a group pass it, or none. Default: rank r holds rows [r * V, (r + 1) * V).
-        tp_group: ranks among which the vocabulary is split; None, or a group of one, for one
-            process.
+        tp_group: ranks that share the vocabulary; None, or a group of one, for one process.
         sequence_parallel: hidden is split by token over ``tp_group``.
         sequence_dim: the dimension that ``sequence_parallel`` splits. 1 for hidden [B, S / P, H]
             and labels [B, S]; hidden is copied then. Flattened to [B S / P, H] and [B S] instead,

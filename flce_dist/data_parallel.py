@@ -39,9 +39,13 @@ def data_parallel_linear_cross_entropy(
         sequence_parallel=data_group is not None, sequence_dim=0,
     ))  # fmt: skip
     checks.check_group(data_group, False, "data_group")
-    flat, P = hidden.reshape(-1, hidden.shape[-1]), collectives.group_size(data_group)
+    checks.check_tensor("hidden", hidden, checks.FLOATS)
+    flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    numbers = {"token_weight": None, "temperature": temperature}  # if they are no tensors
+    tensors = {
+        k: x for k, x in given.items() if isinstance(x, Tensor) or x is not numbers.get(k, ...)
+    }
     checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)
     if not torch.compiler.is_compiling():
@@ -54,7 +58,8 @@ def data_parallel_linear_cross_entropy(
         weights = counted.double() if token_weight is None else given["token_weight"].double()
         weights = weights.view_as(counted).where(counted, 0.0)
         norms = weights.sum(1).where(weights.any(1), 1.0)
-        most = norms.abs().amax()  # not 1, since a gradient over T would underflow in fp16
+        # The largest, not 1: a gradient over T would underflow in fp16.
+        most = norms.abs().where(norms.isfinite(), 0.0).amax()
         given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
     if reduction != "none":
         chosen = replace(chosen, reduction=OWN_SUM)

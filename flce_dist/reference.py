@@ -1,8 +1,7 @@
 """The textbook version: logits, log-softmax, plain autograd, all tokens and the whole vocabulary.
 
-This is the oracle of the tests and of ``launch.verify``: a few obvious lines that materialise all
-logits and are differentiated by autograd. In fp64 it gives the truth, in the training dtype the
-error of eager PyTorch.
+The oracle of the tests and of ``launch.verify``: a few obvious lines that materialise all logits.
+In fp64 autograd gives the truth, in the training dtype the error of eager PyTorch.
 """
 
 from typing import Any

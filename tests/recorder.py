@@ -94,7 +94,9 @@ class Recorder:
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *how: Any) -> Any:
         result = self.builder.create_masked_load(ptrs, mask, other, *how)
-        arrays = map(self.array, (ptrs, mask, other or self.filled(np.zeros, ptrs, result.dtype)))
+        if other is None:  # a handle is false if it holds a 0
+            other = self.filled(np.zeros, ptrs, result.dtype)
+        arrays = map(self.array, (ptrs, mask, other))
         how = self.constant(interpreter._interpreter.load), self.constant(result.data.dtype)
         return self.made(f"{how[0]}({', '.join(arrays)}, {how[1]})", result)
 

@@ -154,15 +154,11 @@ print("not noticed", flush=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("impl", "token", "wrong", "said"),
-    [
-        *(("triton", 69, wrong, "labels must be within [0") for wrong in (40, -1, 1 << 40)),
-        ("eager", 69, 40, "labels must be within [0"),
-        *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
-    ],
-    ids=["a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager"],
-)
+@pytest.mark.parametrize(("impl", "token", "wrong", "said"), [
+    *(("triton", 69, wrong, "labels must be within [0") for wrong in (40, -1, 1 << 40)),
+    ("eager", 69, 40, "labels must be within [0"),
+    *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
+], ids=["a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager"])  # fmt: skip
 def test_a_wrong_label_on_a_gpu_ends_the_process(
     impl: str, token: int, wrong: int, said: str
 ) -> None:

@@ -63,8 +63,8 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "labels must be one of torch.int64, torch.int32, got torch.float32": {"labels": torch.zeros(T)},
     "bias must be [V] with V = 11 from weight, got (11, 1)": {"bias": torch.zeros(V, 1)},
     ANOTHER_DTYPE.format("bias", "torch.float16"): {"bias": torch.zeros(V).half()},
-    "token_weight must have labels' shape (6,), got (6, 1)": {"token_weight": torch.ones(T, 1)},
-    "temperature must have labels' shape (6,), got (1,)": {"temperature": torch.ones(1)},
+    "token_weight must be (6,), as tokens, got (6, 1)": {"token_weight": torch.ones(T, 1)},
+    "temperature must be (6,), as tokens, got (1,)": {"temperature": torch.ones(1)},
     "temperature must have requires_grad=False, since it gets no gradient, got True": {
         "temperature": torch.ones(T, requires_grad=True)
     },

@@ -61,14 +61,10 @@ def test_ranks_that_differ(name: str) -> None:
 # --- fake_ranks: orders of streams
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "wrong", "ends"),
-    [
-        (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), Wrong),
-        (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), Hung),
-    ],
-    ids=["arrivals not awaited", "nobody told"],
-)
+@pytest.mark.parametrize(("owner", "name", "wrong", "ends"), [
+    (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), Wrong),
+    (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), Hung),
+], ids=["arrivals not awaited", "nobody told"])  # fmt: skip
 def test_a_wrong_order_of_streams(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, ends: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,17 @@ def test_own_losses_and_mean_gradients(schedule, reduction, extra):
     assert not ours[IGNORING].loss.any() and not ours[IGNORING].dhidden.any()
     assert all(one.calls == ours[0].calls for one in ours)
     assert not any(str(ROWS // P * H) in call for call in ours[0].calls)  # no weight travels
+
+
+def test_weights_that_are_no_numbers_stay_with_their_rank():
+    weights = torch.ones(P * T)
+    inputs = replace(whole(), token_weight=weights)
+    usual = run_ranks(lambda group: step(group, inputs, ("token_weight",), reduction="mean"), P)
+    weights[0] = torch.nan
+    found = run_ranks(lambda group: step(group, inputs, ("token_weight",), reduction="mean"), P)
+    assert found[0].loss.isnan()
+    for one, other in zip(found[1:], usual[1:], strict=True):
+        assert torch.equal(one.loss, other.loss) and torch.equal(one.dhidden, other.dhidden)
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "in_forward"])
@@ -234,7 +246,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"labels must be \(4,\) from hidden \(4, 16\), got \(2, 2\)": {
         "labels": torch.ones(2, 2).long()
     },
-    "token_weight must have labels' shape": {"token_weight": torch.ones(3)},
+    r"token_weight must be \(4,\), as tokens": {"token_weight": torch.ones(3)},
+    "token_weight must be a torch.Tensor, got list": {"token_weight": [1.0]},
+    "labels must be a torch.Tensor, got list": {"labels": [1]},
+    "hidden must be a torch.Tensor, got list": {"hidden": [1.0]},
+    r"hidden must be \[..., H\] with H >= 1, got \(\)": {"hidden": torch.tensor(1.0)},
     "schedule='in_forward' needs a scalar": {"schedule": "in_forward", "reduction": "none"},
     "reduction must be one of": {"reduction": "own"},
 }
@@ -242,9 +258,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused(message):
-    arguments = {"labels": torch.arange(4), "data_group": None, **REFUSED[message]}
+    arguments: dict[str, Any] = dict(
+        hidden=torch.ones(4, H), weight=torch.ones(5, H), labels=torch.arange(4), data_group=None
+    )
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
-        data_parallel_linear_cross_entropy(torch.ones(4, H), torch.ones(5, H), **arguments)
+        data_parallel_linear_cross_entropy(**arguments | REFUSED[message])
 
 
 def test_other_numbers_of_tokens_are_refused_at_the_first_call():

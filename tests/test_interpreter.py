@@ -3,12 +3,30 @@
 from typing import Any
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from tests.interpreter import make_fast
 from tests.outcomes import assert_same
 from tests.problems import DTYPES, SCHEDULES, Upstream, interpreted, metric_upstream, run_op, small
 
 pytestmark = interpreted
+
+
+@triton.jit
+def _load_two(x_ptr, other):
+    at = tl.arange(0, 4)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < 2, other=other))
+
+
+def test_what_a_masked_load_fills_in_is_no_constant(fast_interpreter):
+    fast_interpreter.undo()
+    make_fast(fast_interpreter)  # and remember nothing
+    for other in (0, 5):
+        x = torch.ones(4, dtype=torch.int64)
+        _load_two[(1,)](x, other)
+        assert x.tolist() == [1, 1, other, other]
 
 
 @pytest.mark.parametrize(("schedule", "dtype"), zip(SCHEDULES, DTYPES, strict=True), ids=str)

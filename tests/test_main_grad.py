@@ -119,14 +119,10 @@ CASES = pairwise(
 )
 
 
-@pytest.mark.parametrize(
-    ("impl", "schedule", "dtypes", "name", "few_bytes", "apart"),
-    [
-        *CASES,
-        *(pytest.param(*case, marks=pytest.mark.gpu) for case in CASES if case[0] == "triton"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("impl", "schedule", "dtypes", "name", "few_bytes", "apart"), [
+    *CASES,
+    *(pytest.param(*case, marks=pytest.mark.gpu) for case in CASES if case[0] == "triton"),
+], ids=str)  # fmt: skip
 @plan_sizes(tile=16, min_window=256, max_window=256)
 def test_dweight_is_added_within_the_budget(impl, schedule, dtypes, name, few_bytes, apart):
     """By two microbatches; with few bytes in several chunks or windows."""

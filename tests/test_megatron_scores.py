@@ -59,18 +59,14 @@ def check(found: TokenScores, model: Any, truth: dict[str, Any]) -> None:
             assert relative_rms(ours[name].double(), x.double()) < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    ("P", "at", "cp", "packed", "tied"),
-    [
-        (1, Setting(1, False), 1, False, False),
-        (2, Setting(2, False), 1, False, True),
-        (2, Setting(2, True), 1, False, False),
-        (2, Setting(2, True), 1, True, True),
-        (4, Setting(2, True), 2, False, False),
-        (2, Setting(1, False), 2, True, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("P", "at", "cp", "packed", "tied"), [
+    (1, Setting(1, False), 1, False, False),
+    (2, Setting(2, False), 1, False, True),
+    (2, Setting(2, True), 1, False, False),
+    (2, Setting(2, True), 1, True, True),
+    (4, Setting(2, True), 2, False, False),
+    (2, Setting(1, False), 2, True, False),
+], ids=str)  # fmt: skip
 @on_ranks("P")
 def test_scores_are_those_of_megatrons_logits(group, P, at, cp, packed, tied):
     plain = gpt(at, cp=cp, tied=tied)

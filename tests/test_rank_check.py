@@ -201,8 +201,11 @@ def test_under_compile(pools):
 def test_ids_of_scores_are_compared():
     def rank(group: dist.ProcessGroup) -> str:
         ids = torch.arange(2 * T).view(T, 2) // 2 + group.rank()
-        return complaint(linear_logprob, torch.ones(T, 4), torch.ones(T, 4), ids, tp_group=group)
+        of_none = complaint(linear_logprob, hidden, hidden, ids[:, :0], tp_group=group)
+        rank_check._have_called.clear()
+        return of_none + complaint(linear_logprob, hidden, hidden, ids, tp_group=group)
 
+    hidden = torch.ones(T, 4)
     assert all(said.startswith(f"{BEGINS}hash of labels is ") for said in run_ranks(rank, 2))
 
 

@@ -66,14 +66,10 @@ DTYPES = [torch.float32, torch.float16]
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("impl", "case", "dtype"),
-    [
-        *(("triton", *of_one) for of_one in zip(CASES, 4 * DTYPES, strict=True)),
-        *(pytest.param(*on_a_gpu.values, *x, marks=on_a_gpu.marks) for x in product(CASES, DTYPES)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("impl", "case", "dtype"), [
+    *(("triton", *of_one) for of_one in zip(CASES, 4 * DTYPES, strict=True)),
+    *(pytest.param(*on_a_gpu.values, *x, marks=on_a_gpu.marks) for x in product(CASES, DTYPES)),
+], ids=str)  # fmt: skip
 def test_one_rank(programs: list[Any], impl: str, case: str, dtype: torch.dtype) -> None:
     upstream, options = CASES[case]
 

@@ -1,6 +1,7 @@
 """``linear_logprob`` over the vocabulary and over each token's own ids, on one rank."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,18 +58,14 @@ def test_in_fp64(how: dict[str, Any]) -> None:
 
 @both
 @each_over
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"softcap": 3.0},
-        {"logit_scale": 0.25},
-        {"logit_scale": -0.25},
-        {"temperature": 0.6},
-        {"temperature": torch.linspace(0.2, 3, T), "softcap": 5.0, "logit_scale": 2.0},
-        {"vocab_size": V, "rows": V + 10},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"softcap": 3.0},
+    {"logit_scale": 0.25},
+    {"logit_scale": -0.25},
+    {"temperature": 0.6},
+    {"temperature": torch.linspace(0.2, 3, T), "softcap": 5.0, "logit_scale": 2.0},
+    {"vocab_size": V, "rows": V + 10},
+], ids=str)  # fmt: skip
 def test_options(impl: str, over: str, options: dict[str, Any]) -> None:
     check(problem(over=over, with_entropy=over == "ids", **options), impl)
 
@@ -105,19 +102,15 @@ def test_ragged_rows(impl: str, over: str) -> None:
 
 @both
 @each_over
-@pytest.mark.parametrize(
-    "ids",
-    [
-        torch.full((T, 3), 7),
-        torch.arange(200)[:, None] % 2,
-        torch.full((T, 2), -1),
-        torch.empty(T, 0, dtype=torch.long),
-        torch.empty(0, 4, dtype=torch.long),
-        torch.stack([torch.arange(V), torch.arange(V).clamp_max(V - 2)]),
-        torch.randint(V, (2, 3, 4), dtype=torch.int32, generator=torch.Generator().manual_seed(1)),
-    ],
-    ids=["one id in all rows", "K = 1", "padding only", "K = 0", "T = 0", "all ids", "3-D int32"],
-)
+@pytest.mark.parametrize("ids", [
+    torch.full((T, 3), 7),
+    torch.arange(200)[:, None] % 2,
+    torch.full((T, 2), -1),
+    torch.empty(T, 0, dtype=torch.long),
+    torch.empty(0, 4, dtype=torch.long),
+    torch.stack([torch.arange(V), torch.arange(V).clamp_max(V - 2)]),
+    torch.randint(V, (2, 3, 4), dtype=torch.int32, generator=torch.Generator().manual_seed(1)),
+], ids=["one id all over", "K = 1", "padding", "K = 0", "T = 0", "all ids", "int32"])  # fmt: skip
 def test_sets(impl: str, over: str, ids: torch.Tensor) -> None:
     scores = ("logprob", "lse") if over == "vocabulary" else None
     found = check(problem(ids=ids, over=over, scores=scores, rows=max(V, len(ids))), impl)
@@ -142,6 +135,28 @@ def test_a_named_id_far_from_the_others(impl: str, logit: float) -> None:
     other = -(z[:, 1] - others).exp().log1p()
     assert torch.allclose(found["logprob"][:, 0].double(), logprob, rtol=1e-5, atol=0)
     assert torch.allclose(found["other"].double(), other, rtol=1e-5, atol=0)
+
+
+@both
+@pytest.mark.parametrize("how", WAYS[:2], ids=str)
+def test_a_token_that_is_certain_of_an_id_but_its_largest(impl: str, how: dict[str, Any]) -> None:
+    """So certain that all other exponentials, relative to the largest id's, are 0 beside its."""
+    weight, hidden = torch.linspace(-1, 1, 40 * H).view(40, H), torch.ones(2, H) / H
+    weight[3, 0], hidden[:, 0] = 200.0, torch.tensor([1.0, 0.0])
+    upstream = {"logprob": torch.ones(2, 2), "entropy": torch.ones(2)}
+    ids = torch.tensor([[3, 30], [5, 6]])
+    check(Scored(hidden, weight, None, ids, {"with_entropy": True, **how}, upstream), impl)
+
+
+@both
+@each_way
+@pytest.mark.parametrize("scores", [None, ("logprob", "lse")], ids=str)
+def test_nothing_of_a_token_without_ids_is_read(impl: str, how: Any, scores: Any) -> None:
+    given, t = problem(temperature=torch.linspace(0.2, 3, T), scores=scores, **how), torch.tensor(3)
+    upstream = {name: x.index_fill(0, t, torch.nan) for name, x in given.upstream.items()}
+    temperature = given.options["temperature"].index_fill(0, t, torch.nan)
+    others = replace(given, upstream=upstream).changed(temperature=temperature)
+    assert_same(run_scores(others, impl), check(given, impl))
 
 
 @both

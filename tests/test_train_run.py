@@ -91,17 +91,13 @@ def exact(ranks: RankPool) -> list[Trained]:
     return ranks.run(rank_train, layout(2, 1, True, microbatches=2))
 
 
-@pytest.mark.parametrize(
-    "head, numbers, weights",
-    [
-        ({"schedule": "in_forward"}, 2e-4, 1e-4),
-        ({"schedule": "recompute"}, 2e-4, 1e-4),
-        ({"kind": "megatron_unfused"}, 2e-4, 1e-4),
-        # Megatron's fused loss rounds the gradient of fp32 logits, too, to bf16.
-        ({"kind": "megatron_fused"}, 4e-3, 3e-2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("head, numbers, weights", [
+    ({"schedule": "in_forward"}, 2e-4, 1e-4),
+    ({"schedule": "recompute"}, 2e-4, 1e-4),
+    ({"kind": "megatron_unfused"}, 2e-4, 1e-4),
+    # Megatron's fused loss rounds the gradient of fp32 logits, too, to bf16.
+    ({"kind": "megatron_fused"}, 4e-3, 3e-2),
+], ids=str)  # fmt: skip
 def test_every_head_trains_alike(ranks, exact, head, numbers, weights):
     other = replace(layout(2, 1, True, microbatches=2), head=HeadConfig(**head))
     for trained, expected in zip(ranks.run(rank_train, other), exact, strict=True):

@@ -36,15 +36,13 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
     stage: one without output layer is left as it is. With labels [b, s] the model returns the loss
     [b, s] fp32 as before. The tensor-parallel group, sequence parallelism, tied embeddings, MuP's
-    scale and gradient_accumulation_fusion are the model's; ``config``'s cross-entropy fusions are
-    not used.
+    scale and gradient_accumulation_fusion are the model's; its cross-entropy fusions are not.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list
             of them, the pipeline stages of this rank.
         metrics: keep the ``LossWithMetrics`` [b, s] of the latest loss, detached, as
-            ``model.output_layer.last_metrics``. With multi-token prediction the latest loss is that
-            of the next token.
+            ``model.output_layer.last_metrics``. With multi-token prediction: of the next token.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
             vocab_size, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and

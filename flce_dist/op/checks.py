@@ -98,9 +98,8 @@ def check_tensors(
             continue
         check_tensor(name, x, FLOATS, hidden)
         if x.shape != labels.shape:
-            raise ValueError(
-                f"{name} must have labels' shape {tuple(labels.shape)}, got {tuple(x.shape)}"
-            )
+            expected = tuple(labels.shape)
+            raise ValueError(f"{name} must be {expected}, as tokens, got {tuple(x.shape)}")
         if x.requires_grad:
             raise ValueError(
                 f"{name} must have requires_grad=False, since it gets no gradient, got True"

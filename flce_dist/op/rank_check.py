@@ -98,7 +98,7 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
             "hash of temperature": _hash(inverse),
         },
         "plan": {"plan": repr(call.schedule)},
-        "weight": (len(weight), _hash_of_rows(weight), int(labels.amax()) if len(labels) else -1),
+        "weight": (len(weight), _hash_of_rows(weight), int(labels.amax()) if labels.nbytes else -1),
     }
 
 

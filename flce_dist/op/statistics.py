@@ -32,8 +32,7 @@ class Pass:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
         All-reduces, whether or not a row needs the rescue: SUM of label logits [T], MAX of the
-        other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3 rows in the dtype of
-        statistics).
+        other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3, in stats_dtype).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
         between two backward passes. ``tiles`` receives the statistics of tiles, ``named_z``

@@ -1,7 +1,6 @@
 """The schedule of scores: the pass of the loss, which leaves out the named ids, or no pass.
 
-T = tokens on the tensor-parallel group, V = real vocabulary rows here, H = hidden size, N = ids of
-all tokens.
+T = tokens of the tensor-parallel group, V = real vocabulary rows here, H = hidden size, N ids.
 """
 
 from dataclasses import dataclass
@@ -96,10 +95,14 @@ class Scores:
         ids = TokenIds(of.ids, operands.offsets, of.token, of.place)
         rest = None if self.over == "ids" else RestSaved(*saved[6:])
         dlogprob, dlse, dother, dentropy = given.upstream
+        inverse, scale = operands.inverse_temperature, call.options.logit_scale
+        if rest is not None:
+            labels = rest.labels
+            dlse, dother, dentropy = (_if_counted(x, labels) for x in (dlse, dother, dentropy))
+            inverse = _if_counted(inverse, labels, 1.0)
         if rest is not None and dother is not None:
             dother = dother.where(rest.others > 0, 0.0)  # else a constant
             dlse = -dother if dlse is None else dlse - dother
-        inverse, scale = operands.inverse_temperature, call.options.logit_scale
         factor, sums = call.kernels.set_gradient(
             of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
             softcap=call.options.softcap, logit_scale=scale,
@@ -115,7 +118,7 @@ class Scores:
         slope = scale if inverse is None else scale * inverse
         affine = tuple(x * slope for x in _affine(rest, of.entropy, dtotal, dother, dentropy))
         return self.windows.gradients(
-            given._replace(operands=operands._replace(labels=rest.labels)),
+            given._replace(operands=operands._replace(labels=labels, inverse_temperature=inverse)),
             TokenStats(rest.reference, rest.reference, rest.others),
             RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None),
             rest.cache if dentropy is None else None, overwrite=overwrite,
@@ -132,11 +135,17 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
         labels = ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
     else:
         labels = torch.full_like(begin, -1)
-    one.logits = one.logits._replace(labels=labels, named=(ids.ids, begin, end))
+    inverse = _if_counted(one.logits.inverse_temperature, labels, 1.0)
+    named = (ids.ids, begin, end)
+    one.logits = one.logits._replace(labels=labels, named=named, inverse_temperature=inverse)
     z = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
     windows = ColumnCache(() if cache is None else (cache,))
     stats, _ = one.chunk_loss((0, call.T), windows, named_z=z)
     return collectives.all_reduce_sum(z, call.tp_group), stats
+
+
+def _if_counted(x: Tensor | None, labels: Tensor, otherwise: float = 0.0) -> Tensor | None:
+    return None if x is None else x.where(labels != -1, otherwise)
 
 
 def _affine(

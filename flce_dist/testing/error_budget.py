@@ -54,8 +54,7 @@ def error_budget(
     test, eager's by default) for the result, plus 8 eps of fp32 (fp64 for fp64) for its
     intermediates, since a relative error of one eps in a logit near 8 changes the exponential by 8
     eps. An eps of the *largest* element instead would accept a gradient with a few large rows that
-    is half wrong. Only zeros meet a reference of zeros, and an eager result with NaN adds nothing
-    to the budget.
+    is half wrong. Only zeros meet a reference of zeros; eager's NaN adds nothing to the budget.
     """
     eager_error = relative_rms(eager, reference)
     dtype = eager.dtype if dtype is None else dtype

@@ -32,7 +32,7 @@ def set_scores(
     unnamed = torch.zeros_like(named)
     if rest is not None:
         change = rest.reference - reference
-        unnamed = rest.others * change.exp()
+        unnamed, log_unnamed = rest.others * change.exp(), rest.others.log() + change
         if rest.sum_ez is not None:
             weighted += change.exp() * rest.sum_ez + unnamed * change
     others = named + unnamed
@@ -41,7 +41,7 @@ def set_scores(
     other = entropy = None
     if rest is not None:
         near_0 = -((named + e_top) / unnamed).log1p()
-        other = near_0.where(unnamed > named + e_top, unnamed.log() - below).where(is_counted, 0.0)
+        other = near_0.where(unnamed > named + e_top, log_unnamed - below).where(is_counted, 0.0)
     if with_entropy:
         entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
     lse = (reference + below).where(is_counted, 0.0)

@@ -3,8 +3,7 @@ each id the sum over its entries of factor times hidden. In one order, no atomic
 
 T = tokens, V = vocabulary rows here, H = hidden size, N = ids of all tokens. For dweight entries
 are sorted by id, and a program takes CHUNK of them: whole runs of one id it writes; of a run that
-goes beyond the chunk it keeps the part, which a second launch sums. So one id in all rows takes no
-longer.
+goes beyond the chunk it keeps the part, which a second launch sums: one id everywhere is no slower.
 """
 
 import triton

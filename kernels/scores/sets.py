@@ -107,19 +107,20 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
-    """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, and U."""
+    """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, U and log U."""
     if others_ptr is None:
-        return top_logit, others, 1.0, weighted, 0.0
+        return top_logit, others, 1.0, weighted, 0.0, 0.0
     else:
         given = tl.load(reference_ptr + t)
         reference = tl.maximum(given, top_logit)
         above, change = top_logit - reference, given - reference
         e_top, factor = exp(above), exp(change)
-        unnamed = tl.load(others_ptr + t) * factor
+        rest = tl.load(others_ptr + t)
+        unnamed, log_unnamed = rest * factor, tl.log(rest) + change  # U may underflow
         if weighted_ptr is not None:  # x of a named id is that of the set, and above
             weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
             weighted += factor * tl.load(weighted_ptr + t) + unnamed * change
-        return reference, others * e_top + unnamed, e_top, weighted, unnamed
+        return reference, others * e_top + unnamed, e_top, weighted, unnamed, log_unnamed
 
 
 @partial(Kernel, debug=True)  # for the assertion
@@ -134,7 +135,7 @@ def _set_scores_kernel(
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
     top_logit, top, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
-    reference, others, e_top, weighted, unnamed = _with_rest(
+    reference, others, e_top, weighted, unnamed, log_unnamed = _with_rest(
         reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
     )
     below = log1p(others + (e_top - 1))
@@ -145,8 +146,7 @@ def _set_scores_kernel(
         tl.store(entropy_ptr + t, tl.where(is_counted, entropy, 0.0))
     if other_ptr is not None:
         named = e_top * (1 + in_set)
-        other = tl.where(unnamed > named, -log1p(named / unnamed), tl.log(unnamed) - below)
-        other = tl.where(unnamed == 0.0, -float("inf"), other)
+        other = tl.where(unnamed > named, -log1p(named / unnamed), log_unnamed - below)
         tl.store(other_ptr + t, tl.where(is_counted, other, 0.0))
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -167,8 +167,7 @@ def set_scores(
 
     z is [N] fp32, of all ranks; of a repeated id only its first entry is read. Results are 0 at
     padding, and for tokens without ids. Over the vocabulary with ``rest``, statistics of the ids
-    that are not named, else over the ids. An id beyond vocab_size (of all ranks) fails a device
-    assertion.
+    that are not named, else over the ids. An id beyond vocab_size (of all ranks) fails.
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
