@@ -46,7 +46,12 @@ def test_memory_names_what_is_wrong_or_failed():
     assert [bar.get_width() for bar in bars] == [1.0, 100.0, 100.0]
     assert [bar.get_hatch() is not None for bar in bars] == [False, False, True]
     assert bars[0].get_facecolor() != bars[1].get_facecolor() == bars[2].get_facecolor()
-    assert texts(figure) == ["0", "100", "100, wrong dweight", "OutOfMemoryError: CUDA out"]
+    assert texts(figure) == [
+        "0",
+        "100",
+        "100 MiB; its dweight is wrong",
+        "OutOfMemoryError: CUDA out",
+    ]
     labels = [label.get_text() for label in first.get_yticklabels()]
     assert labels == ["ours, cached", "PyTorch, fp32 logits", "cut-cross-entropy", "cce exact"]
     assert second.get_xlabel().endswith("\nnot installed: liger")
@@ -65,9 +70,10 @@ def test_the_dial_shows_auto_between_recompute_and_cached():
     budgets = [64.0, 128.0]
     assert lines_of(figure.axes[0]) == {
         "auto": [budgets, [1.3, 1.2]],
-        "recompute": [budgets, [1.4, 1.4]],
-        "cached": [budgets, [1.1, 1.1]],
+        "recompute, 100 MiB": [budgets, [1.4, 1.4]],
+        "cached, 100 MiB": [budgets, [1.1, 1.1]],
     }
+    assert [x.get_text() for x in figure.axes[0].get_xticklabels()] == ["64\n100", "128\n100"]
     assert_readable(figure)
     assert dial(GRADIENTS) is None
 

@@ -18,8 +18,10 @@ from flce_dist.launch.bench.report import MIB, Record
 OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
 NAMES = {
     "triton": "ours,", "indexed": "ours, rows by a mask", "cce": "cut-cross-entropy",
+    "cce_unfiltered": "cut-cross-entropy, unfiltered", "liger_fp32": "liger, fp32 loss",
     "gemm1": "one GEMM", "gemm3": "three GEMMs", "gemm4": "four GEMMs", "torch_eager": "PyTorch",
-    "canonical": "PyTorch, fp32 logits", "torch_compile_fp32": "torch.compile, fp32 loss",
+    "torch_compile": "torch.compile", "torch_compile_fp32": "torch.compile, fp32 loss",
+    "canonical": "PyTorch, fp32 logits",
     "megatron_fused": "Megatron, fused loss", "megatron_unfused": "Megatron, unfused loss",
 }  # fmt: skip
 """What readers call an implementation, if not by its name."""
@@ -102,7 +104,7 @@ def memory(records: list[Record]) -> Figure | None:
         name_rows(axes, [r.run.name for r in found], fontsize=8)
     missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
     below = f"\nnot installed: {missing}" if missing else ""
-    stacked[-1].set_xlabel(f"{WORKSPACE}{below}", fontsize=8)
+    stacked[-1].set_xlabel(f"{WORKSPACE} (logarithmic){below}", fontsize=8)
     figure.suptitle("Forward and backward of output layer and loss: memory", fontsize=10)
     return figure
 
@@ -119,7 +121,7 @@ def _bar(axes: Axes, y: int, r: Record) -> None:
     text = f"{r.workspace_mib:,.0f}"
     if wrong:
         hatch, edge = "////", EDGE
-        text += f", wrong {(r.message or '').split(' ')[0]}"  # of "dweight is off by ..."
+        text += f" MiB; its {(r.message or '').split(' ')[0]} is wrong"  # of "dweight is off by"
     axes.barh(y, end, height=0.7, color=color, hatch=hatch, edgecolor=edge)
     write_at(axes, text, (end, y), (5, 0), color=edge or "black", **style)
 
@@ -131,19 +133,25 @@ Lines = dict[str, dict[float, float]]
 def dial(records: list[Record]) -> Figure | None:
     """Draw time against the budget of schedule auto, beside schedules without one."""
     drawn: dict[str, Lines] = {}
+    ticks: list[dict[float, str]] = []
     for shape, found in with_gradients(records).items():
         gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
         ours = [r for r in found if gemms_ms and r.p50_ms and r.impl in OURS]
-        times = [(r, (r.p50_ms or 0.0) / (gemms_ms or 1.0)) for r in ours]
-        auto = {r.max_logits_bytes / MIB: y for r, y in times if r.max_logits_bytes is not None}
-        if len(auto) > 1:
-            ends = {r.schedule: y for r, y in times if r.schedule in ("recompute", "cached")}
-            drawn[shape] = {"auto": auto, **{x: dict.fromkeys(auto, y) for x, y in ends.items()}}
-    figure = _against(drawn, "Memory against time: the budget of schedule auto", "log")
-    for axes in figure.axes if figure else ():
+        times = [(r, f"{r.workspace_mib:,.0f}", r.p50_ms / gemms_ms) for r in ours]  # type: ignore
+        given = [(r.max_logits_bytes / MIB, mib, y) for r, mib, y in times if r.max_logits_bytes]
+        if len(given) > 1:
+            auto = {x: y for x, _, y in given}
+            drawn[shape] = {"auto": auto}
+            ticks.append({x: f"{x:g}\n{mib}" for x, mib, _ in given})
+            for r, mib, y in times:
+                if r.schedule in ("recompute", "cached"):
+                    drawn[shape][f"{r.schedule}, {mib} MiB"] = {min(auto): y, max(auto): y}
+    figure = _against(drawn, "Time against the budget of schedule auto", "log")
+    for axes, names in zip(figure.axes if figure else (), ticks, strict=True):
         mark_gemms(axes.axhline)
-        axes.set_xlabel("max_logits_bytes of auto, MiB", fontsize=8)
-        axes.set_ylabel("forward and backward over 3 matrix products (dotted: 4)", fontsize=8)
+        axes.set_xticks(list(names), list(names.values()))
+        axes.set_xlabel("max_logits_bytes of auto, and what it takes, MiB", fontsize=8)
+        axes.set_ylabel("time over three GEMMs; dotted: four", fontsize=8)
     return figure
 
 

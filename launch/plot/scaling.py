@@ -68,8 +68,8 @@ def scaling(records: list[Record]) -> Figure | None:
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
-    products = "3 matrix products; dotted: 4 products, logits computed twice"
-    times.set_xlabel(f"time x ranks, over {products}; percent: efficiency", fontsize=8)
+    gemms = "three GEMMs on the fewest (dotted: four)"
+    times.set_xlabel(f"time x ranks over {gemms}; percent: of linear scaling", fontsize=8)
     memory.set_xscale("log", base=2)
     memory.xaxis.set_major_formatter("{x:,g}")
     memory.set_xlabel(f"{figures.WORKSPACE}, per rank", fontsize=8)
