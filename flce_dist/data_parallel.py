@@ -42,16 +42,14 @@ def data_parallel_linear_cross_entropy(
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
-    numbers = {"token_weight": None, "temperature": temperature}  # if they are no tensors
-    tensors = {
-        k: x for k, x in given.items() if isinstance(x, Tensor) or x is not numbers.get(k, ...)
-    }
+    tensors = {**given, "temperature": temperature if isinstance(temperature, Tensor) else None}
     checks.check_tensors(hidden, flat, bias=None, **tensors)
     checks.check_tokens(hidden, labels, LossOptions(), 1)
     if not torch.compiler.is_compiling():
         check_lengths(labels, data_group)
     for name, x in tensors.items():
-        given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
+        if x is not None:
+            given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
     given["temperature"] = tempered(given["temperature"], given["labels"])
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
         counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())

@@ -64,7 +64,7 @@ class VocabShard(nn.Module):
         start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
         with torch.random.fork_rng(devices=[]):
             for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
-                # The odd multiplier gives every block a 32-bit seed of its own, for the CPU alone.
+                # The odd multiplier makes 32-bit seeds differ. Only the CPU's generator is seeded.
                 torch.default_generator.manual_seed((seed + first * 0x9E3779B1) % 2**32)
                 size = (_BLOCK_ROWS, self.hidden_size)
                 block = torch.empty(size, dtype=torch.float32, device="cpu")

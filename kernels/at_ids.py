@@ -125,8 +125,8 @@ def write_at_ids(
 ) -> None:  # fmt: skip
     """Write ``out[token[n], ids[n] - vocab_start_index] = value[n]`` where that column exists.
 
-    Without ``token`` entry n is of token n. Ignored ids and entries that repeat one are left
-    out. out is [T, W] of any dtype with a unit last stride, ids [N] global, value [N] fp32.
+    Without ``token`` entry n is of token n. Left out are ignored ids and entries that repeat the
+    one before. out is [T, W] of any dtype with a unit last stride, ids [N] global, value [N] fp32.
     """
     N, W = len(ids), out.shape[1]
     if N and W:

@@ -31,7 +31,7 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     rows, its tiles consist of two neighbours, and more are kept.
 
     Args:
-        counts: [V_all] of any real dtype, how often each token occurs (0 or more); order matters.
+        counts: [V_all], real: how often each token occurs, 0 or more; only their order matters.
         padded_vocab_size: rows of the whole weight if they are more than V_all; they determine
             which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
     """

@@ -36,7 +36,7 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
     stage: one without output layer is left as it is. With labels [b, s] the model returns the loss
     [b, s] fp32 as before. The tensor-parallel group, sequence parallelism, tied embeddings, MuP's
-    scale and gradient_accumulation_fusion are the model's; its cross-entropy fusions are not.
+    scale and gradient_accumulation_fusion are the model's; its cross-entropy fusions are unused.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list

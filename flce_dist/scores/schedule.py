@@ -100,9 +100,9 @@ class Scores:
             labels = rest.labels
             dlse, dother, dentropy = (_if_counted(x, labels) for x in (dlse, dother, dentropy))
             inverse = _if_counted(inverse, labels, 1.0)
-        if rest is not None and dother is not None:
-            dother = dother.where(rest.others > 0, 0.0)  # else a constant
-            dlse = -dother if dlse is None else dlse - dother
+            if dother is not None:
+                dother = dother.where(rest.others > 0, 0.0)  # else a constant
+                dlse = -dother if dlse is None else dlse - dother
         factor, sums = call.kernels.set_gradient(
             of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
             softcap=call.options.softcap, logit_scale=scale,

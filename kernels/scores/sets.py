@@ -167,7 +167,7 @@ def set_scores(
 
     z is [N] fp32, of all ranks; of a repeated id only its first entry is read. Results are 0 at
     padding, and for tokens without ids. Over the vocabulary with ``rest``, statistics of the ids
-    that are not named, else over the ids. An id beyond vocab_size (of all ranks) fails.
+    that are not named, else over the ids. Asserts that ids are below vocab_size (of all).
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
