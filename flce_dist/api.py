@@ -89,7 +89,7 @@ def linear_cross_entropy(
             fp32 becomes inf. "mean" divides by the sum of the weights of tokens that are not
             ignored, so it is inf or NaN if the sum is 0 but some weight is not. If all these
             weights are 0, or every token is ignored, the loss and its gradients are 0. A NaN weight
-            makes everything NaN that its token contributes to. Those of ignored ones are not read.
+            makes everything NaN that its token contributes to. Ignored tokens' are not read.
         temperature: a number above 0, or float, labels' shape, the same on every rank. Loss, its
             gradients and all metrics are those of the tempered distribution. It gets no gradient.
             A tensor is rounded as token_weight is; a value in it that is not above 0 makes the

@@ -78,6 +78,7 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
     """Return this rank's facts about the call."""
     hidden, weight, bias, labels, token_weight, places, inverse, offsets, _ = operands
     options, start = call.options, call.vocab_start_index
+    largest = int(labels.amax()) if labels.numel() else -1
     return {
         "arguments": {
             "hidden.shape": list(hidden.shape),
@@ -98,7 +99,7 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
             "hash of temperature": _hash(inverse),
         },
         "plan": {"plan": repr(call.schedule)},
-        "weight": (len(weight), _hash_of_rows(weight), int(labels.amax()) if labels.nbytes else -1),
+        "weight": (len(weight), _hash_of_rows(weight), largest),
     }
 
 
