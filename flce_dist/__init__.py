@@ -3,8 +3,8 @@
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.data_parallel import data_parallel_linear_cross_entropy
 from flce_dist.module import LinearCrossEntropy
-from flce_dist.op.plan import plan
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.schedules.choose import plan
 from flce_dist.scores import TokenScores, linear_logprob
 
 __all__ = [

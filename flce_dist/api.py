@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.op import checks, compiled
-from flce_dist.op.autograd import differentiable, refuse_transforms
-from flce_dist.op.call import extra_schedule
-from flce_dist.op.dtensor import localized
-from flce_dist.op.prepare import Arguments, counted_operands, prepare, settled, tempered
-from flce_dist.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
+from flce_dist.arguments import checks
+from flce_dist.arguments.dtensor import localized
+from flce_dist.arguments.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
+from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
+from flce_dist.core import compiled
+from flce_dist.core.autograd import differentiable, refuse_transforms
+from flce_dist.core.call import extra_schedule
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

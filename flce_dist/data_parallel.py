@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.api import apply
-from flce_dist.op import checks
-from flce_dist.op.prepare import Arguments, tempered
-from flce_dist.op.rank_check import check_lengths
-from flce_dist.options import OWN_SUM, LossOptions, Reduction, keywords_of
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import OWN_SUM, LossOptions, Reduction, keywords_of
+from flce_dist.arguments.prepare import Arguments, tempered
+from flce_dist.arguments.rank_check import check_lengths
 from flce_dist.parallel import collectives
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import checks
-from flce_dist.options import KEYWORDS, LossOptions, keywords_of
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard

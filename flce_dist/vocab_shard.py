@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist.op import checks, dtensor
+from flce_dist.arguments import checks, dtensor
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import has_tma, matrix
+from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.primitives import (
     add_tile,
     computed,

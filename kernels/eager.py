@@ -9,8 +9,18 @@ from torch import Tensor
 
 from flce_dist import torch_private
 from flce_dist.kernels import gemm
-from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.eager_logits import (  # noqa: F401
+from flce_dist.kernels.filtered.eager import write_tile_stats
+from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
+from flce_dist.kernels.ids.eager import (  # noqa: F401
+    dhidden_of_ids,
+    dweight_of_ids,
+    set_gradient,
+    set_scores,
+    write_first,
+)
+from flce_dist.kernels.ids.token_ids import sorted_ids  # noqa: F401
+from flce_dist.kernels.logits.column_cache import ColumnCache
+from flce_dist.kernels.logits.eager import (  # noqa: F401
     dlogits,
     logits_at,
     named_in,
@@ -19,19 +29,9 @@ from flce_dist.kernels.eager_logits import (  # noqa: F401
     write_at_labels,
     write_label_value,
 )
-from flce_dist.kernels.filtered.eager import write_tile_stats
-from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
-from flce_dist.kernels.scores.eager import (  # noqa: F401
-    dhidden_of_ids,
-    dweight_of_ids,
-    set_gradient,
-    set_scores,
-    write_first,
-)
-from flce_dist.kernels.scores.token_ids import sorted_ids  # noqa: F401
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import label_value, row_gradient  # noqa: F401
-from flce_dist.kernels.token_loss_formulas import (
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.rows.token_gradient_formulas import label_value, row_gradient  # noqa: F401
+from flce_dist.kernels.rows.token_loss_formulas import (
     FAR,
     LossTerms,
     TokenStats,

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import IdEntries, TokenIds
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import LossTerms, TokenStats
+from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds
+from flce_dist.kernels.logits.column_cache import ColumnCache
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
 
 
 class Kernels(Protocol):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flce_dist.kernels.token_loss_formulas import LOWEST, RESCUE_ABOVE
+from flce_dist.kernels.rows.token_loss_formulas import LOWEST, RESCUE_ABOVE
 
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))

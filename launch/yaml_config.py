@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
+from flce_dist.arguments.options import Range, declared
 from flce_dist.launch.program import RunError
-from flce_dist.options import Range, declared
 
 Schema = TypeVar("Schema")
 

@@ -22,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from flce_dist.kernels import gpu, tuning
-from flce_dist.kernels.column_cache import ColumnCache, new_window
 from flce_dist.kernels.filtered import gpu as filter_gpu
-from flce_dist.kernels.scores.token_ids import entries_by_id
-from flce_dist.kernels.shard_logits import ShardLogits
-from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import TokenStats
+from flce_dist.kernels.ids.token_ids import entries_by_id
+from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 H = 4096

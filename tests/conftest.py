@@ -112,7 +112,7 @@ def ranks(pools: dict[int, RankPool]) -> RankPool:
 @pytest.fixture(autouse=True)
 def decided_anew() -> None:
     """No test uses what another decided after it had patched something."""
-    from flce_dist.op import prepare  # imports triton
+    from flce_dist.arguments import prepare  # imports triton
 
     prepare.calls.clear()
 

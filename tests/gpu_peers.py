@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.parallel import transport
-from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
-from flce_dist.parallel.peer_driver import PeerDriver
-from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
+from flce_dist.parallel.peers.driver import PeerDriver
+from flce_dist.parallel.peers.memory import PeerMemory
 
 P = 2
 H = 64

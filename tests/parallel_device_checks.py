@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flce_dist.kernels import eager_logits
+from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.memory import release_shared_memory
 from tests.outcomes import Outcome

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import api
-from flce_dist.op import plan, prepare
-from flce_dist.op.call import Call
+from flce_dist.arguments import prepare
+from flce_dist.core.call import Call
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.schedules import choose as plan
 from flce_dist.testing import run_ranks
 from tests import outcomes
 from tests.outcomes import Outcome
@@ -183,7 +184,7 @@ def on_threads(P: int, problem: Problem, **options: Any) -> Outcome:
 
 @contextmanager
 def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
-    """Plan with other sizes of op/plan.py, as ``tile=8, min_window=8``; yields calls so planned."""
+    """Plan with other sizes, as ``tile=8, min_window=8``; yields calls so planned."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(plan, f"_{name.upper()}", value)

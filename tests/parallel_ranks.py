@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.op.plan import Plan, plan
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.schedules.choose import Plan, plan
 from tests.outcomes import Outcome
 from tests.parallel_problem import GRADIENTS, Problem, misses, rank_step
 

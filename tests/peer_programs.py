@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
-from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
+from flce_dist.parallel.peers.memory import PeerMemory
 from tests.fake_cuda import FakeTensor, Graph, Storage, Stream
 from tests.fake_ranks import Fault, Rank
 

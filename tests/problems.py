@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.options import Schedule
+from flce_dist.arguments.options import Schedule
 from flce_dist.reference import reference_linear_cross_entropy
 from tests.outcomes import Outcome, Results, entropy_rounding, misses
 

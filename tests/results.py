@@ -29,10 +29,10 @@ from typing import Any, TextIO, get_args
 import torch
 import yaml
 
+from flce_dist.arguments.options import Schedule
 from flce_dist.launch.verify.__main__ import DTYPES
 from flce_dist.launch.verify.report import share_of_budget
 from flce_dist.launch.write import write_json
-from flce_dist.options import Schedule
 from flce_dist.testing import ErrorBudget
 
 ROOT = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flce_dist import filtered, linear_cross_entropy
-from flce_dist.op import checks
-from flce_dist.options import DECLARED, LossOptions
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import DECLARED, LossOptions
 from tests.parallel_problem import complaint
 from tests.test_checks import arguments
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op.prepare import Arguments
+from flce_dist.arguments.prepare import Arguments
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint
 

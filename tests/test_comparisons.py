@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels import exact_sums, merge_stats, rescue
 from flce_dist.kernels.filtered import eager as eager_filter
-from flce_dist.parallel import peer_memory
-from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.kernels.logits import exact_sums, merge_stats, rescue
+from flce_dist.parallel.peers import memory as peer_memory
+from flce_dist.parallel.peers.memory import PeerMemory
 from tests.fake_ranks import Hung, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import check_small_terms, differing, problem, statistics

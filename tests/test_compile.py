@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flce_dist.kernels import named_columns, tuning
+from flce_dist.kernels import tuning
+from flce_dist.kernels.logits import named_columns
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = "from tests import aot_compile, noted_launches; aot_compile.main(); noted_launches.main()"

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op.dtensor import local_part
-from flce_dist.options import LossOptions
+from flce_dist.arguments.dtensor import local_part
+from flce_dist.arguments.options import LossOptions
 from flce_dist.testing import relative_rms
 from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flce_dist import filtered, linear_cross_entropy
-from flce_dist.kernels.counted_tokens import counted_tokens, counts
+from flce_dist.kernels.rows.counted_tokens import counted_tokens, counts
 from flce_dist.testing import RankPool, run_ranks
 from tests.outcomes import assert_same
 from tests.parallel_problem import (

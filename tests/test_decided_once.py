@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy
-from flce_dist.op import checks, prepare
+from flce_dist.arguments import checks, prepare
 
 T, H, V = 12, 16, 70
 IMPLS = "eager", "triton"

@@ -12,7 +12,7 @@ import torch
 
 from flce_dist import filtered, linear_cross_entropy_with_metrics
 from flce_dist.filtered.oracle import sampled_tokens
-from flce_dist.kernels.token_loss_formulas import RESCUE_ABOVE
+from flce_dist.kernels.rows.token_loss_formulas import RESCUE_ABOVE
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import (
     GRADIENTS,
@@ -96,7 +96,7 @@ def test_triton_computes_what_is_defined(
     if "vocab_size" in options:
         problem.labels.clamp_(max=options["vocab_size"] - 1)
     if bias:  # statistics in several segments
-        monkeypatch.setattr("flce_dist.kernels.launching.MAX_PART_BYTES", 4 * 3 * T * 4)
+        monkeypatch.setattr("flce_dist.kernels.logits.launching.MAX_PART_BYTES", 4 * 3 * T * 4)
     else:
         columns = {x: getattr(problem, x).T.contiguous().T for x in ("hidden", "weight")}
         problem = replace(problem, **columns)

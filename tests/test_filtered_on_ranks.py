@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.core.gradients import Gradients
 from flce_dist.kernels.filtered import gpu as gpu_filter
-from flce_dist.op.gradients import Gradients
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests import parallel_problem

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op import rank_check
+from flce_dist.arguments import rank_check
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
 from tests.parallel_problem import UNEVEN, complaint

@@ -10,7 +10,7 @@ import triton
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.op.plan import plan
+from flce_dist.schedules.choose import plan
 from tests.outcomes import assert_same
 from tests.parallel_device_checks import step_on_streams
 from tests.parallel_problem import rank_step

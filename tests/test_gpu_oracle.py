@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.options import Schedule
+from flce_dist.arguments.options import Schedule
 from tests.outcomes import Outcome
 from tests.problems import Inputs, Upstream, make_inputs, run_reference
 

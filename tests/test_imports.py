@@ -15,13 +15,17 @@ FILES = sorted(
     if not {"kernels", "launch"} & set(path.relative_to(ROOT).parts[1:-1])  # symlinks
 )
 
+CALL = {"arguments", "core", "schedules"}  # one call, from arguments to gradients
+
 # Each folder with those that it may import; itself always. Three files count as folders: "leaf" is
-# options.py, "private" is torch_private.py, "replay" is replay.py.
+# arguments/options.py, "private" is torch_private.py, "replay" is replay.py.
 MAY = {
-    "faces": {"leaf", "private", "op", "parallel", "testing", "filtered", "scores"},
-    "filtered": {"leaf", "private", "op", "parallel", "kernels", "faces"},
-    "scores": {"leaf", "private", "op", "parallel", "kernels"},
-    "op": {"leaf", "private", "replay", "parallel", "kernels"},
+    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", "scores"},
+    "filtered": {"leaf", "private", *CALL, "parallel", "kernels", "faces"},
+    "scores": {"leaf", "private", *CALL, "parallel", "kernels"},
+    "arguments": {"leaf", "private", *CALL, "parallel", "kernels"},
+    "schedules": {"leaf", "core", "parallel", "kernels"},
+    "core": {"leaf", "private", "replay", "arguments", "parallel", "kernels"},
     "parallel": {"private", "replay"},
     "kernels": {"private", "replay"},
     "replay": {"private"},
@@ -30,7 +34,7 @@ MAY = {
     "private": set(),
     "launch": {"leaf", "private", "faces", "testing", "filtered", "scores"},
 }
-FILES_AS_FOLDERS = {"options": "leaf", "torch_private": "private", "replay": "replay"}
+FILES_AS_FOLDERS = {"torch_private": "private", "replay": "replay"}
 OTHERS = {folder: {"torch"} for folder in MAY} | {
     "kernels": {"torch", "triton"},
     "leaf": set(),
@@ -44,8 +48,8 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
-    "flce_dist/op/call.py": {"filtered"},
-    "flce_dist/op/checks.py": {"triton"},
+    "flce_dist/core/call.py": {"filtered"},
+    "flce_dist/arguments/checks.py": {"triton"},
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find
 }
 EXCEPTIONS = {
@@ -63,6 +67,8 @@ def folder_of(path: Path) -> str:
 
 
 def folder_of_module(name: str) -> str:
+    if name == "flce_dist.arguments.options":
+        return "leaf"
     first = f"{name}.".split(".")[1]
     return first if first in MAY else FILES_AS_FOLDERS.get(first, "faces")
 
@@ -159,7 +165,7 @@ def test_every_file_is_seen():
 
 @pytest.mark.parametrize(("file", "source"), [
     ("kernels/new.py", "import torch\n\nx = torch.distributed.get_rank()"),
-    ("flce_dist/op/new.py", "def f():\n    from flce_dist.api import linear_cross_entropy"),
+    ("flce_dist/core/new.py", "def f():\n    from flce_dist.api import linear_cross_entropy"),
     ("flce_dist/api.py", "import os\nrank = int(os.environ['RANK'])"),
     ("flce_dist/megatron/plug_in.py", "from megatron.core import parallel_state"),
     ("flce_dist/vocab_shard.py", "getattr(x, '__create_chunk_list__')()"),

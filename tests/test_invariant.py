@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from flce_dist import linear_cross_entropy_with_metrics as with_metrics
-from flce_dist.kernels import launching
+from flce_dist.kernels.logits import launching
 from flce_dist.testing import run_ranks
 from tests.invariant_problem import (
     Statistics,

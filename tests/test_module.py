@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from flce_dist.arguments import dtensor
 from flce_dist.module import LinearCrossEntropy
-from flce_dist.op import dtensor
 from flce_dist.parallel.vocab import vocab_range
 from tests.module_layouts import (
     EVERY_LAYOUT,

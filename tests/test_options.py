@@ -14,9 +14,9 @@ from torch import nn
 
 import flce_dist
 from flce_dist import LinearCrossEntropy, data_parallel_linear_cross_entropy, linear_logprob, scores
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import LossOptions
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
-from flce_dist.op import checks
-from flce_dist.options import LossOptions
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
 TENSORS = ["hidden", "weight", "labels", "bias", "token_weight"]

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy, plan
-from flce_dist.kernels import eager_logits, gemm
+from flce_dist.kernels import gemm
+from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
 from tests.problems import each_dtype, each_schedule
 

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from flce_dist.parallel import peer_memory, peer_watch, transport
-from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel import transport
+from flce_dist.parallel.peers import memory as peer_memory
+from flce_dist.parallel.peers import watch as peer_watch
+from flce_dist.parallel.peers.memory import PeerMemory
 from tests import fake_ranks
 from tests.fake_ranks import Hung, Rank
 from tests.gpu_peers import ABORTS, CASES, IN_VAIN, P

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flce_dist.op.in_forward import InForward
-from flce_dist.op.plan import Plan, plan
-from flce_dist.options import Schedule
+from flce_dist.arguments.options import Schedule
 from flce_dist.parallel.vocab import real_rows, vocab_range
+from flce_dist.schedules.choose import Plan, plan
+from flce_dist.schedules.in_forward import InForward
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import Upstream, both, check, make_inputs
 

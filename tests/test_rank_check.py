@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy, linear_logprob
-from flce_dist.op import rank_check
-from flce_dist.options import LossOptions
+from flce_dist.arguments import rank_check
+from flce_dist.arguments.options import LossOptions
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.kernels import primitives, rescue, token_loss_formulas
+from flce_dist.kernels import primitives
+from flce_dist.kernels.logits import rescue
+from flce_dist.kernels.rows import token_loss_formulas
 from tests.problems import (
     DTYPES,
     IGNORE,

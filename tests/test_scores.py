@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
-from flce_dist.kernels.scores import id_sums
+from flce_dist.kernels.ids import id_sums
 from flce_dist.testing import relative_rms
 from tests.outcomes import assert_same
 from tests.problems import both, device_of, each_dtype, poisoned_memory

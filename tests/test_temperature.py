@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import LinearCrossEntropy, linear_cross_entropy
-from flce_dist.op import prepare
+from flce_dist.arguments import prepare
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import differing, problem, statistics
 from tests.parallel_problem import complaint

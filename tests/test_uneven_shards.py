@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist.kernels import eager_logits, gemm
+from flce_dist.kernels import gemm
+from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.op.in_forward import InForward
-from flce_dist.op.plan import plan
+from flce_dist.schedules.choose import plan
+from flce_dist.schedules.in_forward import InForward
 from tests import parallel_problem
 from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, joined, misses, rank_step

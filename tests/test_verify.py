@@ -30,7 +30,7 @@ from flce_dist.launch.verify.checks import make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.op.plan import plan
+from flce_dist.schedules.choose import plan
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]

@@ -10,6 +10,7 @@ import yaml
 
 pytest.importorskip("tyro")
 
+from flce_dist.arguments.options import DECLARED
 from flce_dist.launch.bench import config
 from flce_dist.launch.train.config import (
     MAY_CHANGE_ON_RESUME,
@@ -24,7 +25,6 @@ from flce_dist.launch.train.config import (
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.verify.__main__ import Settings
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.options import DECLARED
 
 
 def from_yaml(folder: Path, text: str | bytes, *overrides: str, load: Any = load_config) -> Any:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
-from flce_dist.options import Reduction
+from flce_dist.arguments.options import Reduction
 
 
 def linear_cross_entropy(

@@ -14,19 +14,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_dist.arguments.options import ExtraSchedule, LossOptions
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.dlogits import Chunk
+from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
+from flce_dist.core.statistics import Pass
 from flce_dist.kernels import gemm
-from flce_dist.kernels.column_cache import ColumnCache
 from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
-from flce_dist.kernels.shard_logits import ShardLogits, rows_of
-from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
-from flce_dist.op.dlogits import Chunk
-from flce_dist.op.gradients import Gradients, dweight_factor, row_gradient
-from flce_dist.op.statistics import Pass
-from flce_dist.op.windows import Windows, WindowsSaved
-from flce_dist.options import ExtraSchedule, LossOptions
+from flce_dist.kernels.logits.column_cache import ColumnCache
+from flce_dist.kernels.logits.shard_logits import ShardLogits, rows_of
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel import collectives
+from flce_dist.schedules.windows import Windows, WindowsSaved
 
 
 class FilteredSaved(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import keywords_of
 from flce_dist.hf.lazy_logits import FusedHead, linear_of
-from flce_dist.op import checks
-from flce_dist.options import keywords_of
 
 _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
     reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,

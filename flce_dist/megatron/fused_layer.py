@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.op.call import extra_schedule
+from flce_dist.core.call import extra_schedule
 from flce_dist.parallel.collectives import gather_tokens
 from flce_dist.scores import TokenScores
 

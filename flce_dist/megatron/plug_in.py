@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
 from flce_dist.megatron.fused_layer import FusedLayer, LazyLogits
-from flce_dist.op import checks
-from flce_dist.options import KEYWORDS, LossOptions, keywords_of
 
 _FIXED: dict[str, Any] = dict(
     sequence_parallel=False, sequence_dim=0, vocab_range=None, reduce_dhidden=True,

@@ -19,9 +19,9 @@ from flce_dist.parallel.collectives import (
     TokenSum,
 )
 from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
-from flce_dist.parallel.peer_copies import PeerGather, PeerScatter
-from flce_dist.parallel.peer_driver import PeerDriver, refuse_capture
-from flce_dist.parallel.peer_memory import PeerMemory
+from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
+from flce_dist.parallel.peers.driver import PeerDriver, refuse_capture
+from flce_dist.parallel.peers.memory import PeerMemory
 from flce_dist.replay import issued
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from flce_dist import torch_private
-from flce_dist.op import checks
-from flce_dist.op.autograd import differentiable, refuse_transforms
-from flce_dist.op.call import extra_schedule
-from flce_dist.op.dtensor import local_of, localized
-from flce_dist.op.prepare import Arguments, prepare, settled, tempered
-from flce_dist.options import DECLARED, LossOptions, Over, declared, keywords_of
+from flce_dist.arguments import checks
+from flce_dist.arguments.dtensor import local_of, localized
+from flce_dist.arguments.options import DECLARED, LossOptions, Over, declared, keywords_of
+from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.core.autograd import differentiable, refuse_transforms
+from flce_dist.core.call import extra_schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import ids_in_order
 from flce_dist.scores.schedule import Scores

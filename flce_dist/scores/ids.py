@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.kernels.scores.token_ids import are_cut
-from flce_dist.op import checks
+from flce_dist.arguments import checks
+from flce_dist.kernels.ids.token_ids import are_cut
 
 _INTEGERS = (torch.int64, torch.int32)
 

@@ -9,17 +9,17 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.column_cache import ColumnCache
-from flce_dist.kernels.scores.token_ids import TokenIds, entries_by_id
-from flce_dist.kernels.shard_logits import rows_of
-from flce_dist.kernels.token_gradient_formulas import RowGradient
-from flce_dist.kernels.token_loss_formulas import TokenStats
-from flce_dist.op.call import Backward, Call, Operands, Outputs, Results, Saved
-from flce_dist.op.gradients import Gradients
-from flce_dist.op.statistics import Pass
-from flce_dist.op.windows import Windows
-from flce_dist.options import Over
+from flce_dist.arguments.options import Over
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.gradients import Gradients
+from flce_dist.core.statistics import Pass
+from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
+from flce_dist.kernels.logits.column_cache import ColumnCache
+from flce_dist.kernels.logits.shard_logits import rows_of
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel import collectives, transport
+from flce_dist.schedules.windows import Windows
 
 
 class ScoresSaved(NamedTuple):

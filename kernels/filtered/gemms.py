@@ -15,7 +15,7 @@ from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.kernel import Kernel
-from flce_dist.kernels.launching import has_tma, matrix
+from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.primitives import add_tile, dot, load_tile, parts_of, store_tile
 
 

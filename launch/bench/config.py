@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from flce_dist.arguments.options import COUNT, POSITIVE, UNIT, Schedule
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.yaml_config import (
@@ -20,7 +21,6 @@ from flce_dist.launch.yaml_config import (
     from_command_line,
     require,
 )
-from flce_dist.options import COUNT, POSITIVE, UNIT, Schedule
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from flce_dist import LinearCrossEntropy, filtered
+from flce_dist.arguments.options import POSITIVE, Range
 from flce_dist.launch.yaml_config import (
     BELOW_1,
     NOT_NEGATIVE,
@@ -22,7 +23,6 @@ from flce_dist.launch.yaml_config import (
     from_command_line,
     require,
 )
-from flce_dist.options import POSITIVE, Range
 
 BETWEEN_0_AND_1 = Range("above 0 and below 1", lambda x: 0.0 < x < 1.0)
 

@@ -26,6 +26,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from flce_dist.arguments.options import Impl, Schedule
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import (
     Group,
@@ -41,7 +42,6 @@ from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import SEED, SIZE, check_ranges
-from flce_dist.options import Impl, Schedule
 
 Size = Annotated[int, SIZE]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist import plan
-from flce_dist.options import Over, Reduction, Schedule
+from flce_dist.arguments.options import Over, Reduction, Schedule
 
 METRICS = ("lse", "logprob", "entropy")
 FILTER_EPS = 0.08

@@ -22,10 +22,10 @@ from flce_dist import (
     linear_logprob,
     vocab_range,
 )
+from flce_dist.arguments.options import Impl
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
 from flce_dist.launch.verify.cases import Case, Variant
 from flce_dist.launch.verify.data import Data
-from flce_dist.options import Impl
 from flce_dist.reference import reference_linear_cross_entropy, reference_linear_logprob
 from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 

@@ -1,0 +1,288 @@
+"""Checks of arguments; errors name the argument, what is expected and what was given."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.arguments.options import COUNT, DECLARED, Declared, LossOptions
+from flce_dist.core.call import extra_schedule
+from flce_dist.kernels.rows.counted_tokens import counts
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LABELS = (torch.int64, torch.int32)
+
+
+def checked_options(**given: Any) -> LossOptions:
+    """Return the options of these keywords, checked once for the same keywords."""
+    if not torch.compiler.is_compiling():
+        ends = given.get("vocab_range")  # into which typed=True does not look
+        types = map(type, ends) if isinstance(ends, tuple) else ()
+        try:
+            return _checked_once(*types, **given)
+        except TypeError:  # a value is not hashable
+            pass
+    return check_options(LossOptions(**given))
+
+
+@functools.lru_cache(typed=True)
+def _checked_once(*_: type, **given: Any) -> LossOptions:
+    return check_options(LossOptions(**given))
+
+
+def check_options(options: LossOptions) -> LossOptions:
+    """Check what does not depend on tensors; return the options with values of Python's types."""
+    given, extra = vars(options), extra_schedule(options.schedule)
+    declarations = {k: x for k, x in DECLARED.items() if extra is None or k != "schedule"}
+    checked = {name: checked_value(name, given[name], x) for name, x in declarations.items()}
+    options = LossOptions(**{"schedule": options.schedule, **checked})
+    if options.sequence_parallel and not options.reduce_dhidden:
+        raise ValueError(
+            "reduce_dhidden=False leaves the sum over ranks to the caller, but "
+            "sequence_parallel=True makes it part of the reduce-scatter; drop one of the two"
+        )
+    if options.reduce_in_fp32 and not options.reduce_dhidden:
+        raise ValueError(
+            "reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False leaves "
+            "the sum over ranks to the caller; drop one of the two"
+        )
+    if options.schedule == "in_forward" and options.reduction == "none":
+        raise NotImplementedError(
+            "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
+            "schedule='recompute' or 'cached'"
+        )
+    if options.schedule in ("cached", "in_forward") and options.smoothing_needs_logits:
+        raise NotImplementedError(
+            f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
+            "needs the logits; use schedule='recompute'"
+        )
+    if extra is not None:
+        extra.refuse(options)
+    return options
+
+
+def check_tensors(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, **of_tokens: Tensor | None
+) -> None:
+    """Check types, devices and the shapes that do not depend on the group."""
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
+    check_tensor("labels", labels, LABELS, hidden)
+    if hidden.dim() < 1 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
+    H = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != H:
+        raise ValueError(
+            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
+            )
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
+                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
+                "the gradient of each has the dtype that was passed"
+            )
+    for name, x in of_tokens.items():
+        if x is None:
+            continue
+        check_tensor(name, x, FLOATS, hidden)
+        if x.shape != labels.shape:
+            expected = tuple(labels.shape)
+            raise ValueError(f"{name} must be {expected}, as tokens, got {tuple(x.shape)}")
+        if x.requires_grad:
+            raise ValueError(
+                f"{name} must have requires_grad=False, since it gets no gradient, got True"
+            )
+
+
+def check_tensor(
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], like: Tensor | None = None,
+    name_of_like: str = "hidden",
+) -> None:  # fmt: skip
+    """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
+        raise ValueError(f"{name} must hold data, got a tensor on device meta")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {name_of_like}'s {like.device}, got {x.device}")
+
+
+def check_group(
+    tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
+) -> None:
+    if tp_group is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        raise ValueError(
+            f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {tp_group!r}"
+        )
+
+
+def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
+    """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
+    expected, dim, hint = list(hidden.shape[:-1]), options.sequence_dim, ""
+    if options.sequence_parallel:
+        if hidden.dim() < 2 + dim:
+            shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
+            raise ValueError(
+                f"hidden must be {shape} under sequence_parallel=True, got {tuple(hidden.shape)}"
+            )
+        expected[dim] *= P
+        hint = f" for the tokens of all {P} ranks"
+    if list(labels.shape) != expected:
+        hint += f", got {tuple(labels.shape)}"
+        if options.sequence_parallel and dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
+            hint += (
+                "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "
+                "sequence_dim=1, since flattening would give tokens other labels"
+            )
+        raise ValueError(
+            f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{hint}"
+        )
+
+
+def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
+    vocab_size = options.vocab_size
+    if options.vocab_range is None:
+        if V == 0:
+            raise ValueError("weight must have at least one row without vocab_range, got V = 0")
+        if vocab_size is not None and not 1 <= vocab_size <= V * P:
+            raise ValueError(
+                f"vocab_size must be within [1, {V * P}], the rows of {P} shards of {V}, "
+                f"got {vocab_size}"
+            )
+        return
+    start, end = options.vocab_range
+    if vocab_size is None:
+        raise ValueError(
+            "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
+            "got None"
+        )
+    if start < 0 or end - start != V:
+        raise ValueError(
+            f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
+            f"got {options.vocab_range}"
+        )
+    if (rank == 0 and start != 0) or (rank == P - 1 and end < vocab_size):
+        raise ValueError(
+            f"vocab_range of the {P} ranks must cover [0, {vocab_size}), "
+            f"got {options.vocab_range} on rank {rank}"
+        )
+
+
+def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
+    """Check what tp_invariant=True requires of the kernels and of all shards that a rank knows."""
+    if impl != "triton":
+        raise NotImplementedError(
+            f"tp_invariant=True needs impl='triton', which sums in a fixed order, got {impl!r}"
+        )
+    for start, end in shards:
+        if start < end and start % INVARIANT_ROWS:
+            raise ValueError(
+                f"vocabulary rows of each rank must begin at a multiple of {INVARIANT_ROWS} under "
+                f"tp_invariant=True, got {start}: pad the weight, or cut it by vocab_range"
+            )
+
+
+def check_impl(impl: str, hidden: Tensor) -> None:
+    if impl != "triton":
+        return
+    if hidden.dtype == torch.float64:
+        raise NotImplementedError(
+            "impl='triton' computes in float32, bfloat16 and float16; hidden is torch.float64: "
+            "use impl='eager'"
+        )
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return
+    if not hidden.is_cuda:
+        raise NotImplementedError(
+            f"impl='triton' needs a CUDA device, hidden is on {hidden.device}: use impl='eager' "
+            "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
+        )
+    if torch.version.hip:
+        raise NotImplementedError(
+            "impl='triton' has kernels for NVIDIA GPUs only, this PyTorch is built for ROCm "
+            f"{torch.version.hip}: use impl='eager'"
+        )
+    major, minor = torch.cuda.get_device_capability(hidden.device)
+    if major < 8:
+        raise NotImplementedError(
+            f"impl='triton' needs compute capability 8.0 or newer, {hidden.device} has "
+            f"{major}.{minor}: use impl='eager'"
+        )
+
+
+def check_labels(
+    labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions
+) -> None:
+    """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
+
+    On a GPU, for which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
+    """
+    if labels.is_cuda:
+        return
+    ignore_index, most = options.ignore_index, options.max_counted
+    counted = counts(labels, token_weight if options.partitions else None, ignore_index)
+    if most is not None and (n := int(counted.sum())) > most:
+        raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")
+    bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)
+    if bad.any():
+        where = int(bad.argmax())
+        raise ValueError(
+            f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
+            f"got {int(labels[where])} at token {where}"
+        )
+
+
+def count(name: str, value: object) -> int:
+    """Return the argument as an int of at least 1; integers of numpy are converted."""
+    return checked_value(name, value, Declared(int, False, (), COUNT))
+
+
+def checked_value(name: str, value: object, declared: Declared) -> Any:
+    if value is None and declared.optional:
+        return None
+    plain = _plain(value, declared.kind)
+    good = plain in declared.choices if declared.choices else plain is not None
+    if good and declared.range is not None:
+        good = declared.range.holds(plain)
+    if not good:
+        shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be {declared.words}, got {shown}")
+    return plain
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """Return ``value`` as Python's ``kind``, or None: a bool or a tensor is no number."""
+    if kind is tuple:
+        ends = tuple(_plain(x, int) for x in value) if isinstance(value, Sequence) else ()
+        return ends if len(ends) == 2 and None not in ends else None
+    if type(value) is kind or (kind is int and isinstance(value, torch.SymInt)):
+        return value
+    numbers: dict[type, type] = {int: Integral, float: Real}
+    if kind not in numbers or isinstance(value, bool) or not isinstance(value, numbers[kind]):
+        return None
+    try:
+        return kind(value)
+    except OverflowError:  # an int beyond fp64
+        return None

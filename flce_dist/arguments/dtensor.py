@@ -1,0 +1,245 @@
+"""DTensors as arguments and in state dicts.
+
+The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
+local tensor if its placements are those that the op expects; otherwise it is refused. Through
+``DTensor.to_local`` gradients get the mesh and placements of their operand. A parameter that FSDP2
+has sharded is gathered from its data ranks, over which its gradient is averaged.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from flce_dist import torch_private
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import LossOptions
+from flce_dist.arguments.prepare import PLAIN, Arguments
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import vocab_range
+
+_OF_ROWS = (
+    "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
+    "these ranks have the same tokens"
+)
+_OF_TOKENS = (
+    "for tokens that are split over data ranks pass hidden.to_local(), labels.to_local() and "
+    "weight.to_local(grad_placements=...) with Partial() over these ranks"
+)
+IN_FORWARD_OF_FSDP = (
+    "call inside forward of the module that fully_shard was applied to, or in another method after "
+    "register_fsdp_forward_method: FSDP2 gathers parameters only there"
+)
+_OF_FSDP = (  # the ranks of whose mesh are no tp_group
+    "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same tokens as "
+    f"tp_group, or {IN_FORWARD_OF_FSDP}"
+)
+
+_ASYNC = torch_private.async_tensors()
+_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that stay as they are
+
+
+def localized(arguments: Arguments) -> Arguments:
+    """Return the arguments with each DTensor replaced by its local tensor.
+
+    Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
+    does. Options have been checked before.
+    """
+    if _LOCAL.issuperset(map(type, arguments[:6])):
+        return arguments
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
+    checks.check_group(tp_group, options.sequence_parallel)
+    if options.sequence_parallel and isinstance(hidden, DTensor):
+        dim = _dimension(hidden.device_mesh, tp_group)
+        if dim is not None and hidden.dim() > 2 and hidden.placements[dim] == Shard(1):
+            options = replace(options, sequence_dim=1)
+            arguments = arguments._replace(options=options)
+    tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
+    rows = Replicate() if tp_group is None else Shard(0)
+    # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
+    dhidden = None if options.reduce_dhidden else Partial()
+    of_tokens = (
+        f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden "
+        f"{options.reduce_dhidden}; {_OF_TOKENS}"
+    )
+    weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
+    return Arguments(
+        local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
+        local_of("weight", weight, rows, tp_group, _OF_ROWS),
+        local_of("labels", labels, Replicate(), tp_group, _OF_TOKENS),
+        local_of("bias", bias, rows, tp_group, _OF_ROWS),
+        local_of("token_weight", token_weight, Replicate(), tp_group),
+        local_of("temperature", temperature, Replicate(), tp_group),
+        options if tp_group is None else _checked_wholes(arguments),
+        tp_group,
+    )
+
+
+def _checked_wholes(arguments: Arguments) -> LossOptions:
+    """Check global sizes, of which a wrong one might show on some ranks only.
+
+    Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
+    """
+    hidden, weight, _, bias, *_, options, tp_group = arguments
+    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    dim = options.sequence_dim
+    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
+        raise ValueError(
+            f"hidden must have a multiple of {P} in its {'second' if dim else 'first'} dimension "
+            f"under sequence_parallel=True, got {tuple(hidden.shape)}"
+        )
+    if not isinstance(weight, DTensor):
+        return options
+    V, vocab_size = weight.shape[0], options.vocab_size
+    if isinstance(bias, DTensor) and bias.shape[0] != V:
+        raise ValueError(f"bias must be [V] with V = {V} from weight, got {tuple(bias.shape)}")
+    if options.vocab_range is not None:
+        raise ValueError(
+            "vocab_range must be None for a DTensor weight, whose placement determines the rows, "
+            f"got {options.vocab_range}"
+        )
+    if vocab_size is not None and vocab_size > V:
+        raise ValueError(f"vocab_size must be within [1, {V}] from weight, got {vocab_size}")
+    return replace(options, vocab_size=vocab_size or V, vocab_range=vocab_range(V, rank, P))
+
+
+def local_of(
+    name: str, x: Any, expected: Placement, tp_group: dist.ProcessGroup | None, hint: str = "",
+    gradient: Placement | None = None,
+) -> Any:  # fmt: skip
+    """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
+
+    Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient
+    over the group; None for the placement of ``x``.
+    """
+    if isinstance(x, DTensor):
+        mesh, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+        anywhere = expected.is_replicate() and gradient is None
+        fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
+        for d, has in enumerate(x.placements):
+            want = expected if d == dim else Replicate()
+            fits &= mesh.size(d) == 1 or (has.__class__ is want.__class__ and has == want)
+        if not fits or mesh.get_coordinate() is None:
+            hint = _OF_FSDP if hint and torch_private.fsdp_sharding(x) else hint
+            where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
+            raise ValueError(
+                f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
+                f"replicated over other ranks, got {x.placements} on {mesh}"
+                + (f"; {hint}" if hint else "")
+            )
+        gradients = [Replicate() if has.is_partial() else has for has in x.placements]
+        if gradient is not None and dim is not None:
+            gradients[dim] = gradient
+        x = x.to_local(grad_placements=gradients)
+    return _Waited.apply(x) if isinstance(x, _ASYNC) else x
+
+
+def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
+    """Return the dimension of ``mesh`` whose ranks are those of ``tp_group``, in the same order."""
+    coordinate = mesh.get_coordinate()
+    if tp_group is None or coordinate is None:
+        return None
+    for d in range(mesh.ndim):
+        same_ranks = _ranks(mesh.get_group(d)) == _ranks(tp_group)
+        if same_ranks and coordinate[d] == dist.get_rank(tp_group):
+            return d
+    return None
+
+
+def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(tp_group)
+
+
+def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
+    """Return ``x``; if FSDP2 has sharded it, this rank's rows over ``tp_group`` in hidden's dtype.
+
+    One all-gather. Backward sums in the dtype of ``x``, then divides as FSDP2 does.
+    """
+    if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
+        return x
+    every, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+    rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), every.size(dim))
+    known = torch_private.fsdp_sharding(x) if dim is None or every.ndim > 1 else None
+    if known is None or known[0].size() * P != every.size():
+        return x
+    (mesh, divisor), (start, end) = known, vocab_range(x.shape[0], rank, P)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    local = x.to_local()
+    if local.requires_grad:
+        local.register_hook(lambda dx: dx / divisor)
+    # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
+    held: list[Any] = [*x.placements[: mesh.ndim]]
+    held = [has if has.is_replicate() else Shard(has.dim) for has in held]
+    part = _from_local(local, mesh, held, (end - start, *x.shape[1:]), x.stride())
+    whole = part.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
+    return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
+
+
+class _Waited(torch.autograd.Function):
+    """Make the current stream wait for the collective that produces ``x``.
+
+    Until then ``x`` has no data pointer that a kernel could be launched with.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx
+
+
+def _from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Any, shape: Iterable[int], stride: Any
+) -> DTensor:
+    size = torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+# --- state dicts
+
+
+def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return the local tensor of ``x`` and its slices of ``x``; all of a plain tensor."""
+    if not isinstance(x, DTensor):
+        return x, tuple(slice(0, n) for n in x.shape)
+    return x.to_local(), torch_private.place_of(x)
+
+
+def groups_of(x: Tensor) -> list[dist.ProcessGroup]:
+    """Return the group of each dimension of the mesh of ``x``; none for a plain tensor."""
+    return x.device_mesh.get_all_groups() if isinstance(x, DTensor) else []
+
+
+def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
+    """Return the DTensor of ``rows`` rows whose ``vocab_range`` on this rank is ``x``.
+
+    If FSDP2 has sharded ``x`` again, the dimensions of its mesh follow the group's. The meshes of
+    the group's ranks must differ only by an offset, as those of ``init_device_mesh`` do.
+    """
+    ranks = torch.tensor(_ranks(tp_group), device="cpu")
+    placements: list[Placement] = [Shard(0)]  # ceil(rows / P) rows each; the last shorter or empty
+    local, _ = local_part(x)
+    if isinstance(x, DTensor):
+        inner = x.device_mesh.mesh - dist.get_rank()
+        ranks = ranks.view(-1, *(1 for _ in inner.shape)) + inner
+        placements += x.placements
+    kind, names = local.device.type, tuple(f"dim {i}" for i in range(ranks.dim()))
+    groups = [tp_group, *groups_of(x)]
+    mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+    return _from_local(local, mesh, placements, (rows, *x.shape[1:]), x.stride())
+
+
+def in_kind(local: Tensor, like: Tensor) -> Tensor:
+    """Return ``local``; if ``like`` is a DTensor, as one with its mesh and placements."""
+    if not isinstance(like, DTensor):
+        return local
+    return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())

@@ -1,0 +1,249 @@
+"""From a caller's arguments to a planned call on flat tensors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import POSITIVE, Declared, LossOptions
+from flce_dist.core.call import Call, Needs, Operands, Schedule, extra_schedule
+from flce_dist.kernels.interface import kernels_of
+from flce_dist.kernels.rows.counted_tokens import counted_tokens
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import real_rows
+from flce_dist.schedules.choose import plan
+
+_TEMPERATURE = Declared(float, False, (), POSITIVE)
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``linear_cross_entropy``, before and after they are ``settled``."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    token_weight: Tensor | None
+    temperature: Any  # of ``tempered``, which scores call after ``localized``
+    options: LossOptions
+    tp_group: dist.ProcessGroup | None
+
+
+def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
+    """Return the temperature of each token; None if it is the number 1."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    temperature = checks.checked_value("temperature", temperature, _TEMPERATURE)
+    if temperature == 1.0:
+        return None
+    checks.check_tensor("labels", labels, checks.LABELS)
+    return torch.full_like(labels, temperature, dtype=torch.float64)
+
+
+def sequence_first(arguments: Arguments) -> Arguments:
+    """Return the arguments with the dimension that is split by token as the first.
+
+    [B, S / P, H] of each rank then follow one another, as [S / P, B, H], in the order of labels.
+    """
+    options = arguments.options
+    if not (options.sequence_parallel and options.sequence_dim):
+        return arguments
+    _check_tensors(arguments)
+    names = ("hidden", "labels", "token_weight", "temperature")
+    given = {name: getattr(arguments, name) for name in names}
+    turned = {name: x.transpose(0, 1) for name, x in given.items() if x is not None}
+    return arguments._replace(**turned, options=replace(options, sequence_dim=0))
+
+
+def in_autocast_dtype(arguments: Arguments) -> Arguments:
+    """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
+    hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
+    if not isinstance(hidden, Tensor):
+        return arguments
+    device_type = hidden.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return arguments
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def to(x: Any) -> Any:
+        takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if takes_part else x
+
+    return arguments._replace(hidden=to(hidden), weight=to(weight), bias=to(bias))
+
+
+def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
+    """Return the arguments as they are computed, and whether each operand needs a gradient now."""
+    arguments = in_autocast_dtype(sequence_first(arguments))
+    operands, is_on = (arguments.hidden, arguments.weight, arguments.bias), torch.is_grad_enabled()
+    return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
+
+
+def as_stored(x: Any) -> Any:
+    """Return tensor x, or a copy if it is a negated view: kernels read memory without the sign."""
+    return x.resolve_neg() if x is not None and x.is_neg() else x
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+_MOST_CALLS = 256
+
+calls: dict[Any, Call] = {}
+"""Calls of which all facts were checked and planned before, by these facts."""
+
+
+def prepare(
+    arguments: Arguments, needs: list[bool], *,
+    auto_in_forward: bool = True, scores: Callable[[Any], Schedule] | None = None,
+) -> tuple[Call, Operands]:  # fmt: skip
+    """Check the arguments' metadata, plan, and flatten tokens to one dimension.
+
+    ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
+    schedule="auto" may become in_forward, ``scores`` the schedule instead of one of the loss, made
+    from that. Label values are not checked here: that reads data.
+    """
+    facts = _facts(arguments, needs, auto_in_forward, scores)
+    call = calls.get(facts)
+    if call is None:
+        call = _checked_call(arguments, needs, auto_in_forward, scores)
+        if len(calls) == _MOST_CALLS:
+            calls.clear()
+        if facts is not None:
+            calls[facts] = call
+    hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
+
+    def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
+        return as_stored(x).reshape(-1).to(call.stats_dtype).contiguous()
+
+    token_weight = None if token_weight is None else of_tokens(token_weight)
+    if temperature is not None:
+        temperature = of_tokens(temperature)
+        temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
+    if scores is None:  # else it only had their shape
+        if labels.dim() != 1:
+            labels = labels.reshape(-1)
+        labels = labels.long().contiguous()
+    if hidden.dim() != 2:  # a view is a node of the graph, too
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden, weight, bias = as_stored(hidden), as_stored(weight), as_stored(bias)
+    return call, Operands(hidden, weight, bias, labels, token_weight, None, temperature)
+
+
+def counted_operands(call: Call, operands: Operands) -> Operands:
+    """Check labels; with max_counted or skip_ignored choose T tokens, first all that count.
+
+    hidden stays that of T_all tokens: ``transport.gather`` takes the rows at ``places``.
+    """
+    options, labels, token_weight = call.options, operands.labels, operands.token_weight
+    checks.check_labels(labels, token_weight, call.vocab_size, options)
+    places, n_counted, inverse = None, None, operands.inverse_temperature
+    if inverse is None and not options.partitions:
+        return operands
+    if options.partitions:
+        places, labels, token_weight, n_counted = counted_tokens(
+            labels, token_weight, call.T, ignore_index=options.ignore_index
+        )
+        inverse = None if inverse is None else inverse[places]
+        if not options.skip_ignored or extra_schedule(options.schedule) is not None:
+            n_counted = None  # an extra schedule takes the order alone
+    if inverse is not None:
+        inverse = inverse.where(labels != options.ignore_index, 1.0)
+    return Operands(*operands[:3], labels, token_weight, places, inverse, n_counted=n_counted)
+
+
+def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
+    """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
+    group = arguments.tp_group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return None
+    facts: list[Any] = [arguments.options, *needs, *others, group]
+    for x in arguments[:6]:
+        if x is None:
+            facts.append(None)
+            continue
+        if x.__class__ not in PLAIN or x.is_nested:
+            return None
+        facts.append((x.shape, x.dtype, x.device, x.layout, x.requires_grad))
+    return tuple(facts)
+
+
+def _checked_call(
+    arguments: Arguments, needs: list[bool], auto_in_forward: bool,
+    scores: Callable[[Any], Schedule] | None,
+) -> Call:  # fmt: skip
+    """Check the arguments, and decide everything about the call that their facts decide."""
+    hidden, weight, labels, *_, options, tp_group = arguments
+    P = _check_tensors(arguments)
+    V, rank, T_all = len(weight), collectives.group_rank(tp_group), labels.numel()
+    T = T_all if options.max_counted is None else torch.sym_min(T_all, options.max_counted)
+    checks.check_rows(V, options, P=P, rank=rank)
+    impl = options.impl or ("triton" if hidden.is_cuda else "eager")
+    checks.check_impl(impl, hidden)
+
+    chosen = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
+    if scores is not None:
+        chosen = scores(chosen)
+    vocab_size = V * P if options.vocab_size is None else options.vocab_size
+    start, end = options.vocab_range or (rank * V, (rank + 1) * V)
+    if options.tp_invariant:
+        alike = [(r * V, (r + 1) * V) for r in range(P)]
+        checks.check_invariant(impl, [(start, end)] if options.vocab_range else alike)
+    return Call(
+        options=options,
+        dtype=hidden.dtype,
+        T=T,
+        T_all=T_all,
+        vocab_start_index=start,
+        V=real_rows((start, end), vocab_size),
+        vocab_size=vocab_size,
+        needs=Needs(*needs),
+        schedule=chosen,
+        impl=impl,
+        kernels=kernels_of(impl),
+        tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
+    )
+
+
+def _check_tensors(arguments: Arguments) -> int:
+    """Check the group, and the tensors as far as its size P tells; return P."""
+    hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
+    checks.check_group(tp_group, options.sequence_parallel)
+    of_tokens = {"token_weight": token_weight, "temperature": temperature}
+    checks.check_tensors(hidden, weight, labels, bias, **of_tokens)
+    P = collectives.group_size(tp_group)
+    checks.check_tokens(hidden, labels, options, P)
+    return P
+
+
+def _plan(
+    arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
+) -> Schedule:
+    """Return the schedule; it ``converts`` if cached columns are copied window by window."""
+    hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
+    (V, H), itemsize = weight.shape, weight.element_size()
+    if options.vocab_range is not None:
+        V = -(-(options.vocab_size or 0) // P)
+    elif options.vocab_size is not None:
+        V = min(V, options.vocab_size)
+    # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
+    # plan again with real sizes. So it lends no memory.
+    known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
+    extra = extra_schedule(options.schedule)
+    schedule: Any = options.schedule if extra is None else "recompute"
+    chosen: Schedule = plan(
+        T=T,
+        V=V,
+        itemsize=max(2, hidden.element_size()),
+        schedule=schedule if any(needs) else "recompute",
+        max_logits_bytes=options.max_logits_bytes,
+        expressible=not options.smoothing_needs_logits,
+        converts=converts or hidden.dtype == torch.float16,
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
+        reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
+    )
+    if extra is not None and (any(needs) or options.with_metrics):
+        chosen = extra.planned(options.schedule, chosen)
+    return chosen

@@ -1,0 +1,172 @@
+"""The autograd Function: what is saved, and when a schedule runs forward and backward."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flce_dist import torch_private
+from flce_dist.arguments.dtensor import IN_FORWARD_OF_FSDP
+from flce_dist.arguments.prepare import as_stored
+from flce_dist.arguments.rank_check import check_alike
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.core.gradients import new_dweight
+from flce_dist.core.main_grad import MainGrad, captured
+from flce_dist.replay import replayed
+
+_T = TypeVar("_T")
+
+_UNCHANGED = nullcontext()  # torch.cuda.device takes the host longer
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """``loss`` and ``Metrics`` of a call.
+
+    GEMMs, collectives and saved tensors are the schedule's; each class of them says which.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call, operands, main_grad, given):
+        """``operands`` begin with these three tensors; the host takes time for each argument.
+
+        ``given`` is a weak reference to the caller's weight, perhaps a DTensor or of another dtype.
+        """
+        loss, metrics, saved = run_forward(call, operands)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.main_grad, ctx.given, ctx.saved = call, main_grad, given, len(saved)
+        ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
+        if not any(x is not None for x in metrics):
+            return (loss,)
+        ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
+        return loss, *metrics
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        # ``once_differentiable`` is not enough: with it a gradient penalty runs without effect.
+        if torch.is_grad_enabled():  # what the engine sets for create_graph=True
+            raise NotImplementedError(
+                "linear_cross_entropy has no second derivative: create_graph=True is not "
+                "supported; differentiate flce_dist.reference instead"
+            )
+        if torch_private.transforms() or any(
+            g is not None and torch_private.is_batched(g) for g in upstream
+        ):
+            raise NotImplementedError(
+                "linear_cross_entropy has no batched backward (is_grads_batched=True, "
+                "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
+            )
+        call = ctx.call
+        if call.needs.weight:
+            check_not_resharded(ctx.given())
+        # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
+        accumulates = call.needs.weight and call.options.accumulate_dweight
+        if accumulates and not torch_private.is_wanted(ctx.next_functions[1][0]):
+            call = replace(call, needs=call.needs._replace(weight=False))
+        gradients: Results = (None, None, None)
+        of_outputs = Upstream(*upstream[:4])
+        if any(g is not None for g in of_outputs):
+            tensors = ctx.saved_tensors
+            saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
+            gradients = run_backward(
+                call, Operands(*operands) if operands else None, saved, of_outputs,
+                ctx.main_grad, is_last=not torch_private.keeps_graph(),
+            )  # fmt: skip
+        return *gradients, None, None, None, None
+
+
+def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
+    accumulates = call.needs.weight and call.options.accumulate_dweight
+    main_grad = captured(weight, call) if accumulates else None
+    given = weakref.ref(weight)
+    return LinearCrossEntropyFunction.apply(*operands[:3], call, operands, main_grad, given)
+
+
+def refuse_transforms(name: str) -> None:
+    """Refuse torch.func for the function of this name."""
+    if torch_private.transforms():
+        raise NotImplementedError(
+            f"{name} does not support the transforms of torch.func (grad, vmap, "
+            "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
+            "hidden [..., H], instead of vmap; flce_dist.reference supports them"
+        )
+
+
+def check_not_resharded(weight: Tensor | None) -> None:
+    """Check that the caller's weight, if it still exists, has its memory.
+
+    FSDP2's reshard frees it. What in_forward has saved would become the gradient of a parameter
+    that FSDP2 no longer looks at; other schedules would read freed memory.
+    """
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if local is not None and local.numel() and not local.untyped_storage().size():
+        raise ValueError(
+            "weight must not be resharded between forward and backward, since the sharded "
+            f"parameter would get no gradient, got freed memory; {IN_FORWARD_OF_FSDP}, and again "
+            "for backward"
+        )
+
+
+def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+    """Return what the call's schedule returns, on the operands' device."""
+    with _computing_on(operands.hidden):
+        check_alike(call, operands)
+        issue = partial(call.schedule.forward, call, operands)
+        return _issued(call, "forward", operands, issue)
+
+
+def run_backward(
+    call: Call, operands: Operands | None, saved: Saved, upstream: Upstream,
+    main_grad: MainGrad | None, *, is_last: bool,
+) -> Results:  # fmt: skip
+    """Return the gradients of hidden, weight and bias, on the upstream gradients' device.
+
+    With ``main_grad`` dweight is added to that.
+    """
+    upstream = Upstream(*map(as_stored, upstream))
+    with _computing_on(next(g for g in upstream if g is not None)):
+        accumulator = None
+        if operands is not None and call.needs.weight:
+            if main_grad is None:
+                accumulator = new_dweight(operands.weight, call.dtype)
+            else:
+                accumulator = main_grad.opened()
+        out, adds = accumulator or (None, False)
+        inputs = *(operands or ()), *saved, *upstream, out
+        dhidden, dweight, dbias = _issued(
+            call, (call.needs, adds, is_last), inputs,
+            lambda: call.schedule.backward(
+                Backward(call, operands, saved, upstream, accumulator, is_last)
+            ),
+        )  # fmt: skip
+        if dweight is not None and main_grad is not None:
+            dweight = main_grad.added(dweight) if accumulator is None else main_grad.closed()
+        elif dweight is not None and accumulator is None:
+            dweight = dweight.to(call.dtype)
+        return dhidden, dweight, dbias
+
+
+def _issued(call: Call, facts: Any, inputs: Sequence[Tensor | None], issue: Callable[[], _T]) -> _T:
+    if not call.kernels.may_replay():
+        return issue()
+    return replayed(call.programs, facts, inputs, issue)
+
+
+def _computing_on(x: Tensor) -> AbstractContextManager[Any]:
+    """Make x's device current, on which Triton launches, and disable autocast.
+
+    Autocast has already been applied to the operands, and must not change the GEMMs below.
+    """
+    current = torch.cuda.current_device() if x.is_cuda else -1
+    if x.get_device() == current and not torch.is_autocast_enabled(x.device.type):
+        return _UNCHANGED
+    both = ExitStack()
+    both.enter_context(torch.cuda.device_of(x))
+    both.enter_context(torch.autocast(x.device.type, enabled=False))
+    return both

@@ -1,0 +1,190 @@
+"""A call as the schedules know it, and their protocol.
+
+T = tokens on the tensor-parallel group (with max_counted those that are computed, of T_all),
+V = real vocabulary rows here, H = hidden size, P = ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.arguments.options import LossOptions
+from flce_dist.kernels.interface import Kernels
+from flce_dist.kernels.rows.token_loss_formulas import LossTerms
+
+_FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
+
+Results = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V]."""
+
+Outputs = tuple[Tensor | None, ...]
+"""``Metrics`` and, behind them, scalars that only an ``ExtraSchedule`` has."""
+
+Saved = tuple[Any, ...]
+"""What backward needs from forward besides the operands: tensors or None, by each schedule."""
+
+
+class Needs(NamedTuple):
+    """Which operands need a gradient, the same on every rank."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients in the caller's order: [T_all] each, the loss's also a scalar."""
+
+    loss: Tensor | None
+    lse: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def of_metrics(self) -> bool:
+        return any(g is not None for g in self[1:])
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, flat: hidden is of T_all tokens, or T_all / P if it is split."""
+
+    hidden: Tensor  # [T_all or T_all / P, H]
+    weight: Tensor  # [V and padding, H]
+    bias: Tensor | None  # [V and padding]
+    labels: Tensor  # [T] int64
+    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
+    places: Tensor | None = None  # [T] int64, if options.partitions: of these tokens among T_all
+    inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
+    offsets: Tensor | None = None  # [T + 1] int64, of scores, whose labels are ids [N]
+    n_counted: Tensor | None = None  # [] int32, with skip_ignored: the others are not computed
+
+
+class Accumulator(NamedTuple):
+    """Where dweight is written: ``out`` [V and padding, H] is added to, or else overwritten."""
+
+    out: Tensor
+    adds: bool
+
+
+class Backward(NamedTuple):
+    """What a schedule's ``backward`` is given."""
+
+    call: Call
+    operands: Operands | None  # None unless the schedule keeps them
+    saved: Saved
+    upstream: Upstream  # not all None
+    accumulator: Accumulator | None  # of dweight, if it is needed and operands are kept
+    is_last: bool  # whether what was saved may be overwritten
+
+
+class Metrics(NamedTuple):
+    """What one pass over the logits yields besides the loss; None if not asked for."""
+
+    lse: Tensor | None = None  # [T_all] for the caller, as the next three
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+
+
+class Schedule(Protocol):
+    """One way to get the probabilities that backward needs.
+
+    A schedule is a frozen dataclass whose fields are its sizes, planned from facts that all ranks
+    share. It holds no tensors: it is cached, and compared between ranks.
+    """
+
+    keeps_operands: ClassVar[bool]
+    """Whether backward needs the operands again; they are then saved with the rest."""
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+        """Return the loss, the metrics in the caller's order, and what backward needs."""
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
+
+    def backward(self, given: Backward) -> Results:
+        """Return the gradients that the call needs."""
+
+
+def extra_schedule(schedule: object) -> ModuleType | None:
+    """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
+    if not isinstance(schedule, str) or not schedule.startswith("filtered:"):
+        return None
+    from flce_dist.filtered import gradients
+
+    return gradients
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that a schedule knows about a call except its tensors. Pure data."""
+
+    options: LossOptions
+    dtype: torch.dtype  # of hidden, weight and bias
+    T: int
+    T_all: int  # tokens of the caller
+    vocab_start_index: int  # of this rank's rows
+    V: int  # this rank's rows below vocab_size
+    vocab_size: int  # of all ranks, without padding
+    needs: Needs
+    schedule: Schedule
+    impl: str  # "triton" or "eager"
+    kernels: Kernels  # of that
+    tp_group: dist.ProcessGroup | None
+    programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # replay.py
+
+    @cached_property
+    def loss_terms(self) -> LossTerms:
+        options = self.options
+        return LossTerms(
+            label_smoothing=options.label_smoothing, z_loss_weight=options.z_loss_weight,
+            vocab_size=self.vocab_size, logit_scale=options.logit_scale, softcap=options.softcap,
+            ignore_index=options.ignore_index,
+        )  # fmt: skip
+
+    def is_expressible(self, upstream: Upstream) -> bool:
+        """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""
+        return not (upstream.of_metrics or self.options.smoothing_needs_logits)
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hidden is split over, if it is."""
+        return self.tp_group if self.options.sequence_parallel else None
+
+    @property
+    def reduces_dhidden(self) -> bool:
+        """Whether dhidden is summed over ranks here."""
+        return self.tp_group is not None and self.options.reduce_dhidden
+
+    @cached_property
+    def stats_dtype(self) -> torch.dtype:
+        """Dtype of statistics and of accumulation: fp32, or fp64 for fp64 operands."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @cached_property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of cached exponentials: up to exp(50), which bf16 holds and fp16 does not."""
+        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+
+    @property
+    def is_from_lse(self) -> bool:
+        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
+        return self.dtype == torch.float16
+
+    @cached_property
+    def rescales_cache(self) -> bool:
+        """Whether cached columns are written once more before the GEMMs.
+
+        In fp16, because the cache is bf16. In bf16 with few tokens, because rounding both D at the
+        label and hidden times its scale would give dweight three times the error of eager PyTorch:
+        this pass rounds D times the scale once, and with few tokens it costs little.
+        """
+        few = self.T <= _FEW_TOKENS
+        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)

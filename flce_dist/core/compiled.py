@@ -1,0 +1,158 @@
+"""The op as torch.compile sees it: two opaque operators with fakes and a gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist import torch_private
+from flce_dist.arguments.options import DECLARED, Declared, LossOptions
+from flce_dist.arguments.prepare import Arguments, counted_operands, prepare
+from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
+from flce_dist.core.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
+
+_OPERANDS = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
+    "Tensor? temperature"
+)
+_TENSORS = 6  # of them
+_TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
+
+
+def _schema(name: str, declared: Declared) -> str:
+    kind = _TYPES[declared.kind] + "?" * declared.optional
+    if name in ("max_logits_bytes", "max_counted"):  # torch.compile may make them symbolic
+        kind = f"Sym{kind.capitalize()}"
+    return f"{kind} {name}"
+
+
+_OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
+_SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
+_UPSTREAM = "Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy"
+_FORWARD = f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
+_BACKWARD = f"({_UPSTREAM}, {_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
+
+
+def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
+    """Call the operator from compiled code; return the loss and, if asked for, metrics."""
+    options, tp_group = arguments.options, arguments.tp_group
+    if options.accumulate_dweight and needs[1]:
+        raise NotImplementedError(
+            "accumulate_dweight=True is not supported under torch.compile, whose operators must "
+            "not change their inputs; exclude the call by torch.compiler.disable"
+        )
+    of_loss_only = options.schedule == "in_forward" or extra_schedule(options.schedule) is not None
+    if options.with_metrics and of_loss_only and any(needs):
+        # Compiled code passes zeros for upstream gradients that do not exist.
+        raise NotImplementedError(
+            "under torch.compile linear_cross_entropy_with_metrics takes "
+            f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
+            "exclude the call by torch.compiler.disable"
+        )
+    outputs = torch.ops.flce_dist.forward(
+        *arguments[:_TENSORS],
+        *(getattr(options, name) for name in DECLARED),
+        None if tp_group is None else tp_group.group_name,
+        needs,
+    )
+    return tuple(outputs[: 1 + _metrics(options)])
+
+
+def _metrics(options: LossOptions) -> int:
+    """Return how many outputs follow the loss."""
+    extra = extra_schedule(options.schedule)
+    return len(Metrics._fields if extra is None else extra.METRICS) if options.with_metrics else 0
+
+
+def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
+    *given, group_name, needs = inputs[_TENSORS:]
+    given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
+    group = None if group_name is None else torch_private.group_named(group_name)
+    arguments: Any = (*inputs[:_TENSORS], LossOptions(*given), group)
+    # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
+    return prepare(Arguments(*arguments), needs, auto_in_forward=False)
+
+
+def _present(tensors: Any, like: Tensor) -> list[Tensor]:
+    """Operators return tensors: an empty one stands for None."""
+    return [like.new_empty(0) if x is None else x for x in tensors]
+
+
+@torch.library.custom_op("flce_dist::forward", mutates_args=(), schema=_FORWARD)
+def _forward(*inputs):
+    call, operands = _prepare(inputs)
+    operands = counted_operands(call, operands)
+    needs, shape = inputs[-1], inputs[2].shape
+    with torch.no_grad():
+        loss, metrics, saved = run_forward(call, operands)
+    outputs = [x.reshape(shape) if x.dim() else x for x in (loss, *metrics) if x is not None]
+    return outputs + (_present(saved, loss) if any(needs) else [])
+
+
+@_forward.register_fake
+def _(*inputs):
+    call, operands = _prepare(inputs)
+    hidden, of_tokens, one = inputs[0], inputs[2].shape, ()
+
+    def new(shape, dtype=call.stats_dtype):
+        return hidden.new_empty(shape, dtype=dtype)
+
+    outputs = [new(of_tokens if call.options.reduction == "none" else one)]
+    if call.options.with_metrics:
+        outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
+        outputs += [new(one) for _ in range(_metrics(call.options) - len(Metrics._fields))]
+    if not any(call.needs):
+        return outputs
+    return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
+
+
+@torch.library.custom_op("flce_dist::backward", mutates_args=(), schema=_BACKWARD)
+def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
+    inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
+    hidden, weight, labels, bias = inputs[:4]
+    call, operands = _prepare((*inputs, *spec))
+    kept = counted_operands(call, operands) if call.schedule.keeps_operands else None
+    needs = spec[-1]
+    if needs[1]:
+        check_not_resharded(weight)
+    given = (dloss, dlse, dlogprob, dentropy)
+    upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in given))
+    gradients: Results = (None, None, None)
+    if labels.numel():  # without tokens, statistics are as empty as those that stand for None
+        tensors = tuple(x if x.numel() else None for x in saved)
+        with torch.no_grad():  # an operator must not return its inputs
+            gradients = run_backward(call, kept, tensors, upstream, None, is_last=False)
+    # A needed gradient that is None here is one without elements, or without tokens: zeros.
+    return [
+        hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
+        for g, x, need in zip(gradients, (hidden, weight, bias), needs, strict=True)
+    ]
+
+
+@_backward.register_fake
+def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), others[-1], strict=True)
+    ]
+
+
+def _setup_context(ctx, inputs, output):
+    operands, ctx.spec = inputs[:_TENSORS], inputs[_TENSORS:]
+    ctx.set_materialize_grads(False)
+    saved = output[1 + _metrics(LossOptions(*ctx.spec[:-2])) :]
+    ctx.save_for_backward(*operands, *saved)
+
+
+def _differentiate(ctx, grads):
+    operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
+    needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
+    upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
+    if all(g is None for g in upstream):
+        return (None,) * (_TENSORS + len(ctx.spec))
+    gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)
+    dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
+    return dhidden, dweight, None, dbias, None, None, *(None for _ in ctx.spec)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,0 +1,83 @@
+"""D of a chunk's windows: cached by forward, converted, or computed again.  T = tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flce_dist.core.call import Call
+from flce_dist.kernels.logits.column_cache import ColumnCache, Window, new_window
+from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.parallel.collectives import TokenGather
+
+
+class Chunk(NamedTuple):
+    """Tokens ``first <= t < last`` whose statistics are known. Tensors hold these tokens only."""
+
+    tokens: tuple[int, int]
+    labels: Tensor
+    stats: TokenStats
+    rows: RowGradient
+    cache: ColumnCache
+    gather: TokenGather | None  # None where nothing needs hidden
+    logits: ShardLogits | None  # hidden may still be arriving
+    window_v: int  # columns of D that are computed, or converted, at a time
+    overwrite: Callable[[Tensor, int], None] | None = None  # elements of D, by its first column
+    n_counted: Tensor | None = None  # as in ``ShardLogits``
+
+    def rescales(self, call: Call) -> bool:
+        """Whether cached columns are written once more before the GEMMs."""
+        return call.rescales_cache or self.overwrite is not None
+
+
+def split_columns(call: Call, chunk: Chunk) -> list[Window]:
+    """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
+    # A cache in the operands' dtype is used as it is; another is converted a window at a time.
+    as_it_is = call.cache_dtype == call.dtype and chunk.overwrite is None
+    cached_step = max(1, call.V) if as_it_is else chunk.window_v
+    return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
+
+
+def dlogits(
+    call: Call, chunk: Chunk, rows: RowGradient, windows: Sequence[Window]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``start, end`` and D [T, end - start] of each window, which the next may overwrite."""
+    buffer = None
+    for window in windows:
+        start, end, cached = window
+        if cached is not None and not chunk.rescales(call):
+            yield start, end, cached
+            continue
+        if buffer is None:
+            widest = max(each.end - each.start for each in windows)
+            buffer = new_window(len(chunk.labels), widest, call.dtype, chunk.labels.device)
+        d = part_of(buffer, 0, end - start)
+        if cached is not None:
+            _rescale(call, chunk, rows, window, out=d)
+        elif start < end:
+            _recompute(call, chunk, rows, window, out=d)
+        if chunk.overwrite is not None:
+            chunk.overwrite(d, start)
+        yield start, end, d
+
+
+def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
+    assert chunk.logits is not None and chunk.gather is not None
+    chunk.gather.wait()
+    logits = chunk.logits.columns(window.start, window.end)
+    call.kernels.dlogits(logits, rows.reference, rows.label_value, rows.affine, out=out)
+
+
+def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
+    """Multiply exponentials by the tokens' scales; in fp16 make them relative to lse."""
+    assert window.cached is not None
+    if rows.affine:
+        (change,) = rows.affine
+    else:
+        change = (chunk.stats.reference - rows.reference).exp()
+    labels, ignore_index = chunk.labels, call.options.ignore_index
+    call.kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
+    first = call.vocab_start_index + window.start
+    call.kernels.write_at_ids(out, labels, None, rows.label_value, first, ignore_index)

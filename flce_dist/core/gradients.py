@@ -1,0 +1,193 @@
+"""Two GEMMs of each window of D, and sums over ranks.  T = tokens, V = rows here, H = hidden."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
+from flce_dist.core.dlogits import Chunk, dlogits, split_columns
+from flce_dist.kernels import gemm
+from flce_dist.kernels.logits.shard_logits import rows_of
+from flce_dist.kernels.rows import token_gradient_formulas as formulas
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.parallel import transport
+from flce_dist.parallel.collectives import TokenSum
+from flce_dist.parallel.counted import chosen
+
+
+def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
+    """Return a dweight [V, H] without values, contiguous whatever ``weight`` is."""
+    out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return Accumulator(out, False)
+
+
+def row_gradient(
+    given: Backward, stats: TokenStats, norm: Tensor | None, *,
+    entropy: Tensor | None = None, from_lse: bool,
+) -> RowGradient:  # fmt: skip
+    """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
+    call, operands, upstream = given.call, given.operands, given.upstream
+    assert operands is not None
+    dloss, *dmetrics = (
+        g if g is None or g.dim() == 0 else chosen(g, operands.places) for g in upstream
+    )
+    if dloss is None:
+        dloss = torch.zeros_like(stats.others)
+    terms, inverse = call.loss_terms, operands.inverse_temperature
+    of_loss = (operands.labels, operands.token_weight, norm, dloss, terms)
+    if call.is_expressible(upstream):
+        return call.kernels.row_gradient(
+            stats, *of_loss, from_lse=from_lse, inverse_temperature=inverse
+        )
+    token_dloss = formulas.token_dloss(stats.others, *of_loss)
+    return formulas.row_gradient_with_metrics(stats, token_dloss, dmetrics, entropy, terms, inverse)
+
+
+class Gradients:
+    """Sums the gradients that the call needs over chunks of tokens and windows of columns.
+
+    dweight, the accumulator's, sums several chunks only in the accumulation dtype. Rows beyond V
+    become 0, or stay if it ``accumulates``. dbias and ``acc``, a chunk's dhidden [T, H], are in the
+    dtype of statistics.
+    """
+
+    def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
+        self.call, self.weight = call, operands.weight
+        self.dhidden: TokenSum | None = None
+        if call.needs.hidden:
+            in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+            self.dhidden = transport.token_sum(
+                (call.T, self.weight.shape[1]),
+                call.stats_dtype if in_fp32 else call.dtype,
+                self.weight.device,
+                call.tp_group if call.reduces_dhidden else None,
+                sequence_parallel=call.options.sequence_parallel,
+                places=operands.places,
+                T_all=call.T_all,
+            )
+        self.dweight: Tensor | None
+        self.dweight, self.accumulates = accumulator or (None, False)
+        if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
+            self.dweight[call.V :].zero_()
+        self.dbias: Tensor | None = None
+        if call.needs.bias:
+            self.dbias = self.weight.new_zeros(len(self.weight), dtype=call.stats_dtype)
+        self.acc: Tensor | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
+        call = self.call
+        windows = split_columns(call, chunk)
+        cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
+        others = windows[len(cached) :]
+        # D from forward lacks the tokens' scales; D that is computed now can contain them.
+        contains_scale = not cached and not call.is_from_lse
+        rows = chunk.rows.folded() if contains_scale else chunk.rows
+
+        scratch, product = self.new_accumulator(chunk), product_of(call, chunk)
+        in_place = contains_scale or windows[-1].cached is not None
+        factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
+
+        def add_dhidden(start: int, end: int, d: Tensor) -> None:
+            if self.acc is not None:
+                weight = rows_of(self.weight, start, end)
+                product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
+
+        def add_parameters(start: int, end: int, d: Tensor) -> None:
+            if self.dweight is not None:
+                (hidden, row), out = factor(), rows_of(self.dweight, start, end)
+                adds = chunk.tokens[0] > 0 or self.accumulates
+                product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
+            if self.dbias is not None:
+                self.dbias[start:end] += dbias_of(call, chunk, d, rows)
+
+        for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
+            add_dhidden(start, end, d)
+        if not others and scratch is None:
+            self.finish_dhidden(chunk, rows)
+        for start, end, d in dlogits(call, chunk, rows, cached):
+            add_parameters(start, end, d)
+        for start, end, d in dlogits(call, chunk, rows, others):
+            add_dhidden(start, end, d)
+            if end == windows[-1].end and scratch is None:
+                self.finish_dhidden(chunk, rows)
+            add_parameters(start, end, d)
+        if scratch is not None:
+            self.finish_dhidden(chunk, rows)
+
+    def new_accumulator(self, chunk: Chunk) -> Tensor | None:
+        """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
+        if self.dhidden is None:
+            return None
+        share = rows_of(self.dhidden.tokens, *chunk.tokens)
+        self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
+        return None if self.call.reduces_dhidden else share
+
+    def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
+        """Round the accumulator into this rank's share; after the last chunk start the sum."""
+        if self.dhidden is None:
+            return
+        assert self.acc is not None
+        call, plus = self.call, None
+        if rows.uniform is not None:
+            weight = self.weight[: call.V]
+            plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
+        self.dhidden.acquire()
+        out, ignore_index = rows_of(self.dhidden.tokens, *chunk.tokens), call.options.ignore_index
+        call.kernels.scale_rows(
+            self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
+        )
+        self.acc = None  # freed before the peers' shares get buffers
+        if chunk.tokens[1] == call.T:
+            self.dhidden.start()
+
+    def finished(self, *, rounds_dbias: bool = True) -> Results:
+        """Return the results; dhidden is summed over ranks, of this rank's tokens."""
+        dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
+        dbias = self.dbias
+        if dbias is not None and rounds_dbias:
+            dbias = dbias.to(self.call.dtype)
+        return dhidden, self.dweight, dbias
+
+
+def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
+    """Return ``counted_gemm`` over the tokens of the chunk that count, where others are skipped."""
+    if chunk.n_counted is None:
+        return gemm.product
+    return functools.partial(call.kernels.counted_gemm, count=chunk.n_counted)
+
+
+def dweight_factor(
+    call: Call, chunk: Chunk, rows: RowGradient, in_place: bool, scratch: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return hidden times the tokens' scales [T, H], and what smoothing adds to dweight's rows [H].
+
+    It overwrites gathered hidden if ``in_place``, else ``scratch`` or a new buffer; the caller's
+    hidden is never written.
+    """
+    assert chunk.logits is not None and chunk.gather is not None
+    chunk.gather.wait()
+    kernels, ignore_index = call.kernels, call.options.ignore_index
+    hidden, labels = chunk.logits.hidden, chunk.labels
+    out = hidden if in_place and chunk.gather.owns_tokens else scratch
+    if out is None:
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if rows.scale is None or rows.uniform is not None:
+        kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
+    row = None if rows.uniform is None else gemm.weighted_row_sum(rows.uniform, out)
+    if rows.scale is not None:
+        kernels.scale_rows(hidden, rows.scale, labels, ignore_index=ignore_index, out=out)
+    return out, row
+
+
+def dbias_of(call: Call, chunk: Chunk, d: Tensor, rows: RowGradient) -> Tensor:
+    """Return [W]: the bias gradient of the columns of ``d`` [T, W]."""
+    scale = torch.ones_like(rows.reference) if rows.scale is None else rows.scale
+    counted = None if chunk.n_counted is None else product_of(call, chunk)
+    dbias = gemm.weighted_row_sum(scale, d, counted)
+    if rows.uniform is not None:
+        dbias = dbias + rows.uniform.sum()
+    return dbias / call.options.logit_scale

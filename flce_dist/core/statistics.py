@@ -1,0 +1,129 @@
+"""One pass over this shard's logits: statistics and loss.  T = tokens, V = real rows here."""
+
+import torch
+from torch import Tensor
+
+from flce_dist.arguments.options import OWN_SUM
+from flce_dist.core.call import Call, Metrics, Operands
+from flce_dist.kernels.logits.column_cache import ColumnCache
+from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats, token_entropy
+from flce_dist.parallel import collectives, transport
+from flce_dist.parallel.counted import put_back
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+
+class Pass:
+    """One pass over the logits of all tokens, in one chunk of them or several.
+
+    ``gather`` brings hidden of all ranks, [T, H], and ``norm`` is what a mean divides by, a scalar
+    on the device: known when the pass is finished, or from ``early_norm`` on.
+    """
+
+    def __init__(self, call: Call, operands: Operands):
+        self.call, self.token_weight, self.places = call, operands.token_weight, operands.places
+        self.gather, self.logits = gathered_logits(call, operands)
+        self.norm: Tensor | None = None
+
+    def chunk_loss(
+        self, tokens: tuple[int, int], cache: ColumnCache, *,
+        tiles: Tensor | None = None, named_z: Tensor | None = None,
+    ) -> tuple[TokenStats, Tensor]:  # fmt: skip
+        """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
+
+        All-reduces, whether or not a row needs the rescue: SUM of label logits [T], MAX of the
+        other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3, in stats_dtype).
+
+        ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
+        between two backward passes. ``tiles`` receives the statistics of tiles, ``named_z``
+        of all tokens the logits of this shard's named ids; D at these is then not written.
+        """
+        call, gather = self.call, self.gather
+        options, kernels, group = call.options, call.kernels, call.tp_group
+        with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
+
+        first, last = tokens
+        logits, weights = self.logits.tokens(first, last), self.token_weight
+        sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
+        gather.wait()
+        label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)
+        others_max = torch.empty_like(label_logit)
+        label_logit = collectives.all_reduce_sum(label_logit, group)
+        kernels.linear_stats(
+            logits, label_logit,
+            cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy,
+            others_max=others_max, sums=sums, tiles=tiles, named_z=named_z,
+        )  # fmt: skip
+        others_max = collectives.all_reduce_max(others_max, group)
+        kernels.rescue(
+            logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
+        )
+        sums = collectives.all_reduce_sum(sums, group)
+        weights = None if weights is None else part_of(weights, first, last)
+        stats, loss, label_value = kernels.token_loss(
+            logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
+            with_entropy=with_entropy, inverse_temperature=logits.inverse_temperature,
+        )  # fmt: skip
+        if not call.rescales_cache and named_z is None:  # else backward writes D at the labels
+            for start, window in cache.with_starts():
+                column, ignored = logits.vocab_start_index + start, options.ignore_index
+                kernels.write_at_ids(window, logits.labels, None, label_value, column, ignored)
+        return stats, loss
+
+    def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
+        """Return the metrics of a chunk if they are asked for."""
+        if not self.call.options.with_metrics:
+            return Metrics()
+        assert stats.others_max is not None
+        counted = self.logits.counted[slice(*tokens)]
+        correct = (stats.others_max <= stats.label_logit) & counted
+        return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
+
+    def finished(self, losses: list[Tensor], metrics: list[Metrics]) -> tuple[Tensor, Metrics]:
+        """Reduce the losses of all chunks; return them and the metrics in the caller's order."""
+        call = self.call
+        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+        if call.options.reduction in ("none", OWN_SUM):
+            loss = put_back(loss, self.places, call.T_all)
+        if call.options.reduction == OWN_SUM:
+            P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+            loss = loss.view(P, call.T_all // P)[rank]
+        if call.options.reduction == "mean" and self.norm is None:
+            loss, self.norm = call.kernels.mean_loss(loss, *self._of_norm())
+        elif call.options.reduction != "none":
+            loss = call.kernels.reduce_loss(loss, self.norm)
+        if not call.options.with_metrics:
+            return loss, Metrics()
+        parts = zip(*metrics, strict=True)
+        # Copies, also of one chunk: what an operator returns must not be what it saves.
+        joined = map(torch.cat, parts)
+        lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in joined)
+        return loss, Metrics(lse, logprob, entropy, correct)
+
+    def early_norm(self) -> Tensor | None:
+        """Return ``norm`` before the losses are known."""
+        if self.call.options.reduction == "mean":
+            self.norm = self.call.kernels.loss_norm(*self._of_norm(), self.call.stats_dtype)
+        return self.norm
+
+    def _of_norm(self) -> tuple[Tensor, Tensor | None, int]:
+        return self.logits.labels, self.token_weight, self.call.options.ignore_index
+
+
+def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:
+    """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
+    options, bias, hidden = call.options, operands.bias, operands.hidden
+    gather = transport.gather(hidden, call.sequence_group, operands.places)
+    return gather, ShardLogits(
+        hidden=gather.tokens,
+        weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],
+        bias=None if bias is None else bias[: call.V].contiguous(),
+        labels=operands.labels,
+        vocab_start_index=call.vocab_start_index,
+        ignore_index=options.ignore_index,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        group_v=INVARIANT_ROWS if options.tp_invariant else None,
+        inverse_temperature=operands.inverse_temperature,
+        n_counted=operands.n_counted,
+    )

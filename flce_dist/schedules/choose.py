@@ -1,0 +1,220 @@
+"""Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
+
+A pure function of facts that all ranks share, so all plan alike and issue the same collectives.
+T = tokens, V = rows of the largest even shard.
+"""
+
+from typing import NamedTuple
+
+from flce_dist.arguments.options import Schedule
+from flce_dist.schedules.in_forward import InForward, LentWindows
+from flce_dist.schedules.windows import Windows
+
+DEFAULT_LOGITS_BYTES = 1 << 30
+"""Budget of ``auto`` and ``in_forward`` where the caller names none, unless they need more."""
+
+_MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
+_WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
+_MIN_WINDOW, _MAX_WINDOW = 4096, 33792
+_WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
+_TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
+_LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
+_FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
+_MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
+
+Plan = Windows | InForward
+
+
+def plan(
+    *, T: int, V: int, itemsize: int, schedule: Schedule, max_logits_bytes: int | None,
+    expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
+    reduces: bool = False,
+) -> Plan:  # fmt: skip
+    """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
+
+    Args:
+        itemsize: bytes of one cached exponential.
+        schedule: ``cached`` caches what fits, everything if no budget is given; ``recompute``
+            nothing; ``in_forward`` takes all tokens at once if they fit with what dweight's own
+            memory can hold, else chunks of them that fit; without a budget what ``auto`` would.
+        max_logits_bytes: bound on cache plus window, per rank. 256 columns or tokens are taken even
+            where they exceed it.
+        expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
+        converts: whether cached columns pass through a window of the operands' dtype (fp16).
+        dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
+            accumulating over chunks; 0 if it lends none.
+        reduces: whether one scalar upstream gradient is all that backward can bring.
+    """
+    shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
+    is_named = schedule == "in_forward"
+    if is_named and (max_logits_bytes is not None or not shape.row):  # no dweight to accumulate
+        return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
+    caches = is_named or schedule == "cached" or (schedule == "auto" and expressible)
+    if schedule in ("cached", "recompute"):
+        return _windows(shape, caches, max_logits_bytes, max_logits_bytes)
+    reduces = reduces or is_named
+    budgets = [max_logits_bytes or DEFAULT_LOGITS_BYTES]
+    if max_logits_bytes is None and caches:
+        budgets.append(max(DEFAULT_LOGITS_BYTES, _spares_a_gemm(shape, reduces)))
+    for budget in budgets:
+        chosen = _windows(shape, caches, budget, max_logits_bytes)
+        if chosen.cached_v == V and not is_named:
+            break
+        fits = _auto_in_forward(shape, budget) if caches and reduces else None
+        # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
+        few = fits is not None and (len(fits.chunks()) == 1 or shape.row == shape.accumulator_row)
+        if fits is not None and (few or budget == budgets[-1]):
+            return fits
+    return _in_forward(shape, DEFAULT_LOGITS_BYTES) if is_named else chosen
+
+
+class _Shape(NamedTuple):
+    T: int
+    V: int
+    itemsize: int
+    converts: bool
+    row: int  # bytes of a row of dweight, rounded at once; 0 if it lends none
+    accumulator_row: int  # the same of one that accumulates chunks
+
+    @property
+    def column_bytes(self) -> int:
+        return max(1, self.T * self.itemsize)
+
+
+def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
+    """Return the least bytes with which ``auto`` computes no logits again."""
+    T, V, itemsize = shape.T, shape.V, shape.itemsize
+    window = _widest_window(shape) if shape.converts else 0
+    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]  # exponentials of 16 bits
+    if reduces and not shape.converts:
+        # In_forward takes less: half of dweight holds some of them, or chunks accumulate dweight.
+        budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
+        if T >= 2 * _MANY_TOKENS:
+            chunk = _MANY_TOKENS // 2 * itemsize
+            most = max(chunk + shape.accumulator_row - shape.row, shape.accumulator_row)
+            budgets.append(V * most)
+    return min(budgets)
+
+
+def _widest_window(shape: _Shape) -> int:
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // shape.column_bytes)))
+
+
+def _windows(shape: _Shape, caches: bool, budget: int | None, limit: int | None) -> Windows:
+    """Cache as many columns as fit into ``budget`` beside a window, or none."""
+    T, V, converts, column_bytes = shape.T, shape.V, shape.converts, shape.column_bytes
+    window, cached = _widest_window(shape), V if caches else 0
+    if budget is not None:
+        columns = budget // column_bytes
+        if caches:  # what is cached gets the larger part, as long as windows are not too narrow
+            columns = max(columns * 3 // 10, min(columns, _MIN_WINDOW, V // 4))
+        window = min(window, max(_TILE, _round_down(columns)))
+    if window > _WAVE:
+        window -= window % _WAVE
+    window = max(1, min(window, V))
+    if caches and budget is not None and (V + (window if converts else 0)) * column_bytes > budget:
+        cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
+    held = cached + (window if cached < V or converts else 0)
+    return Windows(T, V, cached, window, held * column_bytes if T else 0, limit, converts)
+
+
+def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
+    """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
+    at_once = _in_forward(shape, budget)
+    if at_once.first_t == shape.T:
+        return at_once
+    # The accumulator replaces dweight, and at the end exists together with it, rounded.
+    rounded, accumulator = shape.V * shape.row, shape.V * shape.accumulator_row
+    rest = budget - (accumulator - rounded)
+    at_end = accumulator if accumulator > rounded else 0
+    if shape.converts or rest < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
+        return None
+    return _in_forward(shape, rest)
+
+
+def _in_forward(shape: _Shape, budget: int) -> InForward:
+    """Take all tokens at once if they fit, with dweight's memory or without; else few chunks.
+
+    A first chunk that lends is longer than the others only as far as that saves a chunk.
+    """
+    T, V, itemsize, converts = shape[:4]
+    window = max(1, min(_MIN_WINDOW, V))
+    held = V + (window if converts else 0)
+    chunk = budget // max(1, held * itemsize)
+    if not 0 < T <= chunk:
+        chunk = max(_TILE, _round_down(chunk))
+
+    def later(rest: int) -> int:
+        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
+
+    lends = shape.row and chunk < T and not converts
+    for more in range(-(-T // chunk) - 1) if lends else ():  # chunks after the first
+        first_t = min(T, _round_up(max(T - more * chunk, -(-T // (more + 1)))))
+        fits = _lend(shape, first_t, later(T - first_t) if more else T, budget)
+        if fits is not None:
+            return fits
+    chunk = later(T)
+    sizes = (V, window, chunk * held * itemsize)
+    return InForward(T, V, *sizes, budget, converts, min(chunk, T), chunk)
+
+
+def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
+    """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit."""
+    T, V, itemsize = shape[:3]
+    row_bytes, most_recomputed, later_bytes = shape.row, round(V * _MOST_RECOMPUTED), 0
+    if first_t < T:  # only one of all tokens may compute columns again
+        row_bytes, most_recomputed = shape.accumulator_row, 0
+        later_bytes = chunk_t * V * itemsize
+    column_bytes = first_t * itemsize
+    columns = budget // column_bytes
+    if columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
+        return None
+    windows = _lent_windows(column_bytes, V, _round_up(V - columns), row_bytes)
+    lent = sum(columns for columns, _ in windows)
+    cached, window = V, _MIN_WINDOW
+    if V - lent > columns:
+        cached = _round_down(lent + columns - window)
+    if not windows or V - cached > most_recomputed:
+        return None
+    held = cached - lent + (window if cached < V else 0)
+    sizes = (cached, window, max(held * column_bytes, later_bytes))
+    return InForward(T, V, *sizes, budget, shape.converts, first_t, chunk_t, windows)
+
+
+def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> LentWindows:
+    """Place up to ``wanted`` columns in a dweight of V rows, in few windows in ascending order.
+
+    In_forward finishes columns in ascending order, and after column n rows 0 to n of dweight are
+    written. So a window may begin only at or beyond the row where the gradient of its last column
+    ends. The first is small, so that little is left free below it; each later one may be as wide as
+    what lies before it.
+    """
+
+    def rows_of(columns: int) -> int:
+        return -(-columns * column_bytes // (16 * row_bytes)) * 16
+
+    windows: list[tuple[int, int]] = []
+    done = end = 0  # columns placed, rows taken
+    while done < wanted:
+        width = min(wanted - done, _round_down(end - done))
+        if not windows:
+            # All at once, or as wide as leaves enough rows for the rest.
+            whole = wanted + rows_of(wanted) <= V
+            rest = _round_down(V - rows_of(wanted) - _TILE)
+            width = wanted if whole else max(_FIRST_LENT, rest)
+        row = max(end, done + width)
+        if row + rows_of(width) > V:
+            width = _round_down((V - row - 16) * row_bytes // column_bytes)
+        if width < _TILE:
+            break
+        windows.append((width, row))
+        done, end = done + width, row + rows_of(width)
+    return tuple(windows)
+
+
+def _round_down(n: int) -> int:
+    return n // _TILE * _TILE
+
+
+def _round_up(n: int) -> int:
+    return -_round_down(-n)

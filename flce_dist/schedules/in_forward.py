@@ -1,0 +1,149 @@
+"""The schedule in_forward.  T = tokens of the group, V = real rows here, H = hidden size."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
+from flce_dist.core.dlogits import Chunk
+from flce_dist.core.gradients import Gradients, new_dweight
+from flce_dist.core.statistics import Pass
+from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+from flce_dist.schedules.windows import Sizes
+
+LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
+
+
+class SavedGradients(NamedTuple):
+    norm: Tensor | None  # of a mean in fp16, a scalar: the gradients are those of the sum
+    dhidden: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None  # in the dtype of statistics
+
+
+@dataclass(frozen=True)
+class InForward(Sizes):
+    """All exponentials of a chunk of tokens are held at once, and its gradients are made of them.
+
+    Sizes are those of the first chunk; later ones hold all columns.
+    Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
+    parallelism a gather of hidden, and the sum of dhidden over ranks, in flight during the last
+    dweight; the all-reduces of ``chunk_loss`` per chunk.
+    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1.
+    """
+
+    first_t: int  # tokens of the first chunk
+    chunk_t: int  # and of later ones
+    lending: LentWindows = ()  # columns of the first chunk that lie in dweight's own memory
+
+    keeps_operands: ClassVar[bool] = False
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return the token ranges (first, last) that are taken one after the other."""
+        starts = [0, *range(self.first_t, self.T, self.chunk_t)]
+        return list(zip(starts, [*starts[1:], self.T], strict=True))
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        one, token_weight = Pass(call, operands), operands.token_weight
+        # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
+        norm = one.early_norm()
+        late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
+        rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
+        accumulator = None
+        if call.needs.weight:
+            dtype = call.dtype if rounds_once else call.stats_dtype
+            accumulator = new_dweight(operands.weight, dtype)
+        gradients = Gradients(call, operands, accumulator)
+        losses, metrics = [], []
+
+        for first, last in self.chunks():
+            chunk, tokens = one.logits.tokens(first, last), (first, last)
+            weights = None if token_weight is None else token_weight[first:last]
+            if first in (0, self.first_t):
+                cache = part = ColumnCache()  # frees the last one before the next is allocated
+                cache = self._chunk_cache(call, operands, gradients.dweight, tokens)
+            part = cache.tokens(0, last - first)
+            stats, loss = one.chunk_loss(tokens, part)
+            losses.append(loss)
+            metrics.append(one.metrics(stats, tokens))
+            rows = call.kernels.row_gradient(
+                stats, chunk.labels, weights, early_norm, None, call.loss_terms,
+                from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
+            )  # fmt: skip
+            gradients.add(Chunk(
+                tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
+                n_counted=chunk.n_counted,
+            ))  # fmt: skip
+
+        del cache, part  # before dweight exists twice
+        loss, of_tokens = one.finished(losses, metrics)
+        dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
+        if dweight is not None:
+            dweight = dweight.to(_saved_dtype(call.dtype))
+        return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias)
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
+            return x.new_empty(x.shape, dtype=dtype) if needed and x is not None else None
+
+        hidden, weight, bias = operands[:3]
+        late_norm = call.options.reduction == "mean" and call.is_from_lse
+        return SavedGradients(
+            hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
+            new(hidden, call.dtype, call.needs.hidden),
+            new(weight, _saved_dtype(call.dtype), call.needs.weight),
+            new(bias, call.stats_dtype, call.needs.bias),
+        )
+
+    def backward(self, given: Backward) -> Results:
+        call, upstream = given.call, given.upstream
+        if upstream.loss is None or upstream.of_metrics:
+            raise NotImplementedError(
+                "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
+                "logprob or entropy was asked for; use schedule='recompute'"
+            )
+        norm, dhidden, dweight, dbias = SavedGradients(*given.saved)
+        factor = upstream.loss if norm is None else upstream.loss / norm
+
+        def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            if gradient is None:
+                return None
+            in_place = given.is_last and gradient.dtype == dtype
+            result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+            call.kernels.scale(gradient, factor, out=result)
+            return result
+
+        dweight = times_factor(dweight if call.needs.weight else None, _saved_dtype(call.dtype))
+        return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
+
+    def _chunk_cache(
+        self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
+    ) -> ColumnCache:
+        """Return windows for the exponentials of a chunk of tokens, lent ones first."""
+        (start_t, end_t), dtype = tokens, call.cache_dtype
+        T, H, windows = end_t - start_t, operands.hidden.shape[1], []
+        lending = self.lending if start_t == 0 and dweight is not None else ()
+        column_bytes = T * dtype.itemsize
+        for columns, row in lending:
+            assert dweight is not None
+            flat, start = dweight.view(-1), row * H
+            # A shard with fewer rows than the plan holds fewer columns there.
+            fitting = (call.V * H - start) * flat.element_size() // column_bytes
+            columns = min(columns, fitting // INVARIANT_ROWS * INVARIANT_ROWS)
+            if columns > 0:
+                elements = columns * column_bytes // flat.element_size()
+                windows.append(flat[start : start + elements].view(dtype).view(T, columns))
+        lent = sum(window.shape[1] for window in windows)
+        as_planned = lent == sum(columns for columns, _ in self.lending)
+        columns = self.cached_columns(call.V, column_bytes, lent=lent, lent_as_planned=as_planned)
+        if columns > lent:
+            windows.append(new_window(T, columns - lent, dtype, operands.hidden.device))
+        return ColumnCache(tuple(windows))
+
+
+def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which dweight is saved: the sum over tokens may exceed fp16's range."""
+    return torch.float32 if dtype == torch.float16 else dtype

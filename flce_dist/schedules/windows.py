@@ -1,0 +1,129 @@
+"""The schedules recompute and cached.  T = tokens of the group, V = real rows here, H = hidden."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
+from flce_dist.core.dlogits import Chunk
+from flce_dist.core.gradients import Gradients, row_gradient
+from flce_dist.core.statistics import Pass, gathered_logits
+from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
+from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+
+class WindowsSaved(NamedTuple):
+    norm: Tensor | None  # of a mean, a scalar
+    cache: Tensor | None  # D of the leading columns, [T, cached_v]
+    entropy: Tensor | None  # [T], with metrics
+    label_logit: Tensor  # [T], as the next two
+    reference: Tensor
+    others: Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is held of the logits of T tokens and V rows, those of the largest even shard."""
+
+    T: int
+    V: int
+    cached_v: int  # leading columns, held from the statistics to the gradients
+    window_v: int  # of the others, computed again, at a time
+    logits_bytes: int  # of both, beside ``lent`` columns, which lie in other memory
+    limit: int | None  # the budget
+    converts: bool  # whether cached columns need a window, too
+
+    def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
+        """Columns that a rank of ``V`` rows caches: the plan's, or what the limit allows."""
+        planned = V if self.cached_v >= self.V else min(self.cached_v, V)
+        if self.limit is None or (V <= self.V and lent_as_planned):
+            return planned
+        most = lent + max(self.limit, self.logits_bytes) // max(1, column_bytes)
+        if planned + (self.window_v if planned < V or self.converts else 0) <= most:
+            return planned
+        fitting = (most - self.window_v) // INVARIANT_ROWS * INVARIANT_ROWS
+        return max(lent, min(planned, fitting))
+
+
+@dataclass(frozen=True)
+class Windows(Sizes):
+    """Cached columns keep their D from forward to backward, which computes the others again.
+
+    Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden; the
+    all-reduces of ``chunk_loss``.
+    Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
+    sequence parallelism a gather of hidden, in flight during dhidden of cached columns; the sum of
+    dhidden over ranks, in flight during the last dweight.
+    """
+
+    keeps_operands: ClassVar[bool] = True
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
+        one, tokens = Pass(call, operands), (0, call.T)
+        cache = self.new_cache(call, operands.hidden.device)
+        windows = ColumnCache(() if cache is None else (cache,))
+        stats, loss = one.chunk_loss(tokens, windows)
+        metrics = one.metrics(stats, tokens)
+        results = one.finished([loss], [metrics])
+        return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        def new(*shape: int) -> Tensor:
+            return operands.hidden.new_empty(shape, dtype=call.stats_dtype)
+
+        T, options = call.T, call.options
+        return WindowsSaved(
+            new() if options.reduction == "mean" else None,
+            self.new_cache(call, operands.hidden.device),
+            new(T) if options.with_metrics else None,
+            new(T), new(T), new(T),
+        )  # fmt: skip
+
+    def backward(self, given: Backward) -> Results:
+        norm, cache, entropy, *of_tokens = WindowsSaved(*given.saved)
+        stats, from_lse = TokenStats(*of_tokens), given.call.is_from_lse
+        rows = row_gradient(given, stats, norm, entropy=entropy, from_lse=from_lse)
+        if not given.call.is_expressible(given.upstream):
+            cache = None
+        return self.gradients(given, stats, rows, cache)
+
+    def gradients(
+        self, given: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None, *,
+        overwrite: Callable[[Tensor, int], None] | None = None,
+        add: Callable[[Gradients, Chunk], None] = Gradients.add,
+    ) -> Results:  # fmt: skip
+        """Return the gradients of dlogits that ``rows`` describes.
+
+        ``overwrite`` is that of ``Chunk``, and ``add`` adds its columns.
+        """
+        call, operands, gather, logits = given.call, given.operands, None, None
+        assert operands is not None
+        # Decided by facts that all ranks share, not by which upstream gradients this rank got:
+        # those of metrics make cached columns useless.
+        some_recompute = self.cached_v < self.V or (
+            call.options.vocab_range is not None and self.limit is not None  # the larger shards
+        )
+        if call.needs.weight or call.options.with_metrics or some_recompute:
+            gather, logits = gathered_logits(call, operands)
+            gather.start()
+
+        gradients = Gradients(call, operands, given.accumulator)
+        windows = ColumnCache(() if cache is None else (cache,))
+        chunk = Chunk(
+            (0, call.T), operands.labels, stats, rows, windows, gather, logits, self.window_v,
+            overwrite, operands.n_counted,
+        )  # fmt: skip
+        add(gradients, chunk)
+        if gather is not None:
+            gather.wait()  # even if nothing read it: copies must not outlive their buffer
+        return gradients.finished()
+
+    def new_cache(self, call: Call, device: torch.device) -> Tensor | None:
+        column_bytes = call.T * call.cache_dtype.itemsize
+        columns = self.cached_columns(call.V, column_bytes, lent=0, lent_as_planned=True)
+        return new_window(call.T, columns, call.cache_dtype, device) if columns else None

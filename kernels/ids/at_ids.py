@@ -1,0 +1,140 @@
+"""Logits and elements of D of some tokens at one id each: their labels, or ids that are asked for.
+
+N = entries, T = tokens, V = vocabulary rows here, H = hidden size, W = columns of D.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.primitives import cast, softcap_tanh
+from flce_dist.kernels.tuning import next_power_of_2
+
+_BLOCK_N, _BLOCK_H = 4, 1024  # entries and columns of one step, which a program loads at once
+_WRITTEN_AT_ONCE = 128  # entries of a program
+
+
+@triton.jit
+def _is_new(ids_ptr, token_ptr, n, entries, id, token):
+    """Whether the entry before has another id or another token, [BLOCK_N]."""
+    has_before = (n > 0) & (n < entries)
+    other_id = tl.load(ids_ptr + n - 1, mask=has_before, other=-1) != id
+    return other_id | (tl.load(token_ptr + n - 1, mask=has_before, other=-1) != token)
+
+
+@partial(Kernel, debug=True)  # for the assertion
+def _logits_at_ids_kernel(
+    hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
+    ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
+    out_ptr,  # out: [N] fp32
+    entries, V, H,  # entries is N
+    strides,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars, vocab_size,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N entries, each in an order of its own: bits do not depend on N."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
+    row = id - vocab_start_index
+    is_here = (row >= 0) & (row < V) & (id != ignore_index)
+    if token_ptr is not None:
+        token = tl.load(token_ptr + n, mask=n < entries, other=0)
+        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
+    else:
+        tl.device_assert(
+            ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
+            "labels must be within [0, vocab_size) or ignore_index",
+        )
+    hidden_ptr += token * stride_hidden_t
+    weight_ptr += row * stride_weight_v
+    acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    end_h = tl.where(tl.max(is_here.to(tl.int32), axis=0) > 0, H, 0)  # 0 if none is to be computed
+    for start_h in range(0, end_h, BLOCK_H):
+        # H * V passes 2**31 at 8k x 262k: the stride along H of a column-major weight is V.
+        offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)
+        mask = is_here[:, None] & (offs_h < H)[None, :]
+        h = tl.load(hidden_ptr[:, None] + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
+        w = tl.load(weight_ptr[:, None] + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
+        acc += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(acc, axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + row, mask=is_here, other=0.0).to(tl.float32)
+    if softcap is not None:
+        z = softcap_tanh(z, softcap)
+    if inverse_temperature_ptr is not None:
+        z *= tl.load(inverse_temperature_ptr + token, mask=is_here, other=1.0)
+    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < entries)
+
+
+def logits_at_ids(
+    logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
+) -> Tensor:
+    """Return [N] fp32: the tempered logits of tokens at global ids [N], 0 if ignored or elsewhere.
+
+    Entry n is of token[n], and 0 if it repeats the one before; or of token n, whose label the id is
+    then. A label that is neither below ``vocab_size`` nor ignored fails a device-side assertion,
+    whose error arrives with the next synchronisation. Reads at most 2 N H elements.
+    """
+    N, H = len(ids), logits.H
+    out = torch.empty(N, dtype=torch.float32, device=ids.device)
+    if N:
+        _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
+            logits.hidden, logits.weight, logits.bias,
+            ids, token,
+            out,
+            N, logits.V, H,
+            logits.strides,
+            logits.vocab_start_index, logits.scalars, vocab_size,
+            BLOCK_N=_BLOCK_N, BLOCK_H=min(_BLOCK_H, next_power_of_2(H)), sanitize_overflow=False,
+        )  # fmt: skip
+    return out
+
+
+@Kernel
+def _write_at_ids_kernel(
+    ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
+    out_ptr,  # out: [T, W], only these elements
+    entries, W,  # entries is N
+    stride_t,
+    vocab_start_index, ignore_index,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program writes BLOCK_N entries."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
+    column = id - vocab_start_index
+    is_here = (column >= 0) & (column < W) & (id != ignore_index)
+    if token_ptr is not None:
+        token = tl.load(token_ptr + n, mask=n < entries, other=0)
+        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
+    value = tl.load(value_ptr + n, mask=is_here, other=0.0)
+    value = cast(value, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * stride_t + column, value, mask=is_here)
+
+
+def write_at_ids(
+    out: Tensor, ids: Tensor, token: Tensor | None, value: Tensor,
+    vocab_start_index: int, ignore_index: int,
+) -> None:  # fmt: skip
+    """Write ``out[token[n], ids[n] - vocab_start_index] = value[n]`` where that column exists.
+
+    Without ``token`` entry n is of token n. Left out are ignored ids and entries that repeat the
+    one before. out is [T, W] of any dtype with a unit last stride, ids [N] global, value [N] fp32.
+    """
+    N, W = len(ids), out.shape[1]
+    if N and W:
+        _write_at_ids_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
+            ids, token, value,
+            out,
+            N, W,
+            out.stride(0),
+            vocab_start_index, ignore_index,
+            BLOCK_N=_WRITTEN_AT_ONCE,
+        )  # fmt: skip

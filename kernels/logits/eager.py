@@ -1,0 +1,112 @@
+"""Logits and D of ``eager.py``.  T = tokens, V = rows here, W = columns of one window."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flce_dist.kernels import gemm
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.rows.token_gradient_formulas import softcap_grad
+from flce_dist.kernels.rows.token_loss_formulas import FAR
+
+SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
+
+
+def dlogits(
+    logits: ShardLogits, reference: Tensor, label_value: Tensor,
+    affine: tuple[Tensor, ...], *, out: Tensor,
+) -> None:  # fmt: skip
+    counted = logits.counted
+    reference = reference.where(counted, torch.inf)  # so that D of an ignored row is 0
+    rows = [row.where(counted, 0.0)[:, None] for row in affine]
+    for start, z in windows(logits):
+        slope = slope_of(z, logits)
+        d = z.sub_(reference[:, None])
+        if len(rows) == 3:
+            a, b, u = rows
+            factor = a + b * d.clamp_min(FAR)
+            d.exp_().mul_(factor).add_(u)
+        else:
+            d.exp_()
+            for a in rows:  # one or none
+                d.mul_(a)
+        if isinstance(slope, Tensor):
+            d.mul_(slope)
+        out[:, start : start + z.shape[1]] = d
+    write_at_labels(out, logits, 0, label_value)
+
+
+def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(start, z)``, z [T, W] to overwrite, finite in ignored rows; start in units."""
+    hidden, ignored = gemm.operand(logits.hidden), ~logits.counted[:, None]
+    may_ignore = hidden.is_cuda or bool(ignored.any())  # a CPU may look
+    step = SCRATCH_BYTES // (4 * max(1, logits.T))
+    step = max(unit, step - step % unit)
+    for start in range(0, logits.V, step):
+        window = logits.columns(start, min(start + step, logits.V))
+        z = gemm.project(hidden, window.weight)
+        if may_ignore:
+            z.masked_fill_(ignored, 0.0)
+        if logits.logit_scale != 1.0:
+            z.mul_(logits.logit_scale)
+        if window.bias is not None:
+            z.add_(window.bias)
+        z = capped(z, logits.softcap)
+        if logits.inverse_temperature is not None:
+            z.mul_(logits.inverse_temperature[:, None])
+        yield start, z
+
+
+def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Tensor:
+    """Return the logits of tokens at one column each, [n] in the dtype of statistics."""
+    dtype, inverse = logits.stats_dtype, logits.inverse_temperature
+    z = logits.hidden[token].to(dtype) * logits.weight[column].to(dtype)
+    z = z.sum(1) * logits.logit_scale
+    if logits.bias is not None:
+        z = z + logits.bias[column].to(dtype)
+    z = capped(z, logits.softcap)
+    return z if inverse is None else z * inverse[token]
+
+
+def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
+    inverse = logits.inverse_temperature
+    return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])
+
+
+def write_label_value(
+    out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
+) -> None:
+    """Gathers and scatters one column of every row: an index list would make the host wait."""
+    if out.shape[1] == 0:
+        return
+    column = labels - vocab_start_index
+    owned = (column >= 0) & (column < out.shape[1]) & (labels != ignore_index)
+    column = column.where(owned, 0)[:, None]
+    value = value.to(out.dtype)[:, None]
+    if out.element_size() == 2:
+        # As bits: on a CPU, torch copies the whole destination of a half-float scatter to fp32.
+        out, value = out.view(torch.int16), value.view(torch.int16)
+    out.scatter_(1, column, value.where(owned[:, None], out.gather(1, column)))
+
+
+def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor) -> None:
+    """Write ``value`` [T] to the labels' columns of ``out`` [T, W], columns from ``start`` on."""
+    first = logits.vocab_start_index + start
+    write_label_value(out, logits.labels, value, first, logits.ignore_index)
+
+
+def named_in(logits: ShardLogits, start: int, W: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return those named ids that lie in W columns from ``start`` on: places, tokens, columns."""
+    assert logits.named is not None
+    ids, begin, end = logits.named
+    token = torch.arange(len(begin), device=ids.device).repeat_interleave(end - begin)
+    n = torch.arange(len(token), device=ids.device)
+    n += (begin - (end - begin).cumsum(0) + (end - begin))[token]
+    column = ids[n] - logits.vocab_start_index - start
+    here = (column >= 0) & (column < W)
+    return n[here], token[here], column[here]
+
+
+def capped(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -1,0 +1,122 @@
+"""``token_loss_formulas.py`` and the label's value of D, in one pass over T tokens."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.kernel import Kernel
+from flce_dist.kernels.logits.exact_sums import load_limbs
+from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
+from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
+
+
+@triton.jit
+def log_total_of(others, label_above):
+    """``lse - reference``: log of the sum of all exponentials, the label's own included."""
+    # label_above is exactly 0; else the reference is the maximum of the others, and others >= 1.
+    return log1p(tl.where(label_above == 0.0, others, others - 1 + exp(label_above)))
+
+
+@triton.jit
+def label_value_of(
+    others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
+    inverse_temperature, HAS_EXCESS: tl.constexpr,
+):  # fmt: skip
+    """``label_value`` of ``token_gradient_formulas.py``, relative to the token's reference."""
+    value = -others
+    if HAS_EXCESS:
+        excess = 2 * z_loss_weight * lse + label_smoothing
+        value += excess * exp(log_total) / z_loss_factor(lse, z_loss_weight)
+    if softcap is not None:
+        value *= softcap_slope(label_logit, softcap, inverse_temperature)
+    return value
+
+
+@triton.jit
+def z_loss_factor(lse, z_loss_weight):
+    """As in ``token_gradient_formulas.py``."""
+    w = 1 + 2 * z_loss_weight * lse
+    return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
+
+
+@Kernel
+def _token_loss_kernel(
+    labels_ptr, token_weight_ptr, inverse_temperature_ptr,  # in:  [T] int64, [T], [T] fp32
+    label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
+    reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
+    others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
+    T, stride_sums,
+    scalars,  # of LossTerms
+    HAS_EXCESS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_T tokens."""
+    ignore_index, _, softcap, label_smoothing, z_loss_weight, smoothing_share = scalars
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = offs_t < T
+    counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
+    label_logit = tl.load(label_logit_ptr + offs_t, mask=mask, other=0.0)
+    others_max = tl.load(max_ptr + offs_t, mask=mask, other=0.0)
+    high, _, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 2)
+    others = (high + low).to(tl.float32)
+    tl.store(others_ptr + offs_t, others, mask=mask)
+    sums_ptr += 2 * stride_sums
+    if sum_ez_ptr is not None:
+        high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 3)
+        tl.store(sum_ez_ptr + offs_t, (high + middle + low).to(tl.float32), mask=mask)
+        sums_ptr += 3 * stride_sums
+
+    rescued = is_rescued(label_logit, others_max)
+    reference = tl.where(rescued, tl.maximum(others_max, label_logit), label_logit)
+    label_above = label_logit - reference
+    log_total = log_total_of(others, label_above)
+    lse = reference + log_total
+    loss = log_total - label_above
+    if sum_z_ptr is not None:
+        sum_z = tl.load(sums_ptr + offs_t, mask=mask, other=0.0).to(tl.float32)
+        tl.store(sum_z_ptr + offs_t, sum_z, mask=mask)
+        first = first_reference(label_logit)  # finite, where label_logit may be -inf
+        loss = log_total + (reference - first) - smoothing_share * sum_z
+        loss -= (1 - label_smoothing + smoothing_share) * (label_logit - first)
+    loss += z_loss_weight * lse * lse
+    if token_weight_ptr is not None:
+        loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
+    tl.store(reference_ptr + offs_t, reference, mask=mask)
+    tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
+    inverse = 1.0
+    if inverse_temperature_ptr is not None:
+        inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
+    value = label_value_of(
+        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, inverse,
+        HAS_EXCESS,
+    )  # fmt: skip
+    tl.store(label_value_ptr + offs_t, value, mask=mask)
+
+
+def token_loss(
+    labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
+    others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
+    inverse_temperature: Tensor | None = None,
+) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
+    """Return ``(stats, loss, label_value)``, each [T] fp32.
+
+    label_logit, others_max and sums (as ``rescue`` leaves them) are those of all ranks. loss is
+    weighted, and 0 where ignored; label_value is D at the label, relative to stats.reference.
+    """
+    T = len(labels)
+    reference, loss, label_value, others = (torch.empty_like(label_logit) for _ in range(4))
+    sum_z = torch.empty_like(label_logit) if terms.label_smoothing else None
+    sum_ez = torch.empty_like(label_logit) if with_entropy else None
+    stats = TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez)
+    if T == 0:
+        return stats, loss, label_value
+    _token_loss_kernel[(-(-T // 128),)](
+        labels, token_weight, inverse_temperature,
+        label_logit, others_max, sums,
+        reference, loss, label_value,
+        others, sum_ez, sum_z,
+        T, sums.stride(0),
+        terms.scalars,
+        HAS_EXCESS=terms.has_excess, BLOCK_T=128,
+    )  # fmt: skip
+    return stats, loss, label_value
