@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._python_dispatch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 c10d: Any = dist.distributed_c10d
-DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-"""Public but for its module's name, since torch 1.13."""
 
 
 def _needed(owner: Any, name: str, use: str) -> Any:

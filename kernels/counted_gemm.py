@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.primitives import (
     add_tile,
@@ -32,7 +31,7 @@ def last_wave(tiles, programs, K, BLOCK_K: tl.constexpr):
     return full, tl.maximum(tl.minimum(programs // tl.maximum(tiles - full, 1), most), 1)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _counted_gemm_kernel(
     d, b,  # in:  [T, V]; [V, H], or [T, H] if SUMS_TOKENS; descriptors if TMA
     count_ptr, row_ptr,  # in:  [] int32, [H] fp32
@@ -91,7 +90,7 @@ def _counted_gemm_kernel(
             add_tile(out, acc, start_m, start_n, rows, H, stride_out, ADDS)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _add_parts_kernel(
     parts_ptr, count_ptr,  # in:  [programs * BLOCK_M, BLOCK_N] fp32, [] int32
     out_ptr,  # out: [T, H]

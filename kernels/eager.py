@@ -42,10 +42,6 @@ from flce_dist.kernels.rows.token_loss_formulas import (
 )
 
 
-def may_replay() -> bool:
-    return False  # these functions may read data
-
-
 def logits_at_ids(
     logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
 ) -> Tensor:

@@ -19,8 +19,6 @@ from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
 class Kernels(Protocol):
     """The passes over logits, [T, N] and [T] that schedules are made of, those of scores last."""
 
-    def may_replay(self) -> bool: ...
-
     def logits_at_ids(
         self, logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
     ) -> Tensor: ...

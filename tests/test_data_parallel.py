@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross_entropy, replay
+from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross_entropy
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.on_ranks import on_ranks
@@ -217,27 +217,6 @@ def test_compiled(group):
     assert torch.equal(loss, found)
     expected, gradients = torch.autograd.grad(loss, leaves), torch.autograd.grad(found, others)
     assert all(torch.equal(*pair) for pair in zip(expected, gradients, strict=True))
-
-
-@pytest.mark.usefixtures("one_launch_at_a_time")
-@pytest.mark.parametrize("schedule", ["cached", "in_forward"])
-def test_replayed(mutate, schedule):
-    """Both calls of forward and backward, on each rank, become programs, which the third runs."""
-    programs: list[Any] = []
-
-    def noting(make: Any, *args: Any) -> Any:
-        programs.append(make(*args))
-        return programs[-1]
-
-    mutate(replay.Recorder, "program", noting)
-
-    def rank(group: dist.ProcessGroup) -> bool:
-        calls = [small(group, impl="triton", schedule=schedule) for _ in range(3)]
-        found = [torch.stack([x.sum() for x in torch.autograd.grad(*call)]) for call in calls]
-        return all(torch.equal(x, found[0]) for x in found)
-
-    assert all(run_ranks(rank, 2))
-    assert len(programs) == 4 and all(programs)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

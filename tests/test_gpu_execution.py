@@ -85,6 +85,22 @@ def test_a_new_number_of_tokens_compiles_no_kernel(schedule, device):
 
 
 @each_device
+@every_schedule
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_calls_without_tokens_between_others(reduction, schedule, device):
+    """An empty microbatch has loss 0 and gradients 0, each time that it comes."""
+    if (reduction, schedule) == ("none", "in_forward"):
+        pytest.skip("in_forward takes one scalar upstream gradient")
+    for n in (0, 0, 0, 5, 0):
+        inputs = inputs_on(device, n, 300, 64, torch.bfloat16)
+        upstream = Upstream(torch.ones((n,) if reduction == "none" else (), device=device))
+        options = {**options_of(schedule, inputs), "reduction": reduction}
+        outcome = run(our_call, inputs, upstream, **options)
+        assert outcome["loss"].isfinite().all()
+        assert bool(outcome["dweight"].any()) == (n > 0)
+
+
+@each_device
 @each_schedule
 def test_on_a_side_stream(schedule, device):
     ranks = Ranks(None, torch.device(device))

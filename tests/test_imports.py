@@ -17,24 +17,23 @@ FILES = sorted(
 
 CALL = {"arguments", "core", "schedules"}  # one call, from arguments to gradients
 
-# Each folder with those that it may import; itself always. Three files count as folders: "leaf" is
-# arguments/options.py, "private" is torch_private.py, "replay" is replay.py.
+# Each folder with those that it may import; itself always. Two files count as folders: "leaf" is
+# arguments/options.py and "private" torch_private.py.
 MAY = {
     "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", "scores"},
     "filtered": {"leaf", "private", *CALL, "parallel", "kernels", "faces"},
     "scores": {"leaf", "private", *CALL, "parallel", "kernels"},
     "arguments": {"leaf", "private", *CALL, "parallel", "kernels"},
     "schedules": {"leaf", "core", "parallel", "kernels"},
-    "core": {"leaf", "private", "replay", "arguments", "parallel", "kernels"},
-    "parallel": {"private", "replay"},
-    "kernels": {"private", "replay"},
-    "replay": {"private"},
+    "core": {"leaf", "private", "arguments", "parallel", "kernels"},
+    "parallel": {"private"},
+    "kernels": {"private"},
     "testing": {"private"},
     "leaf": set(),
     "private": set(),
     "launch": {"leaf", "private", "faces", "testing", "filtered", "scores"},
 }
-FILES_AS_FOLDERS = {"torch_private": "private", "replay": "replay"}
+FILES_AS_FOLDERS = {"torch_private": "private"}
 OTHERS = {folder: {"torch"} for folder in MAY} | {
     "kernels": {"torch", "triton"},
     "leaf": set(),

@@ -128,7 +128,7 @@ def test_bits_do_not_depend_on_ranks():
     assert "loss" in differing(one, statistics(problem(), 1))
 
 
-def test_replayed_with_other_temperatures(one_launch_at_a_time):
+def test_calls_with_other_temperatures(one_launch_at_a_time):
     inputs = make_inputs(40, V, 16, bias=True)
     for temperature in (0.5, 0.6, torch.linspace(0.5, 2, 40), 0.8, torch.linspace(2, 0.5, 40)):
         check(replace(inputs, temperature=temperature), impl="triton", softcap=6.0)

@@ -1,11 +1,9 @@
 """The autograd Function: what is saved, and when a schedule runs forward and backward."""
 
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +16,6 @@ from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
 from flce_dist.core.gradients import new_dweight
 from flce_dist.core.main_grad import MainGrad, captured
-from flce_dist.replay import replayed
-
-_T = TypeVar("_T")
 
 _UNCHANGED = nullcontext()  # torch.cuda.device takes the host longer
 
@@ -117,8 +112,7 @@ def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]
     """Return what the call's schedule returns, on the operands' device."""
     with _computing_on(operands.hidden):
         check_alike(call, operands)
-        issue = partial(call.schedule.forward, call, operands)
-        return _issued(call, "forward", operands, issue)
+        return call.schedule.forward(call, operands)
 
 
 def run_backward(
@@ -137,25 +131,14 @@ def run_backward(
                 accumulator = new_dweight(operands.weight, call.dtype)
             else:
                 accumulator = main_grad.opened()
-        out, adds = accumulator or (None, False)
-        inputs = *(operands or ()), *saved, *upstream, out
-        dhidden, dweight, dbias = _issued(
-            call, (call.needs, adds, is_last), inputs,
-            lambda: call.schedule.backward(
-                Backward(call, operands, saved, upstream, accumulator, is_last)
-            ),
-        )  # fmt: skip
+        dhidden, dweight, dbias = call.schedule.backward(
+            Backward(call, operands, saved, upstream, accumulator, is_last)
+        )
         if dweight is not None and main_grad is not None:
             dweight = main_grad.added(dweight) if accumulator is None else main_grad.closed()
         elif dweight is not None and accumulator is None:
             dweight = dweight.to(call.dtype)
         return dhidden, dweight, dbias
-
-
-def _issued(call: Call, facts: Any, inputs: Sequence[Tensor | None], issue: Callable[[], _T]) -> _T:
-    if not call.kernels.may_replay():
-        return issue()
-    return replayed(call.programs, facts, inputs, issue)
 
 
 def _computing_on(x: Tensor) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ V = real vocabulary rows here, H = hidden size, P = ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -138,7 +138,6 @@ class Call:
     impl: str  # "triton" or "eager"
     kernels: Kernels  # of that
     tp_group: dist.ProcessGroup | None
-    programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # replay.py
 
     @cached_property
     def loss_terms(self) -> LossTerms:

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.replay import issued
-
 # torch 2.13 renamed these two, and warns at their old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,7 +43,7 @@ def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 def _all_reduce(x: Tensor, op: Any, tp_group: dist.ProcessGroup | None) -> Tensor:
     if tp_group is not None and x.numel():
-        issued(dist.all_reduce, x, op, tp_group)
+        dist.all_reduce(x, op, tp_group)
     return x
 
 

@@ -22,7 +22,6 @@ from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
 from flce_dist.parallel.peers.driver import PeerDriver, refuse_capture
 from flce_dist.parallel.peers.memory import PeerMemory
-from flce_dist.replay import issued
 
 
 def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = None) -> TokenGather:
@@ -31,10 +30,8 @@ def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = N
         gathered = TokenGather(chosen(gather(x, group).wait(), places))
         gathered.owns_tokens = True
         return gathered
-    return TokenGather(x) if group is None else issued(_gather, x, group)
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> TokenGather:
+    if group is None:
+        return TokenGather(x)
     memories = memories_of(group, x.device)
     return CollectiveGather(x, group) if memories is None else PeerGather(x, memories.hidden)
 
@@ -59,13 +56,6 @@ def token_sum(
         return PutBackAndScattered(share, places, partial(new_sum, (T_all, shape[1])))
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
-    return issued(_token_sum, shape, dtype, device, group, sequence_parallel)
-
-
-def _token_sum(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    group: dist.ProcessGroup, sequence_parallel: bool,
-) -> TokenSum:  # fmt: skip
     memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
         return PeerScatter(shape, dtype, memories.dhidden)

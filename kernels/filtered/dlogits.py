@@ -4,19 +4,19 @@ T = tokens, V = vocabulary rows here, H = hidden size. D of a round lies packed 
 ``tile_lists.py``: a [TILE_T, TILE_V] tile for each kept tile, 0 beyond T and V.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.primitives import exp, label_columns, logits_tile, parts_of, store_tile
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "round"])
 def _kept_dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, label_value_ptr, scale_ptr,  # in:  [T] fp32 each

@@ -8,18 +8,18 @@ where it is used it costs the pipeline of the operands' loads half of its stages
 Blocks are as large as those of the logits. No element is written by two programs.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.primitives import add_tile, dot, load_tile, parts_of, store_tile
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "round"])
 def _add_kept_dhidden_kernel(
     d, weight,  # in:  [slots * TILE_T, TILE_V], [V, H]; descriptors if TMA
     lists_ptr,  # in:  of ``TileLists``
@@ -62,7 +62,7 @@ def _add_kept_dhidden_kernel(
         tl.store(ptrs, acc, mask=mask)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "round"])
 def _kept_dweight_kernel(
     d, hidden,  # in:  [slots * TILE_T, TILE_V], [T, H]; descriptors if TMA
     lists_ptr,  # in:  of ``TileLists``
@@ -123,7 +123,7 @@ def _kept_dweight_kernel(
             store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "round"])
 def _add_kept_dbias_kernel(
     d_ptr, scale_ptr,  # in:  [slots * TILE_T, TILE_V], [T] fp32
     lists_ptr,  # in:  of ``TileLists``

@@ -1,16 +1,16 @@
 """Which tokens the profiles of tiles are taken from.  T = tokens."""
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered.tiles import SAMPLE
-from flce_dist.kernels.kernel import Kernel
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _BLOCK_T = 2048
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _sample_kernel(
     labels_ptr, scale_ptr,  # in:  [T] int64, [T] fp32
     sample_ptr,  # out: [SAMPLE] int64

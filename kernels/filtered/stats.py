@@ -1,13 +1,13 @@
 """Kept tiles, the mass of the others, its profile.  T = tokens, V = rows, J = tiles, H = hidden."""
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.primitives import (
@@ -28,7 +28,7 @@ _SAMPLE = tl.constexpr(tiles.SAMPLE)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "blocks"])
 def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr,  # in:  [T] int64, global ids
@@ -70,7 +70,7 @@ def _kept_tiles_kernel(
     tl.store(mass_ptr + offs, mass, mask=(offs_j < J)[:, None] & mask_t[None, :])
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "blocks"])
 def _profile_kernel(
     hidden_ptr, weight, bias_ptr,  # in:  [T, H], [V, H] (a descriptor if TMA), [V]
     sample_ptr, lse_ptr, kept_ptr,  # in:  [SAMPLE] int64, [T] fp32, [blocks, J] bool
@@ -111,7 +111,7 @@ def _profile_kernel(
     tl.store(total_ptr + offs_v, total, mask=offs_v < V)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _rank_one_kernel(
     total_ptr, bias_ptr, weight_ptr,  # in:  [V] fp32, [V], [V, H]
     mass_ptr, scale_ptr,  # in:  [J, T], [T] fp32

@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.filtered import tiles
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.tuning import next_power_of_2
 
 TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
@@ -52,7 +51,7 @@ def list_pointers(lists_ptr, T, V, round):
     return lists_ptr, row_ptr, first_tile_ptr, order_ptr, round_ptr, round_ptr + 2 + blocks
 
 
-@Kernel
+@triton.jit(do_not_specialize=["blocks", "rounds", "step"])
 def _tile_lists_kernel(
     kept_ptr,  # in:  [blocks, J] bool
     lists_ptr,  # out: all parts

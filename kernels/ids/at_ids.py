@@ -3,14 +3,11 @@
 N = entries, T = tokens, V = vocabulary rows here, H = hidden size, W = columns of D.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.primitives import cast, softcap_tanh
 from flce_dist.kernels.tuning import next_power_of_2
@@ -27,7 +24,7 @@ def _is_new(ids_ptr, token_ptr, n, entries, id, token):
     return other_id | (tl.load(token_ptr + n - 1, mask=has_before, other=-1) != token)
 
 
-@partial(Kernel, debug=True)  # for the assertion
+@triton.jit(do_not_specialize=["T", "entries"], debug=True)  # for the assertion
 def _logits_at_ids_kernel(
     hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
     ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
@@ -97,7 +94,7 @@ def logits_at_ids(
     return out
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "entries"])
 def _write_at_ids_kernel(
     ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
     out_ptr,  # out: [T, W], only these elements

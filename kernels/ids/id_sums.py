@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
 from flce_dist.kernels.tuning import next_power_of_2
 
@@ -21,7 +20,7 @@ _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _dhidden_of_ids_kernel(
     factor_ptr, ids_ptr, offsets_ptr, weight_ptr,  # in:  [N] fp32, [N], [T + 1] int64, [V, H]
     out_ptr,  # out: [T, H]
@@ -85,7 +84,7 @@ def _entry(ids_ptr, token_ptr, factor_ptr, n, N):
     return id, token, tl.load(factor_ptr + n, mask=n < N, other=0.0)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _chunk_sums_kernel(
     hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] ids, int64, fp32, by id
     out_ptr, head_ptr, tail_ptr,  # out: [V, H]; [chunks, H] fp32 of runs from before, and beyond
@@ -130,7 +129,7 @@ def _chunk_sums_kernel(
         after, next_factor = id_after, factor_after
 
 
-@Kernel
+@triton.jit
 def _run_sums_kernel(
     ids_ptr, head_ptr, tail_ptr,  # in:  [N] sorted, [chunks, H] fp32 twice
     out_ptr,  # out: [V, H]

@@ -9,8 +9,6 @@ Over the vocabulary S contains U, the sum over the ids that are not named, and `
 of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``).
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from flce_dist.kernels.ids import token_ids
 from flce_dist.kernels.ids.token_ids import TokenIds
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.named_columns import first_entry
 from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
 from flce_dist.kernels.rows.token_loss_formulas import FAR, TokenStats
@@ -28,7 +25,7 @@ _SORTED_AT_ONCE = 1024  # ids of a program
 _BLOCK_N = 128  # entries of one step
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _sorted_rows_kernel(
     ids_ptr,  # in:  [T, K] int64
     sorted_ptr, token_ptr, place_ptr,  # out: [T * K] int64 each
@@ -123,7 +120,7 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
         return reference, others * e_top + unnamed, e_top, weighted, unnamed, log_unnamed
 
 
-@partial(Kernel, debug=True)  # for the assertion
+@triton.jit(debug=True)  # for the assertion
 def _set_scores_kernel(
     z_ptr, ids_ptr, offsets_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
     reference_ptr, others_ptr, weighted_ptr,  # in:  [T] fp32 of TokenStats, or None
@@ -202,7 +199,7 @@ def _expm1(x):
     return x * series
 
 
-@Kernel
+@triton.jit
 def _set_gradient_kernel(
     z_ptr, ids_ptr, offsets_ptr, place_ptr,  # in:  [N] fp32, as in TokenIds
     logprob_ptr, entropy_ptr, inverse_ptr,  # in:  [N], [T], [T] fp32

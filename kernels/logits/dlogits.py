@@ -6,11 +6,11 @@ tile of D. ``at_ids`` writes the labels' elements, one of each row, here and in 
 T = tokens, V = columns of the window, H = hidden size.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.ids.at_ids import write_at_ids
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.primitives import (
@@ -24,7 +24,7 @@ from flce_dist.kernels.primitives import (
 )
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _dlogits_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     reference_ptr, a_ptr, b_ptr, u_ptr,  # in:  [T] fp32 each

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.kernel import Tiled
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.tuning import TileConfig
 
@@ -91,7 +91,7 @@ def has_tma(arch: str, *matrices: Tensor | None) -> bool:
 
 def matrix(x: Tensor, block: tuple[int, int], tma: bool) -> Any:
     """x as a kernel takes it, tile by tile of shape ``block``."""
-    return Tiled(x, list(x.shape), list(x.stride()), list(block)) if tma else x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
 
 
 class Segment(NamedTuple):

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.exact_sums import group_sums
 from flce_dist.kernels.logits.launching import segment_columns, tile_launch
@@ -56,7 +55,7 @@ def _store_sums(sums_ptr, x, pid_v, T, offs_t, mask_t, counted, GROUP_V: tl.cons
         tl.store(ptrs, sums, mask=mask_t[:, None])
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
     label_logit_ptr,  # in:  [T] fp32

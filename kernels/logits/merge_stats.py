@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.exact_sums import (
     load_limbs,
     lower_limbs,
@@ -47,7 +46,7 @@ def _merge_limbs(
     store_limbs(sums_ptr, stride_sums, offs_t, mask_t, high, middle, low, LIMBS)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "stride_sums"])
 def _merge_kernel(
     part_ptr, label_logit_ptr, count_ptr,  # in:  [num_v * (1 + sums * GROUPS), T], [T] fp32, []
     max_ptr, sums_ptr,  # in and out: [T] fp32, [rows, T] fp64 (see new_sums)

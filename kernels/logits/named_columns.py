@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.primitives import INTERPRET
 
@@ -94,7 +93,7 @@ def first_entry(ids_ptr, n, left, end, id):
     return n
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _named_tiles_kernel(
     ids_ptr, begin_ptr, end_ptr,  # in:  [N] int64, [T] int64 twice
     tiles_ptr, most_ptr,  # out: [num_v, T] int64, [num_v, num_t] int32, what ``named_tiles`` says

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.exact_sums import (
     group_sums,
@@ -65,7 +64,7 @@ def _start_limbs(sums_ptr, stride_sums, offs_t, T, listed, risen, LIMBS: tl.cons
     store_limbs(sums_ptr, stride_sums, offs_t, offs_t < T, high, middle, low, LIMBS)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "stride_sums"])
 def _list_tokens_kernel(
     label_logit_ptr, max_ptr,  # in:  [T], [T] fp32
     sums_ptr,  # in and out: [limbs + WITH_SUM_Z + 1, T] fp64
@@ -107,7 +106,7 @@ def _add_limbs(sums_ptr, stride, offs_t, mask, x, GROUP_V: tl.constexpr, LIMBS: 
     tl.atomic_add(sums_ptr + (LIMBS - 1) * stride + offs_t, low, mask=mask, sem="relaxed")
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "stride_sums"])
 def _rescue_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
     label_logit_ptr, max_ptr, list_ptr,  # in:  [T], [T] fp32, [1 + T] int32

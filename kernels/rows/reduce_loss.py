@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
-
 
 @triton.jit
 def _norm(labels_ptr, token_weight_ptr, T, ignore_index, BLOCK_T: tl.constexpr):
@@ -25,7 +23,7 @@ def _norm(labels_ptr, token_weight_ptr, T, ignore_index, BLOCK_T: tl.constexpr):
     return tl.where(tl.max(nonzero, axis=0) > 0, norm, 1.0)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _loss_norm_kernel(
     labels_ptr, token_weight_ptr,  # in:  [T] int64, [T] fp32
     norm_ptr,  # out: [] fp32
@@ -36,7 +34,7 @@ def _loss_norm_kernel(
     tl.store(norm_ptr, _norm(labels_ptr, token_weight_ptr, T, ignore_index, BLOCK_T))
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _reduce_loss_kernel(
     loss_ptr, labels_ptr, token_weight_ptr,  # in:  [T] fp32, int64, fp32
     norm_ptr,  # in, or with labels out: [] fp32

@@ -3,16 +3,16 @@
 T = tokens (rows), N = columns, or all elements of a tensor.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels import tuning
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import cast
 from flce_dist.kernels.tuning import next_power_of_2
 
 
-@Kernel
+@triton.jit
 def _scale_kernel(
     x_ptr, factor_ptr,  # in:  [N], []
     out_ptr,  # out: [N]
@@ -44,7 +44,7 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _scale_rows_kernel(
     x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
     out_ptr,  # out: [T, N]

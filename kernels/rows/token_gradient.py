@@ -1,17 +1,17 @@
 """``row_gradient`` of ``token_gradient_formulas.py``, in one pass over T tokens."""
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.primitives import exp
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 from flce_dist.kernels.rows.token_loss import label_value_of, log_total_of, z_loss_factor
 from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T"])
 def _row_gradient_kernel(
     labels_ptr, token_weight_ptr, norm_ptr, dloss_ptr,  # in:  [T] int64, [T] fp32, [], [] or [T]
     inverse_temperature_ptr,  # in:  [T] fp32

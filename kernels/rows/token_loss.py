@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.kernel import Kernel
 from flce_dist.kernels.logits.exact_sums import load_limbs
 from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
 from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
@@ -40,7 +39,7 @@ def z_loss_factor(lse, z_loss_weight):
     return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
 
 
-@Kernel
+@triton.jit(do_not_specialize=["T", "stride_sums"])
 def _token_loss_kernel(
     labels_ptr, token_weight_ptr, inverse_temperature_ptr,  # in:  [T] int64, [T], [T] fp32
     label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
