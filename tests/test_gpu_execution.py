@@ -91,10 +91,11 @@ def test_calls_without_tokens_between_others(reduction, schedule, device):
     """An empty microbatch has loss 0 and gradients 0, each time that it comes."""
     if (reduction, schedule) == ("none", "in_forward"):
         pytest.skip("in_forward takes one scalar upstream gradient")
+    options = options_of(schedule, inputs_on(device, 5, 300, 64, torch.bfloat16))
+    options["reduction"] = reduction
     for n in (0, 0, 0, 5, 0):
         inputs = inputs_on(device, n, 300, 64, torch.bfloat16)
         upstream = Upstream(torch.ones((n,) if reduction == "none" else (), device=device))
-        options = {**options_of(schedule, inputs), "reduction": reduction}
         outcome = run(our_call, inputs, upstream, **options)
         assert outcome["loss"].isfinite().all()
         assert bool(outcome["dweight"].any()) == (n > 0)
