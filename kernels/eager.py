@@ -30,6 +30,7 @@ from flce_dist.kernels.logits.eager import (  # noqa: F401
     write_label_value,
 )
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.token_gradient_formulas import label_value, row_gradient  # noqa: F401
 from flce_dist.kernels.rows.token_loss_formulas import (
     FAR,
@@ -69,28 +70,25 @@ def write_at_ids(
         write_first(out, ids, token, value, vocab_start_index)
 
 
-def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
+def new_sums(logits: ShardLogits, target: Target) -> Tensor:
     """Here [k, T]: one row for each sum."""
-    k = 1 + with_entropy + with_sum_z
+    k = 1 + target.with_entropy + target.with_sum_z
     return logits.hidden.new_empty(k, logits.T, dtype=logits.stats_dtype)
 
 
 def linear_stats(
-    logits: ShardLogits, label_logit: Tensor, *,
-    cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_z: Tensor | None = None,
+    logits: ShardLogits, label_logit: Tensor, target: Target, *,
+    cache: ColumnCache, others_max: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     reference = first_reference(label_logit)
-    if tiles is not None:
-        write_tile_stats(logits, reference, tiles)
-    _statistics(
-        logits, reference, slice(None), cache, with_sum_z, with_entropy, others_max, sums, named_z
-    )
+    if target.tiles is not None:
+        write_tile_stats(logits, reference, target.tiles)
+    _statistics(logits, reference, target, slice(None), cache, others_max, sums)
 
 
 def rescue(
-    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
-    cache: ColumnCache, with_entropy: bool,
+    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor,
+    target: Target, *, cache: ColumnCache,
 ) -> None:  # fmt: skip
     """Reads on the host which rows to compute again, so a GPU's host waits once in each forward."""
     reference = pick_reference(label_logit, others_max)
@@ -98,15 +96,15 @@ def rescue(
     if rows.numel() == 0:
         return
     few, reference, others_max = logits.rows(rows), reference[rows], others_max[rows]
-    again = sums.new_empty(1 + with_entropy, len(rows))
-    _statistics(few, reference, rows, cache, False, with_entropy, others_max, again)
-    sums[: 1 + with_entropy, rows] = again
+    of_exponentials = target.rows(rows)._replace(with_sum_z=False)  # sums of x stay
+    again = new_sums(few, of_exponentials)
+    _statistics(few, reference, of_exponentials, rows, cache, others_max, again)
+    sums[: len(again), rows] = again
 
 
 def _statistics(
-    logits: ShardLogits, reference: Tensor, rows: Tensor | slice, cache: ColumnCache,
-    with_sum_z: bool, with_entropy: bool, others_max: Tensor, sums: Tensor,
-    named_z: Tensor | None = None,
+    logits: ShardLogits, reference: Tensor, target: Target, rows: Tensor | slice,
+    cache: ColumnCache, others_max: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
@@ -116,21 +114,21 @@ def _statistics(
     relative_to = reference.masked_fill(ignored, torch.inf)[:, None]
     for start, z in windows(logits):
         slope = slope_of(z, logits)
-        if logits.named is not None:
-            n, token, column = named_in(logits, start, z.shape[1])
-            if named_z is not None:
-                named_z[n] = z[token, column]
-        if with_sum_z:
+        if target.named is not None:
+            first_id = logits.vocab_start_index + start
+            n, token, column = named_in(target.named, first_id, z.shape[1])
+            target.named.z[n] = z[token, column]
+        if target.with_sum_z:
             write_at_labels(z, logits, start, reference)
             sums[-1] += (z - relative_to).sum(1)
         write_at_labels(z, logits, start, none)
-        if logits.named is not None:
+        if target.named is not None:
             z[token, column] = -torch.inf
         torch.maximum(others_max, z.amax(1), out=others_max)
         x = z.sub_(relative_to)
-        e = x.exp() if with_entropy else x.exp_()
+        e = x.exp() if target.with_entropy else x.exp_()
         sums[0] += e.sum(1)
-        if with_entropy:
+        if target.with_entropy:
             sums[1] += (e * x.clamp_min(FAR)).sum(1)
         for first, window in cache.with_starts():  # it may hold some of these columns or none
             a, b = max(start, first), min(start + z.shape[1], first + window.shape[1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds
 from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
 
@@ -23,18 +24,16 @@ class Kernels(Protocol):
         self, logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int
     ) -> Tensor: ...
 
-    def new_sums(self, logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor: ...
+    def new_sums(self, logits: ShardLogits, target: Target) -> Tensor: ...
 
     def linear_stats(
-        self, logits: ShardLogits, label_logit: Tensor, *,
-        cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-        others_max: Tensor, sums: Tensor, tiles: Tensor | None = None,
-        named_z: Tensor | None = None,
+        self, logits: ShardLogits, label_logit: Tensor, target: Target, *,
+        cache: ColumnCache, others_max: Tensor, sums: Tensor,
     ) -> None: ...  # fmt: skip
 
     def rescue(
-        self, logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
-        cache: ColumnCache, with_entropy: bool,
+        self, logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor,
+        target: Target, *, cache: ColumnCache,
     ) -> None: ...  # fmt: skip
 
     def token_loss(

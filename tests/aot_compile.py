@@ -26,6 +26,7 @@ from flce_dist.kernels.filtered import gpu as filter_gpu
 from flce_dist.kernels.ids.token_ids import entries_by_id
 from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import NamedIds, Target
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
@@ -77,13 +78,11 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
 
     def statistics(*windows: torch.Tensor, metrics: bool = False, of: ShardLogits = logits) -> None:
         cache = ColumnCache(windows)
-        sums = gpu.new_sums(logits, with_sum_z=metrics, with_entropy=metrics)
-        gpu.linear_stats(
-            of, token, cache=cache, with_sum_z=metrics, with_entropy=metrics,
-            others_max=token, sums=sums,
-        )  # fmt: skip
+        target = Target(with_entropy=metrics, with_sum_z=metrics)
+        sums = gpu.new_sums(logits, target)
+        gpu.linear_stats(of, token, target, cache=cache, others_max=token, sums=sums)
         if windows and logits.group_v is None:
-            gpu.rescue(of, token, token, sums, cache=cache, with_entropy=metrics)
+            gpu.rescue(of, token, token, sums, target, cache=cache)
 
     def label_logit(**changes: Any) -> None:
         gpu.logits_at_ids(logits._replace(**changes), logits.labels, None, vocab_size=logits.V)
@@ -128,12 +127,10 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
 def counted(logits: ShardLogits, d: torch.Tensor) -> None:
     """Call what ends at a count: one segment of the statistics, and each form of the GEMMs."""
     n, token = torch.zeros((), dtype=torch.int32), torch.empty(logits.T)
-    cache, sums = ColumnCache((d,)), gpu.new_sums(logits, with_sum_z=False, with_entropy=False)
-    gpu.linear_stats(
-        logits._replace(n_counted=n), token, cache=cache, with_sum_z=False, with_entropy=False,
-        others_max=token, sums=sums,
-    )  # fmt: skip
-    gpu.dlogits(logits._replace(n_counted=n), token, token, (token,), out=d)
+    cache, sums = ColumnCache((d,)), gpu.new_sums(logits, Target())
+    logits = logits._replace(n_counted=n)
+    gpu.linear_stats(logits, token, Target(), cache=cache, others_max=token, sums=sums)
+    gpu.dlogits(logits, token, token, (token,), out=d)
     gemm = partial(gpu.counted_gemm, d, count=n)
     for adds in (False, True):
         acc = torch.empty(logits.T, H)
@@ -149,14 +146,11 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     z, token = torch.empty(64 * logits.T), torch.empty(logits.T)
     n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
     ids = gpu.sorted_ids(n.view(-1, 64), offsets, logits.V)
-    named = logits._replace(named=(n, offsets[:-1], offsets[1:]))
+    target = Target(named=NamedIds(n, offsets[:-1], offsets[1:], z))
     gpu.logits_at_ids(logits, n, n, vocab_size=logits.V)
-    cache, sums = ColumnCache((out,)), gpu.new_sums(named, with_sum_z=False, with_entropy=False)
-    gpu.linear_stats(
-        named, token, cache=cache, with_sum_z=False, with_entropy=False,
-        others_max=token, sums=sums, named_z=z,
-    )  # fmt: skip
-    gpu.rescue(named, token, token, sums, cache=cache, with_entropy=False)
+    cache, sums = ColumnCache((out,)), gpu.new_sums(logits, target)
+    gpu.linear_stats(logits, token, target, cache=cache, others_max=token, sums=sums)
+    gpu.rescue(logits, token, token, sums, target, cache=cache)
     stats = TokenStats(token, token, token)
     for rest in (None, stats, stats._replace(sum_ez=token)):
         has_entropy = rest is None or rest.sum_ez is not None

@@ -43,9 +43,11 @@ def cut(monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T) -> N
 def merged_tiles(mutate: Patch) -> list[int]:
     seen: list[int] = []
 
-    def noting(merge: Any, part: Any, label_logit: Any, launch: TileLaunch, **rest: Any) -> None:
+    def noting(
+        merge: Any, part: Any, label_logit: Any, launch: TileLaunch, *others: Any, **rest: Any
+    ) -> None:
         seen.append(launch.num_v)
-        merge(part, label_logit, launch, **rest)
+        merge(part, label_logit, launch, *others, **rest)
 
     mutate(linear_stats, "merge_stats", noting)
     return seen

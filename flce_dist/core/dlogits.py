@@ -1,7 +1,7 @@
 """D of a chunk's windows: cached by forward, converted, or computed again.  T = tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,13 @@ from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel.collectives import TokenGather
+
+
+class Elements(Protocol):
+    """What is written into D beside what follows from tokens' factors."""
+
+    def write(self, d: Tensor, start: int) -> None:
+        """Write or add to d [T, W], the columns from ``start`` of this shard on."""
 
 
 class Chunk(NamedTuple):
@@ -24,18 +31,18 @@ class Chunk(NamedTuple):
     gather: TokenGather | None  # None where nothing needs hidden
     logits: ShardLogits | None  # hidden may still be arriving
     window_v: int  # columns of D that are computed, or converted, at a time
-    overwrite: Callable[[Tensor, int], None] | None = None  # elements of D, by its first column
+    elements: Elements | None = None
     n_counted: Tensor | None = None  # as in ``ShardLogits``
 
     def rescales(self, call: Call) -> bool:
         """Whether cached columns are written once more before the GEMMs."""
-        return call.rescales_cache or self.overwrite is not None
+        return call.rescales_cache or self.elements is not None
 
 
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    as_it_is = call.cache_dtype == call.dtype and chunk.overwrite is None
+    as_it_is = call.cache_dtype == call.dtype and chunk.elements is None
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
     return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
 
@@ -58,8 +65,8 @@ def dlogits(
             _rescale(call, chunk, rows, window, out=d)
         elif start < end:
             _recompute(call, chunk, rows, window, out=d)
-        if chunk.overwrite is not None:
-            chunk.overwrite(d, start)
+        if chunk.elements is not None:
+            chunk.elements.write(d, start)
         yield start, end, d
 
 

@@ -7,6 +7,7 @@ from flce_dist.arguments.options import OWN_SUM
 from flce_dist.core.call import Call, Metrics, Operands
 from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.token_loss_formulas import TokenStats, token_entropy
 from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.counted import put_back
@@ -16,58 +17,61 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    ``gather`` brings hidden of all ranks, [T, H], and ``norm`` is what a mean divides by, a scalar
-    on the device: known when the pass is finished, or from ``early_norm`` on.
+    ``gather`` brings hidden of all ranks, [T, H]. ``norm`` is what a mean divides by, a scalar on
+    the device: known when the pass is finished, or from ``early_norm`` on. ``target`` is what the
+    loss needs; a schedule may ask for more, of all tokens in one chunk.
     """
 
     def __init__(self, call: Call, operands: Operands):
-        self.call, self.token_weight, self.places = call, operands.token_weight, operands.places
+        self.call = call
+        self.token_weight = operands.token_weight
+        self.places = operands.places
         self.gather, self.logits = gathered_logits(call, operands)
         self.norm: Tensor | None = None
+        self.target = Target(
+            with_entropy=call.options.with_metrics,
+            with_sum_z=call.options.label_smoothing != 0.0,
+        )
 
-    def chunk_loss(
-        self, tokens: tuple[int, int], cache: ColumnCache, *,
-        tiles: Tensor | None = None, named_z: Tensor | None = None,
-    ) -> tuple[TokenStats, Tensor]:  # fmt: skip
+    def chunk_loss(self, tokens: tuple[int, int], cache: ColumnCache) -> tuple[TokenStats, Tensor]:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
         All-reduces, whether or not a row needs the rescue: SUM of label logits [T], MAX of the
         other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3, in stats_dtype).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
-        between two backward passes. ``tiles`` receives the statistics of tiles, ``named_z``
-        of all tokens the logits of this shard's named ids; D at these is then not written.
+        between two backward passes. With ``target.named`` D at these ids is not written.
         """
-        call, gather = self.call, self.gather
+        call, target = self.call, self.target
         options, kernels, group = call.options, call.kernels, call.tp_group
-        with_entropy, with_sum_z = options.with_metrics, options.label_smoothing != 0.0
 
         first, last = tokens
-        logits, weights = self.logits.tokens(first, last), self.token_weight
-        sums = kernels.new_sums(logits, with_sum_z=with_sum_z, with_entropy=with_entropy)
-        gather.wait()
+        logits = self.logits.tokens(first, last)
+        sums = kernels.new_sums(logits, target)
+        self.gather.wait()
         label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)
         others_max = torch.empty_like(label_logit)
         label_logit = collectives.all_reduce_sum(label_logit, group)
         kernels.linear_stats(
-            logits, label_logit,
-            cache=cache, with_sum_z=with_sum_z, with_entropy=with_entropy,
-            others_max=others_max, sums=sums, tiles=tiles, named_z=named_z,
-        )  # fmt: skip
-        others_max = collectives.all_reduce_max(others_max, group)
-        kernels.rescue(
-            logits, label_logit, others_max, sums, cache=cache, with_entropy=with_entropy
+            logits, label_logit, target, cache=cache, others_max=others_max, sums=sums
         )
+        others_max = collectives.all_reduce_max(others_max, group)
+        kernels.rescue(logits, label_logit, others_max, sums, target, cache=cache)
         sums = collectives.all_reduce_sum(sums, group)
-        weights = None if weights is None else part_of(weights, first, last)
+        weights = self.token_weight
+        if weights is not None:
+            weights = part_of(weights, first, last)
         stats, loss, label_value = kernels.token_loss(
             logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
-            with_entropy=with_entropy, inverse_temperature=logits.inverse_temperature,
+            with_entropy=target.with_entropy, inverse_temperature=logits.inverse_temperature,
         )  # fmt: skip
-        if not call.rescales_cache and named_z is None:  # else backward writes D at the labels
-            for start, window in cache.with_starts():
-                column, ignored = logits.vocab_start_index + start, options.ignore_index
-                kernels.write_at_ids(window, logits.labels, None, label_value, column, ignored)
+        if call.rescales_cache or target.named is not None:  # backward writes D at the labels
+            return stats, loss
+        for start, window in cache.with_starts():
+            column = logits.vocab_start_index + start
+            kernels.write_at_ids(
+                window, logits.labels, None, label_value, column, options.ignore_index
+            )
         return stats, loss
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:

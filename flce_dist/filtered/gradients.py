@@ -7,7 +7,6 @@ over its rows. T = tokens of the group, V = real rows here.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +25,7 @@ from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.shard_logits import ShardLogits, rows_of
 from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel import collectives
-from flce_dist.schedules.windows import Windows, WindowsSaved
+from flce_dist.schedules.windows import Windows, WindowsSaved, closed
 
 
 class FilteredSaved(NamedTuple):
@@ -123,7 +122,8 @@ class Filtered:
         kernels: Any = _gpu() if call.impl == "triton" else eager
         one, tokens = Pass(call, operands), (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
-        stats, loss = one.chunk_loss(tokens, ColumnCache(), tiles=tiles)
+        one.target = one.target._replace(tiles=tiles)
+        stats, loss = one.chunk_loss(tokens, ColumnCache())
         kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
         loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
         outputs = *metrics, *_approximation(call, one.logits, kept, mass)
@@ -150,9 +150,14 @@ class Filtered:
         stats = TokenStats(*of_tokens)
         rows = row_gradient(given, stats, norm, from_lse=True)
         # Without columns there is a share of zeros, for which the other ranks wait.
-        add_all = _add_tiles if given.call.impl == "triton" else _add_dense
-        add = partial(add_all, kept=kept, mass=mass) if given.call.V else Gradients.add
-        return self.recompute.gradients(given, stats, rows, None, add=add)
+        gradients, chunk = self.recompute.opened(given, stats, rows, None)
+        if not given.call.V:
+            gradients.add(chunk)
+        elif given.call.impl == "triton":
+            _add_tiles(gradients, chunk, kept, mass)
+        else:
+            _add_dense(gradients, chunk, kept, mass)
+        return closed(gradients, chunk)
 
 
 def _gpu() -> ModuleType:  # imported on demand: eager alone needs no working triton
@@ -182,7 +187,7 @@ def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     chunk.gather.wait()
     total = eager.tile_profile(logits, rows.reference, kept, sample)
     scale = None if gradients.call.is_from_lse else rows.scale  # as in the other tiles of D
-    gradients.add(chunk._replace(overwrite=eager.rank_one(logits, total, kept, mass, scale)))
+    gradients.add(chunk._replace(elements=eager.RankOne(logits, total, kept, mass, scale)))
 
 
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:

@@ -73,10 +73,19 @@ class InForward(Sizes):
                 stats, chunk.labels, weights, early_norm, None, call.loss_terms,
                 from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
             )  # fmt: skip
-            gradients.add(Chunk(
-                tokens, chunk.labels, stats, rows, part, one.gather, chunk, self.window_v,
+            dlogits = Chunk(
+                tokens=tokens,
+                labels=chunk.labels,
+                stats=stats,
+                rows=rows,
+                cache=part,
+                gather=one.gather,
+                logits=chunk,
+                window_v=self.window_v,
                 n_counted=chunk.n_counted,
-            ))  # fmt: skip
+            )
+            gradients.add(dlogits)
+            del dlogits  # its cache is freed before the next is allocated
 
         del cache, part  # before dweight exists twice
         loss, of_tokens = one.finished(losses, metrics)

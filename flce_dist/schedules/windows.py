@@ -1,6 +1,5 @@
 """The schedules recompute and cached.  T = tokens of the group, V = real rows here, H = hidden."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -90,19 +89,17 @@ class Windows(Sizes):
         rows = row_gradient(given, stats, norm, entropy=entropy, from_lse=from_lse)
         if not given.call.is_expressible(given.upstream):
             cache = None
-        return self.gradients(given, stats, rows, cache)
+        gradients, chunk = self.opened(given, stats, rows, cache)
+        gradients.add(chunk)
+        return closed(gradients, chunk)
 
-    def gradients(
-        self, given: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None, *,
-        overwrite: Callable[[Tensor, int], None] | None = None,
-        add: Callable[[Gradients, Chunk], None] = Gradients.add,
-    ) -> Results:  # fmt: skip
-        """Return the gradients of dlogits that ``rows`` describes.
-
-        ``overwrite`` is that of ``Chunk``, and ``add`` adds its columns.
-        """
-        call, operands, gather, logits = given.call, given.operands, None, None
+    def opened(
+        self, given: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None
+    ) -> tuple[Gradients, Chunk]:
+        """Return the sums of gradients, and the one chunk of dlogits that ``rows`` describes."""
+        call, operands = given.call, given.operands
         assert operands is not None
+        gather, logits = None, None
         # Decided by facts that all ranks share, not by which upstream gradients this rank got:
         # those of metrics make cached columns useless.
         some_recompute = self.cached_v < self.V or (
@@ -115,15 +112,26 @@ class Windows(Sizes):
         gradients = Gradients(call, operands, given.accumulator)
         windows = ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
-            (0, call.T), operands.labels, stats, rows, windows, gather, logits, self.window_v,
-            overwrite, operands.n_counted,
-        )  # fmt: skip
-        add(gradients, chunk)
-        if gather is not None:
-            gather.wait()  # even if nothing read it: copies must not outlive their buffer
-        return gradients.finished()
+            tokens=(0, call.T),
+            labels=operands.labels,
+            stats=stats,
+            rows=rows,
+            cache=windows,
+            gather=gather,
+            logits=logits,
+            window_v=self.window_v,
+            n_counted=operands.n_counted,
+        )
+        return gradients, chunk
 
     def new_cache(self, call: Call, device: torch.device) -> Tensor | None:
         column_bytes = call.T * call.cache_dtype.itemsize
         columns = self.cached_columns(call.V, column_bytes, lent=0, lent_as_planned=True)
         return new_window(call.T, columns, call.cache_dtype, device) if columns else None
+
+
+def closed(gradients: Gradients, chunk: Chunk) -> Results:
+    """Return the gradients, once the chunk has been added."""
+    if chunk.gather is not None:
+        chunk.gather.wait()  # even if nothing read it: copies must not outlive their buffer
+    return gradients.finished()

@@ -16,10 +16,11 @@ from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
 from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.shard_logits import rows_of
+from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
 from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.parallel import collectives, transport
-from flce_dist.schedules.windows import Windows
+from flce_dist.schedules.windows import Windows, closed
 
 
 class ScoresSaved(NamedTuple):
@@ -110,19 +111,31 @@ class Scores:
         if rest is None:
             return _gradients_over_ids(given, ids, factor)
 
-        def overwrite(d: Tensor, start: int) -> None:
-            start += call.vocab_start_index
-            call.kernels.write_at_ids(d, ids.ids, ids.token, factor, start, -1)
-
         dtotal = -sums if dlse is None else dlse - sums
         slope = scale if inverse is None else scale * inverse
         affine = tuple(x * slope for x in _affine(rest, of.entropy, dtotal, dother, dentropy))
-        return self.windows.gradients(
+        gradients, chunk = self.windows.opened(
             given._replace(operands=operands._replace(labels=labels, inverse_temperature=inverse)),
             TokenStats(rest.reference, rest.reference, rest.others),
             RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None),
-            rest.cache if dentropy is None else None, overwrite=overwrite,
-        )  # fmt: skip
+            rest.cache if dentropy is None else None,
+        )
+        chunk = chunk._replace(elements=NamedElements(call, ids, factor))
+        gradients.add(chunk)
+        return closed(gradients, chunk)
+
+
+class NamedElements(NamedTuple):
+    """D at named ids, by each entry's factor [N]."""
+
+    call: Call
+    ids: TokenIds
+    factor: Tensor
+
+    def write(self, d: Tensor, start: int) -> None:
+        first_id = self.call.vocab_start_index + start
+        ids, token = self.ids.ids, self.ids.token
+        self.call.kernels.write_at_ids(d, ids, token, self.factor, first_id, -1)
 
 
 def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor, TokenStats]:
@@ -136,11 +149,11 @@ def _statistics(one: Pass, ids: TokenIds, cache: Tensor | None) -> tuple[Tensor,
     else:
         labels = torch.full_like(begin, -1)
     inverse = _if_counted(one.logits.inverse_temperature, labels, 1.0)
-    named = (ids.ids, begin, end)
-    one.logits = one.logits._replace(labels=labels, named=named, inverse_temperature=inverse)
     z = torch.zeros(N, dtype=call.stats_dtype, device=labels.device)
+    one.logits = one.logits._replace(labels=labels, inverse_temperature=inverse)
+    one.target = one.target._replace(named=NamedIds(ids.ids, begin, end, z))
     windows = ColumnCache(() if cache is None else (cache,))
-    stats, _ = one.chunk_loss((0, call.T), windows, named_z=z)
+    stats, _ = one.chunk_loss((0, call.T), windows)
     return collectives.all_reduce_sum(z, call.tp_group), stats
 
 

@@ -3,8 +3,6 @@
 Functions of ``gpu.py`` have their docstrings there. T = tokens, V = vocabulary rows here.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,26 +68,32 @@ def tile_profile(logits: ShardLogits, lse: Tensor, kept: Tensor, sample: Tensor)
     return total
 
 
-def rank_one(
-    logits: ShardLogits, total: Tensor, kept: Tensor, mass: Tensor, scale: Tensor | None
-) -> Callable[[Tensor, int], None]:
-    """Return what writes ``scale`` [T] times mass times profile to D [T, W], where not kept.
+class RankOne:
+    """D of tiles that are not kept: ``scale`` [T] times mass [tiles, T] times the profile [V].
 
-    It takes D and its first column. ``total`` [V] is that of ``tile_profile``; its share of a tile,
-    or an even one where it is 0, is the profile.
+    ``total`` [V] is that of ``tile_profile``; its share of a tile, or an even one where it is 0, is
+    the profile.
     """
-    even = torch.ones_like(total) if logits.bias is None else (logits.bias != -torch.inf).to(total)
-    q = total.where(_spread(_tile_sums(total) > 0, logits.V), even)
-    q = q / _spread(_tile_sums(q), logits.V).clamp_min(torch.finfo(q.dtype).tiny)
-    exact, of_tiles = _of_tokens(kept, logits.T), mass.T.to(q)
-    of_tiles = of_tiles if scale is None else of_tiles * scale[:, None]
 
-    def overwrite(d: Tensor, start: int) -> None:
+    def __init__(
+        self, logits: ShardLogits, total: Tensor, kept: Tensor, mass: Tensor, scale: Tensor | None
+    ):
+        even = torch.ones_like(total)
+        if logits.bias is not None:
+            even = (logits.bias != -torch.inf).to(total)
+        profile = total.where(_spread(_tile_sums(total) > 0, logits.V), even)
+        of_tile = _spread(_tile_sums(profile), logits.V)
+        self.profile = profile / of_tile.clamp_min(torch.finfo(profile.dtype).tiny)
+        self.is_kept = _of_tokens(kept, logits.T)
+        self.mass = mass.T.to(profile)
+        if scale is not None:
+            self.mass = self.mass * scale[:, None]
+
+    def write(self, d: Tensor, start: int) -> None:
         columns = torch.arange(start, start + d.shape[1], device=d.device)
         tile = columns // TILE_V
-        d.copy_(d.where(exact[:, tile], (of_tiles[:, tile] * q[columns]).to(d.dtype)))
-
-    return overwrite
+        rank_one = (self.mass[:, tile] * self.profile[columns]).to(d.dtype)
+        d.copy_(d.where(self.is_kept[:, tile], rank_one))
 
 
 def _of_tokens(kept: Tensor, T: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.rows.token_gradient_formulas import softcap_grad
 from flce_dist.kernels.rows.token_loss_formulas import FAR
 
@@ -96,14 +97,13 @@ def write_at_labels(out: Tensor, logits: ShardLogits, start: int, value: Tensor)
     write_label_value(out, logits.labels, value, first, logits.ignore_index)
 
 
-def named_in(logits: ShardLogits, start: int, W: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those named ids that lie in W columns from ``start`` on: places, tokens, columns."""
-    assert logits.named is not None
-    ids, begin, end = logits.named
-    token = torch.arange(len(begin), device=ids.device).repeat_interleave(end - begin)
-    n = torch.arange(len(token), device=ids.device)
-    n += (begin - (end - begin).cumsum(0) + (end - begin))[token]
-    column = ids[n] - logits.vocab_start_index - start
+def named_in(named: NamedIds, first_id: int, W: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the named ids among W from ``first_id`` on: places in ``ids``, tokens, columns."""
+    counts = named.end - named.begin
+    token = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    listed_before = counts.cumsum(0) - counts
+    n = torch.arange(len(token), device=counts.device) + (named.begin - listed_before)[token]
+    column = named.ids[n] - first_id
     here = (column >= 0) & (column < W)
     return n[here], token[here], column[here]
 

@@ -22,6 +22,7 @@ from flce_dist.kernels.logits.launching import segment_columns, tile_launch
 from flce_dist.kernels.logits.merge_stats import merge_stats
 from flce_dist.kernels.logits.named_columns import named_column, named_tiles, take_out
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import (
     computed,
     exp,
@@ -73,13 +74,19 @@ def _linear_stats_kernel(
     ignore_index, softcap = scalars[0], scalars[2]
     cached_v, stride_cache_t = cache_sizes
     FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
+    if named is not None:
+        ids_ptr, end_ptr, z_ptr, tiles_ptr, most_ptr = named
     num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        if named is not None:  # tiles of frequent ids are slow: to other programs in each group
-            ahead = (num_v + 7 * (tl.num_programs(0) - 1)) * (pid_t // GROUP_T * GROUP_T)
-            pid_v = (pid_v + ahead % tl.num_programs(0) // GROUP_T) % num_v
+        if named is not None:
+            # Tiles of frequent ids are slow. Left alone, a program may get those of one column in
+            # every group of token blocks; so a group's columns begin as many further on as makes
+            # a column's program move by 7 places, prime to the number of programs, each time.
+            step = num_v + 7 * (tl.num_programs(0) - 1)  # num_v - 7, but never negative
+            ahead = step * (pid_t // GROUP_T * GROUP_T) % tl.num_programs(0)
+            pid_v = (pid_v + ahead // GROUP_T) % num_v
         start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         offs_v = start_v + tl.arange(0, BLOCK_V)
@@ -89,8 +96,8 @@ def _linear_stats_kernel(
         label_logit = tl.load(label_logit_ptr + offs_t, mask=mask_t, other=0.0)
         reference = first_reference(label_logit)
         if named is not None:
-            in_tile = tl.load(named[3] + pid_v.to(tl.int64) * T + offs_t, mask=mask_t, other=-1)
-            most = tl.load(named[4] + pid_v * tl.cdiv(T, BLOCK_T) + pid_t)
+            in_tile = tl.load(tiles_ptr + pid_v.to(tl.int64) * T + offs_t, mask=mask_t, other=-1)
+            most = tl.load(most_ptr + pid_v * tl.cdiv(T, BLOCK_T) + pid_t)
         z = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -105,12 +112,13 @@ def _linear_stats_kernel(
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
             first, second = (in_tile >> 32) & 0xFFFF, (in_tile >> 48) & 0xFFFF
             n, first_id = in_tile & 0xFFFFFFFF, vocab_start_index + start_v
-            x = take_out(x, first.to(tl.int32), second.to(tl.int32), named[2] + n)
+            x = take_out(x, first.to(tl.int32), second.to(tl.int32), z_ptr + n)
             for _ in range(2, most, 2):  # one latency of loads for two
-                n, end = n + 2, tl.load(named[1] + offs_t, mask=mask_t, other=0)
-                third = named_column(named[0], n, end, first_id, V - start_v)
-                fourth = named_column(named[0], n + 1, end, first_id, V - start_v)
-                x = take_out(x, third, fourth, named[2] + n)
+                n += 2
+                end = tl.load(end_ptr + offs_t, mask=mask_t, other=0)
+                third = named_column(ids_ptr, n, end, first_id, V - start_v)
+                fourth = named_column(ids_ptr, n + 1, end, first_id, V - start_v)
+                x = take_out(x, third, fourth, z_ptr + n)
             x -= reference[:, None]
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN
@@ -139,26 +147,23 @@ def _linear_stats_kernel(
 
 
 def linear_stats(
-    logits: ShardLogits, label_logit: Tensor, *,
-    cache: ColumnCache, with_sum_z: bool, with_entropy: bool,
-    others_max: Tensor, sums: Tensor, tiles: Tensor | None = None, named_z: Tensor | None = None,
+    logits: ShardLogits, label_logit: Tensor, target: Target, *,
+    cache: ColumnCache, others_max: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     """Write this shard's ``others_max`` [T] fp32 and ``sums`` [rows, T] fp64 (``new_sums``).
 
-    Both are over the columns other than the label: the largest logit, and sums of ``exp(x)`` with
-    ``x = z - first_reference``; with entropy also of ``exp(x) * x``; with sum_z also of x.
-    ``exp(x)`` may overflow to inf: ``rescue`` replaces such sums afterwards. label_logit [T] fp32
-    is summed over ranks. ``cache`` receives ``exp(x) * softcap'(z)`` of its columns, 0 at labels
-    and in ignored rows. ``tiles`` [2, num_v, T] (``new_tile_stats``) receives the maximum and the
-    sum of ``exp(x)`` of each tile of columns, -inf and 0 where ignored. With named ids both leave
-    out these, of which the label must be one; ``named_z`` [N] receives z of each id's first entry.
+    Both are over the columns that ``target`` does not leave out: the largest logit, and the sums
+    that it asks for, with ``x = z - first_reference``. ``exp(x)`` may overflow to inf: ``rescue``
+    replaces such sums afterwards. label_logit [T] fp32 is summed over ranks. ``cache`` receives
+    ``exp(x) * softcap'(z)`` of its columns, 0 at labels and named ids and in ignored rows. Maxima
+    and sums of ``target.tiles`` are -inf and 0 where ignored.
     """
-    T, V = logits.T, logits.V
+    T, V, tiles = logits.T, logits.V, target.tiles
     if T == 0 or V == 0:
         others_max.fill_(-torch.inf)
         sums.zero_()
         return
-    segment = segment_columns(logits, 1 + with_entropy + with_sum_z)
+    segment = segment_columns(logits, 1 + target.with_entropy + target.with_sum_z)
     if tiles is not None and tiles.is_contiguous() and segment[1:] == (tiles.shape[1], 2):
         part = tiles
     else:
@@ -166,10 +171,11 @@ def linear_stats(
     for start, end, window in cache.split(V, segment.columns, segment.columns):
         here = logits.columns(start, end)
         launch = tile_launch(here, window)
-        BLOCK_T, BLOCK_V, named = launch.config.BLOCK_T, launch.config.BLOCK_V, None
-        if here.named is not None:
-            tiles_of_named = named_tiles(here, launch.num_v, BLOCK_T, BLOCK_V)
-            named = (here.named[0], here.named[2], named_z, *tiles_of_named)
+        BLOCK_T, BLOCK_V = launch.config.BLOCK_T, launch.config.BLOCK_V
+        named = None
+        if target.named is not None:
+            tiles_of_named = named_tiles(here, target.named, launch.num_v, BLOCK_T, BLOCK_V)
+            named = (target.named.ids, target.named.end, target.named.z, *tiles_of_named)
         _linear_stats_kernel[launch.grid](
             *launch.operands(here), logits.labels,
             label_logit,
@@ -179,15 +185,14 @@ def linear_stats(
             here.strides, (0, 0) if window is None else (window.shape[1], window.stride(0)),
             here.vocab_start_index, here.scalars,
             named,
-            WITH_ENTROPY=with_entropy, WITH_SUM_Z=with_sum_z, EVEN_V=(end - start) % BLOCK_V == 0,
-            GROUP_V=launch.group_v, **launch.constexprs,
+            WITH_ENTROPY=target.with_entropy, WITH_SUM_Z=target.with_sum_z,
+            EVEN_V=(end - start) % BLOCK_V == 0, GROUP_V=launch.group_v, **launch.constexprs,
         )  # fmt: skip
         if tiles is not None and part is not tiles:
             # Copied, for the next segment overwrites part.
             first, last = start // BLOCK_V, -(-end // BLOCK_V)
             tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)
         merge_stats(
-            part, label_logit, launch,
-            n_counted=logits.n_counted, with_entropy=with_entropy, with_sum_z=with_sum_z,
-            first=start == 0, others_max=others_max, sums=sums,
+            part, label_logit, launch, target,
+            n_counted=logits.n_counted, first=start == 0, others_max=others_max, sums=sums,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from flce_dist.kernels.logits.exact_sums import (
 )
 from flce_dist.kernels.logits.launching import TileLaunch
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import computed, first_reference
 from flce_dist.kernels.tuning import next_power_of_2
 
@@ -105,33 +106,34 @@ def _merge_kernel(
     tl.store(sums_ptr + offs_t, bin.to(tl.float64), mask=mask_t)
 
 
-def new_sums(logits: ShardLogits, *, with_sum_z: bool, with_entropy: bool) -> Tensor:
+def new_sums(logits: ShardLogits, target: Target) -> Tensor:
     """Return uninitialised [rows, T] fp64 for the sums of ``linear_stats``.
 
     Rows: 2 limbs of the sum of ``exp(x)``, 3 of ``exp(x) * x`` if with_entropy, the sum of x itself
     if with_sum_z, and the number of the top bin.
     """
-    rows = 2 + 3 * with_entropy + with_sum_z + 1
+    rows = 2 + 3 * target.with_entropy + target.with_sum_z + 1
     return logits.hidden.new_empty(rows, logits.T, dtype=torch.float64)
 
 
 def merge_stats(
-    part: Tensor, label_logit: Tensor, launch: TileLaunch, *,
-    n_counted: Tensor | None, with_entropy: bool, with_sum_z: bool, first: bool,
-    others_max: Tensor, sums: Tensor,
+    part: Tensor, label_logit: Tensor, launch: TileLaunch, target: Target, *,
+    n_counted: Tensor | None, first: bool, others_max: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     """Merge ``part`` of ``launch`` into the results; tokens from n_counted on get -inf and 0."""
     T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v
     # A program reads 32 to 128 contiguous bytes of each row of partial statistics.
     block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
-    elements = 2048 if with_entropy else 4096  # of a block: what the registers of 4 warps hold
+    elements = (
+        2048 if target.with_entropy else 4096
+    )  # of a block: what the registers of 4 warps hold
     block_n = min(elements // block_t, next_power_of_2(launch.num_v * groups))
     _merge_kernel[(-(-T // block_t),)](
         part, label_logit, n_counted,
         others_max, sums,
         launch.num_v, T, sums.stride(0),
-        WITH_ENTROPY=with_entropy, WITH_SUM_Z=with_sum_z, FIRST=first,
+        WITH_ENTROPY=target.with_entropy, WITH_SUM_Z=target.with_sum_z, FIRST=first,
         GROUP_V=launch.group_v, GROUPS=groups,
         BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.primitives import INTERPRET
 
 # A thread has a multiple of so many elements of any tile, or would store to undefined addresses.
@@ -120,7 +121,7 @@ def _named_tiles_kernel(
 
 
 def named_tiles(
-    logits: ShardLogits, num_v: int, BLOCK_T: int, BLOCK_V: int
+    logits: ShardLogits, named: NamedIds, num_v: int, BLOCK_T: int, BLOCK_V: int
 ) -> tuple[Tensor, Tensor]:
     """Return [num_v, T] int64, a token's first entries in a tile, and [num_v, num_t] int32.
 
@@ -128,11 +129,10 @@ def named_tiles(
     (16 bits, all set if there is none), the first one's (16 bits), the first one's number. The
     latter is the most entries that one of BLOCK_T tokens has in a tile.
     """
-    assert logits.named is not None
     tiles = logits.labels.new_full((num_v, logits.T), -1)
     most = logits.labels.new_zeros(num_v, -(-logits.T // BLOCK_T), dtype=torch.int32)
     _named_tiles_kernel[(logits.T,)](
-        *logits.named,
+        named.ids, named.begin, named.end,
         tiles, most,
         logits.T, logits.V, logits.vocab_start_index,
         BLOCK_T=BLOCK_T, BLOCK_V=BLOCK_V, BLOCK_N=64, num_warps=2,

@@ -25,6 +25,7 @@ from flce_dist.kernels.logits.exact_sums import (
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.named_columns import named_column
 from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import (
     cast,
     dot,
@@ -114,7 +115,7 @@ def _rescue_kernel(
     cache_ptr,  # out: [T, V], the same tokens
     T, V, H, stride_sums,
     strides,  # of ShardLogits, and of the cache by t; the other tuples are those of ShardLogits
-    vocab_start_index, scalars, named,
+    vocab_start_index, scalars, named,  # None, or the first three of NamedIds
     WITH_ENTROPY: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
@@ -150,10 +151,11 @@ def _rescue_kernel(
         offs_v = start_v + tl.arange(0, BLOCK_V)
         x = other_columns(z - reference[:, None], column, offs_v, V, False)
         if named is not None:
-            begin = tl.load(named[1] + offs_t, mask=listed, other=0)
-            end = tl.load(named[2] + offs_t, mask=listed, other=0)
+            ids_ptr, begin_ptr, end_ptr = named
+            begin = tl.load(begin_ptr + offs_t, mask=listed, other=0)
+            end = tl.load(end_ptr + offs_t, mask=listed, other=0)
             for i in range(0, tl.max(end - begin, axis=0)):
-                column_i = named_column(named[0], begin + i, end, vocab_start_index, V)
+                column_i = named_column(ids_ptr, begin + i, end, vocab_start_index, V)
                 x = other_columns(x, column_i, offs_v, V, True)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)
@@ -171,8 +173,8 @@ def _rescue_kernel(
 
 
 def rescue(
-    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor, *,
-    cache: ColumnCache, with_entropy: bool,
+    logits: ShardLogits, label_logit: Tensor, others_max: Tensor, sums: Tensor,
+    target: Target, *, cache: ColumnCache,
 ) -> None:  # fmt: skip
     """Make ``sums`` and the cache such that sums can be added over ranks.
 
@@ -191,7 +193,7 @@ def rescue(
         sums,
         listed,
         T, sums.stride(0),
-        WITH_ENTROPY=with_entropy, WITH_SUM_Z=len(sums) > 3 + 3 * with_entropy, BLOCK_T=BLOCK_T,
+        WITH_ENTROPY=target.with_entropy, WITH_SUM_Z=target.with_sum_z, BLOCK_T=BLOCK_T,
     )  # fmt: skip
     for start, end, window in cache.split(V, V, V):
         # Pointers: here descriptors would cost the host more time than they save on the GPU.
@@ -204,6 +206,6 @@ def rescue(
             window,
             T, end - start, logits.H, sums.stride(0),
             (*part.strides, 0 if window is None else window.stride(0)),
-            part.vocab_start_index, part.scalars, part.named,
-            WITH_ENTROPY=with_entropy, GROUP_V=launch.group_v, **launch.constexprs,
+            part.vocab_start_index, part.scalars, target.named and target.named[:3],
+            WITH_ENTROPY=target.with_entropy, GROUP_V=launch.group_v, **launch.constexprs,
         )  # fmt: skip

@@ -10,10 +10,9 @@ class ShardLogits(NamedTuple):
     """``z = softcap(logit_scale * hidden @ weight.T + bias) / temperature``, never materialised.
 
     hidden, weight and bias share a dtype. The matrices may have any strides. Ignored rows may hold
-    anything, also NaN, and contribute nothing. Statistics leave out the label and ``named`` ids:
-    [N] int64, and [T] each from where to where a token has them, ascending. Tokens from
-    ``n_counted`` on, a scalar int32 on the device, are all ignored: whole tiles of them are not
-    computed, and what these would write is left as it is.
+    anything, also NaN, and contribute nothing. Tokens from ``n_counted`` on, a scalar int32 on the
+    device, are all ignored: whole tiles of them are not computed, and what these would write is
+    left as it is.
     """
 
     hidden: Tensor  # [T, H]
@@ -26,7 +25,6 @@ class ShardLogits(NamedTuple):
     softcap: float | None
     group_v: int | None = None  # columns added in fp32 (``exact_sums``); None lets kernels choose
     inverse_temperature: Tensor | None = None  # [T] in stats_dtype, 1 where ignored
-    named: tuple[Tensor, Tensor, Tensor] | None = None
     n_counted: Tensor | None = None
 
     @property
@@ -68,12 +66,11 @@ class ShardLogits(NamedTuple):
 
     def rows(self, tokens: slice | Tensor) -> "ShardLogits":
         """The logits of these tokens, given as a slice (views) or by index."""
-        inverse, named = self.inverse_temperature, self.named
+        inverse = self.inverse_temperature
         return self._replace(
             hidden=self.hidden[tokens],
             labels=self.labels[tokens],
             inverse_temperature=None if inverse is None else inverse[tokens],
-            named=None if named is None else (named[0], named[1][tokens], named[2][tokens]),
             n_counted=None,
         )
 
