@@ -4,6 +4,8 @@ Statistics are fp32, or fp64 for fp64 operands, and sums are plain sums. Logits 
 of columns at a time. T = tokens, V = vocabulary rows here, W = columns of one window.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.token_gradient_formulas import label_value, row_gradient  # noqa: F401
 from flce_dist.kernels.rows.token_loss_formulas import (
     FAR,
+    LabelWindow,
     LossTerms,
     TokenStats,
     first_reference,
@@ -143,8 +146,8 @@ def _statistics(
 def token_loss(
     labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
     others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
+    inverse_temperature: Tensor | None = None, windows: Sequence[LabelWindow] = (),
+) -> tuple[TokenStats, Tensor]:  # fmt: skip
     reference = pick_reference(label_logit, others_max)
     sum_z = sums[-1] if terms.label_smoothing else None
     sum_ez = sums[1] if with_entropy else None
@@ -153,7 +156,10 @@ def token_loss(
     if token_weight is not None:
         loss = loss * token_weight
     loss = loss.where(labels != terms.ignore_index, 0.0)
-    return stats, loss, label_value(stats, reference, terms, inverse_temperature)
+    for first_id, window in windows:
+        value = label_value(stats, reference, terms, inverse_temperature)
+        write_label_value(window, labels, value, first_id, terms.ignore_index)
+    return stats, loss
 
 
 def loss_norm(

@@ -4,6 +4,7 @@
 it. The docstrings are those of the Triton functions. T = tokens, V = vocabulary rows here.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
+from flce_dist.kernels.rows.token_loss_formulas import LabelWindow, LossTerms, TokenStats
 
 
 class Kernels(Protocol):
@@ -39,8 +40,8 @@ class Kernels(Protocol):
     def token_loss(
         self, labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
         others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
-        inverse_temperature: Tensor | None = None,
-    ) -> tuple[TokenStats, Tensor, Tensor]: ...  # fmt: skip
+        inverse_temperature: Tensor | None = None, windows: Sequence[LabelWindow] = (),
+    ) -> tuple[TokenStats, Tensor]: ...  # fmt: skip
 
     def loss_norm(
         self, labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype

@@ -50,6 +50,7 @@ _ONE_BLOCK = {
 }
 
 
+@functools.lru_cache
 def tile_config(arch: str, itemsize: int, T: int, stores: bool) -> TileConfig:
     """Return the tile; a kernel that ``stores`` tiles has less shared memory for its stages."""
     config = TILES[arch, itemsize]

@@ -43,7 +43,7 @@ class Pass:
         between two backward passes. With ``target.named`` D at these ids is not written.
         """
         call, target = self.call, self.target
-        options, kernels, group = call.options, call.kernels, call.tp_group
+        kernels, group = call.kernels, call.tp_group
 
         first, last = tokens
         logits = self.logits.tokens(first, last)
@@ -61,18 +61,14 @@ class Pass:
         weights = self.token_weight
         if weights is not None:
             weights = part_of(weights, first, last)
-        stats, loss, label_value = kernels.token_loss(
+        windows = [(logits.vocab_start_index + start, x) for start, x in cache.with_starts()]
+        if call.rescales_cache or target.named is not None:
+            windows = []  # backward writes D at the labels
+        return kernels.token_loss(
             logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
             with_entropy=target.with_entropy, inverse_temperature=logits.inverse_temperature,
+            windows=windows,
         )  # fmt: skip
-        if call.rescales_cache or target.named is not None:  # backward writes D at the labels
-            return stats, loss
-        for start, window in cache.with_starts():
-            column = logits.vocab_start_index + start
-            kernels.write_at_ids(
-                window, logits.labels, None, label_value, column, options.ignore_index
-            )
-        return stats, loss
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
         """Return the metrics of a chunk if they are asked for."""

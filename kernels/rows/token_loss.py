@@ -1,4 +1,6 @@
-"""``token_loss_formulas.py`` and the label's value of D, in one pass over T tokens."""
+"""``token_loss_formulas.py`` and D at the labels, in one pass over T tokens."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,8 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.logits.exact_sums import load_limbs
-from flce_dist.kernels.primitives import exp, first_reference, is_rescued, log1p, softcap_slope
-from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
+from flce_dist.kernels.primitives import (
+    cast,
+    exp,
+    first_reference,
+    is_rescued,
+    log1p,
+    softcap_slope,
+)
+from flce_dist.kernels.rows.token_loss_formulas import LabelWindow, LossTerms, TokenStats
 
 
 @triton.jit
@@ -43,9 +52,11 @@ def z_loss_factor(lse, z_loss_weight):
 def _token_loss_kernel(
     labels_ptr, token_weight_ptr, inverse_temperature_ptr,  # in:  [T] int64, [T], [T] fp32
     label_logit_ptr, max_ptr, sums_ptr,  # in:  [T], [T] fp32, [rows, T] fp64 limbs
-    reference_ptr, loss_ptr, label_value_ptr,  # out: [T] fp32 each
-    others_ptr, sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
+    reference_ptr, loss_ptr, others_ptr,  # out: [T] fp32 each
+    sum_ez_ptr, sum_z_ptr,  # out: [T] fp32 each
+    window_ptrs,  # out: cached windows [T, W], only the labels' elements
     T, stride_sums,
+    window_sizes,  # of each window: global id of its first column, W, stride by t
     scalars,  # of LossTerms
     HAS_EXCESS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +64,8 @@ def _token_loss_kernel(
     ignore_index, _, softcap, label_smoothing, z_loss_weight, smoothing_share = scalars
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = offs_t < T
-    counted = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index) != ignore_index
+    label = tl.load(labels_ptr + offs_t, mask=mask, other=ignore_index)
+    counted = label != ignore_index
     label_logit = tl.load(label_logit_ptr + offs_t, mask=mask, other=0.0)
     others_max = tl.load(max_ptr + offs_t, mask=mask, other=0.0)
     high, _, low = load_limbs(sums_ptr, stride_sums, offs_t, mask, 2)
@@ -82,40 +94,50 @@ def _token_loss_kernel(
         loss *= tl.load(token_weight_ptr + offs_t, mask=mask, other=0.0)
     tl.store(reference_ptr + offs_t, reference, mask=mask)
     tl.store(loss_ptr + offs_t, tl.where(counted, loss, 0.0), mask=mask)
-    inverse = 1.0
-    if inverse_temperature_ptr is not None:
-        inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
-    value = label_value_of(
-        others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, inverse,
-        HAS_EXCESS,
-    )  # fmt: skip
-    tl.store(label_value_ptr + offs_t, value, mask=mask)
+    if len(window_ptrs) > 0:
+        inverse = 1.0
+        if inverse_temperature_ptr is not None:
+            inverse = tl.load(inverse_temperature_ptr + offs_t, mask=mask, other=1.0)
+        value = label_value_of(
+            others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap, inverse,
+            HAS_EXCESS,
+        )  # fmt: skip
+        for i in tl.static_range(len(window_ptrs)):
+            first_id, W, stride_t = window_sizes[i]
+            column = label - first_id
+            is_here = counted & (column >= 0) & (column < W)
+            ptrs = window_ptrs[i] + offs_t.to(tl.int64) * stride_t + column
+            tl.store(ptrs, cast(value, window_ptrs[i].dtype.element_ty), mask=is_here)
 
 
 def token_loss(
     labels: Tensor, token_weight: Tensor | None, label_logit: Tensor,
     others_max: Tensor, sums: Tensor, terms: LossTerms, *, with_entropy: bool,
-    inverse_temperature: Tensor | None = None,
-) -> tuple[TokenStats, Tensor, Tensor]:  # fmt: skip
-    """Return ``(stats, loss, label_value)``, each [T] fp32.
+    inverse_temperature: Tensor | None = None, windows: Sequence[LabelWindow] = (),
+) -> tuple[TokenStats, Tensor]:  # fmt: skip
+    """Return the statistics and the loss of each token, [T] fp32, weighted, and 0 where ignored.
 
-    label_logit, others_max and sums (as ``rescue`` leaves them) are those of all ranks. loss is
-    weighted, and 0 where ignored; label_value is D at the label, relative to stats.reference.
+    label_logit, others_max and sums (as ``rescue`` leaves them) are those of all ranks. D at the
+    labels, relative to the statistics' reference, is written into ``windows``.
     """
     T = len(labels)
-    reference, loss, label_value, others = (torch.empty_like(label_logit) for _ in range(4))
+    reference = torch.empty_like(label_logit)
+    others = torch.empty_like(label_logit)
+    loss = torch.empty_like(label_logit)
     sum_z = torch.empty_like(label_logit) if terms.label_smoothing else None
     sum_ez = torch.empty_like(label_logit) if with_entropy else None
     stats = TokenStats(label_logit, reference, others, others_max, sum_z, sum_ez)
     if T == 0:
-        return stats, loss, label_value
+        return stats, loss
     _token_loss_kernel[(-(-T // 128),)](
         labels, token_weight, inverse_temperature,
         label_logit, others_max, sums,
-        reference, loss, label_value,
-        others, sum_ez, sum_z,
+        reference, loss, others,
+        sum_ez, sum_z,
+        tuple(window for _, window in windows),
         T, sums.stride(0),
+        tuple((first_id, window.shape[1], window.stride(0)) for first_id, window in windows),
         terms.scalars,
         HAS_EXCESS=terms.has_excess, BLOCK_T=128,
     )  # fmt: skip
-    return stats, loss, label_value
+    return stats, loss

@@ -21,6 +21,10 @@ LOWEST = -(2.0**20)
 FAR = -1e30  # for -inf where x is multiplied by exp(x): 0 * -inf would be NaN
 
 
+LabelWindow = tuple[int, Tensor]
+"""The global id of a window's first column, and D [T, W] of the window."""
+
+
 class LossTerms(NamedTuple):
     """Options that the loss of a token depends on beside its statistics."""
 
