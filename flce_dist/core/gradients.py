@@ -89,7 +89,7 @@ class Gradients:
 
         scratch, product = self.new_accumulator(chunk), product_of(call, chunk)
         in_place = contains_scale or windows[-1].cached is not None
-        factor = functools.cache(lambda: dweight_factor(call, chunk, rows, in_place, scratch))
+        factor: tuple[Tensor, Tensor | None] | None = None  # of dweight, once hidden has arrived
 
         def add_dhidden(start: int, end: int, d: Tensor) -> None:
             if self.acc is not None:
@@ -97,8 +97,12 @@ class Gradients:
                 product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
 
         def add_parameters(start: int, end: int, d: Tensor) -> None:
+            nonlocal factor
             if self.dweight is not None:
-                (hidden, row), out = factor(), rows_of(self.dweight, start, end)
+                if factor is None:
+                    factor = dweight_factor(call, chunk, rows, in_place, scratch)
+                hidden, row = factor
+                out = rows_of(self.dweight, start, end)
                 adds = chunk.tokens[0] > 0 or self.accumulates
                 product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
             if self.dbias is not None:

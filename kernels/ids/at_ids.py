@@ -79,7 +79,7 @@ def logits_at_ids(
     then. A label that is neither below ``vocab_size`` nor ignored fails a device-side assertion,
     whose error arrives with the next synchronisation. Reads at most 2 N H elements.
     """
-    N, H = len(ids), logits.H
+    (N,), H = ids.shape, logits.H
     out = torch.empty(N, dtype=torch.float32, device=ids.device)
     if N:
         _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
@@ -125,7 +125,7 @@ def write_at_ids(
     Without ``token`` entry n is of token n. Left out are ignored ids and entries that repeat the
     one before. out is [T, W] of any dtype with a unit last stride, ids [N] global, value [N] fp32.
     """
-    N, W = len(ids), out.shape[1]
+    (N,), W = ids.shape, out.shape[1]
     if N and W:
         _write_at_ids_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
             ids, token, value,

@@ -65,7 +65,7 @@ def loss_norm(
     _loss_norm_kernel[(1,)](
         labels, token_weight,
         norm,
-        len(labels),
+        labels.shape[0],
         ignore_index,
         BLOCK_T=2048, num_warps=8,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _reduced(
         loss, labels, token_weight,
         norm,
         total,
-        len(loss),
+        loss.shape[0],
         ignore_index,
         BLOCK_T=2048, num_warps=8,
     )  # fmt: skip

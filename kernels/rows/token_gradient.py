@@ -72,7 +72,7 @@ def row_gradient(
     dloss is [T] or a scalar. D is relative to the reference of stats, or to lse if ``from_lse``.
     A softcap with smoothing needs ``row_gradient_with_metrics`` instead.
     """
-    T = len(labels)
+    (T,) = labels.shape
     scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)
     uniform = torch.empty_like(scale) if terms.label_smoothing else None
     lse = torch.empty_like(scale) if from_lse else None

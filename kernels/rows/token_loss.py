@@ -120,7 +120,7 @@ def token_loss(
     label_logit, others_max and sums (as ``rescue`` leaves them) are those of all ranks. D at the
     labels, relative to the statistics' reference, is written into ``windows``.
     """
-    T = len(labels)
+    (T,) = labels.shape
     reference = torch.empty_like(label_logit)
     others = torch.empty_like(label_logit)
     loss = torch.empty_like(label_logit)
