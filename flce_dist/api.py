@@ -123,10 +123,12 @@ def linear_cross_entropy(
         schedule: how backward obtains the probabilities. "recompute" computes the logits again.
             "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
             computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
-            must be a scalar. "auto" caches what fits into ``max_logits_bytes`` and recomputes the
+            must be a scalar, unless hidden alone needs a gradient. "auto" caches what fits into ``max_logits_bytes`` and recomputes the
             rest; it is in_forward instead if the budget holds all tokens, or chunks of them and
             dweight's accumulator beyond dweight itself (only with reduction "mean" or "sum",
-            without metrics and outside torch.compile). What ``flce_dist.filtered.schedule``
+            without metrics and outside torch.compile). Where hidden alone needs a gradient, as with a
+            frozen head, "auto" without metrics is in_forward: two GEMMs, and 256 MiB of logits if
+            no bound is given. What ``flce_dist.filtered.schedule``
             returns approximates the gradients, in less time; experimental.
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
             same on all ranks. A rank with more rows than an even share recomputes columns that do

@@ -118,8 +118,11 @@ NEEDS_LOGITS = (
 )
 DOUBLES = {"hidden": torch.zeros(T, H).double(), "weight": torch.zeros(V, H).double()}
 NOT_IMPLEMENTED: dict[str, dict[str, Any]] = {
-    "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
-    "schedule='recompute' or 'cached'": {"schedule": "in_forward", "reduction": "none"},
+    "schedule='in_forward' with reduction='none' needs a weight and bias that need no gradient, "
+    "and no metrics: use schedule='recompute' or 'cached'": {
+        "schedule": "in_forward",
+        "reduction": "none",
+    },
     NEEDS_LOGITS.format("cached"): {"schedule": "cached", **CAPPED},
     NEEDS_LOGITS.format("in_forward"): {"schedule": "in_forward", **CAPPED},
     "filtered.schedule needs softcap=None, since a softcap's slope differs between the columns of "

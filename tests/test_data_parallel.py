@@ -230,7 +230,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "labels must be a torch.Tensor, got list": {"labels": [1]},
     "hidden must be a torch.Tensor, got list": {"hidden": [1.0]},
     r"hidden must be \[..., H\] with H >= 1, got \(\)": {"hidden": torch.tensor(1.0)},
-    "schedule='in_forward' needs a scalar": {"schedule": "in_forward", "reduction": "none"},
+    "schedule='in_forward' with reduction='none' needs": {
+        "schedule": "in_forward",
+        "reduction": "none",
+        "weight": torch.ones(5, H).requires_grad_(),
+    },
     "reduction must be one of": {"reduction": "own"},
 }
 

@@ -164,7 +164,6 @@ def test_repr_shows_the_shard_and_the_options():
     ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
     ({"padded_vocab_size": 500}, ValueError, r"padded_vocab_size .* vocab_size = 507, got 500"),
     ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
-    ({"reduction": "none", "schedule": "in_forward"}, NotImplementedError, "a scalar upstream"),
 ])  # fmt: skip
 def test_options_are_checked_when_it_is_made(changes, error, message):
     sizes = {"hidden_size": H, "vocab_size": VOCAB} | changes

@@ -51,11 +51,6 @@ def check_options(options: LossOptions) -> LossOptions:
             "reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False leaves "
             "the sum over ranks to the caller; drop one of the two"
         )
-    if options.schedule == "in_forward" and options.reduction == "none":
-        raise NotImplementedError(
-            "schedule='in_forward' needs a scalar upstream gradient, so reduction='none' needs "
-            "schedule='recompute' or 'cached'"
-        )
     if options.schedule in ("cached", "in_forward") and options.smoothing_needs_logits:
         raise NotImplementedError(
             f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "

@@ -233,6 +233,12 @@ def _plan(
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     extra = extra_schedule(options.schedule)
     schedule: Any = options.schedule if extra is None else "recompute"
+    frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
+    if schedule == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
+        raise NotImplementedError(
+            "schedule='in_forward' with reduction='none' needs a weight and bias that need no "
+            "gradient, and no metrics: use schedule='recompute' or 'cached'"
+        )
     chosen: Schedule = plan(
         T=T,
         V=V,
@@ -243,6 +249,7 @@ def _plan(
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
+        frozen=frozen and not converts,
     )
     if extra is not None and (any(needs) or options.with_metrics):
         chosen = extra.planned(options.schedule, chosen)

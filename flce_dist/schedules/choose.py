@@ -13,6 +13,9 @@ from flce_dist.schedules.windows import Windows
 DEFAULT_LOGITS_BYTES = 1 << 30
 """Budget of ``auto`` and ``in_forward`` where the caller names none, unless they need more."""
 
+FROZEN_LOGITS_BYTES = 1 << 28
+"""The same where hidden alone needs a gradient: chunks add to no dweight, so many cost nothing."""
+
 _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW, _MAX_WINDOW = 4096, 33792
@@ -28,7 +31,7 @@ Plan = Windows | InForward
 def plan(
     *, T: int, V: int, itemsize: int, schedule: Schedule, max_logits_bytes: int | None,
     expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
-    reduces: bool = False,
+    reduces: bool = False, frozen: bool = False,
 ) -> Plan:  # fmt: skip
     """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
 
@@ -44,9 +47,12 @@ def plan(
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.
         reduces: whether one scalar upstream gradient is all that backward can bring.
+        frozen: whether hidden alone needs a gradient, and that of the loss alone can arrive.
     """
     shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
     is_named = schedule == "in_forward"
+    if frozen and (is_named or (schedule == "auto" and expressible)):
+        return _in_forward(shape, max_logits_bytes or FROZEN_LOGITS_BYTES)
     if is_named and (max_logits_bytes is not None or not shape.row):  # no dweight to accumulate
         return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
     caches = is_named or schedule == "cached" or (schedule == "auto" and expressible)

@@ -11,6 +11,7 @@ from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.statistics import Pass
 from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
+from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.windows import Sizes
 
@@ -22,6 +23,7 @@ class SavedGradients(NamedTuple):
     dhidden: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None  # in the dtype of statistics
+    labels: Tensor | None  # of dhidden's tokens, if each has an upstream gradient of its own
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class InForward(Sizes):
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
     parallelism a gather of hidden, and the sum of dhidden over ranks, in flight during the last
     dweight; the all-reduces of ``chunk_loss`` per chunk.
-    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1.
+    Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. If hidden
+    alone needs a gradient, tokens may have upstream gradients of their own: dhidden times these.
     """
 
     first_t: int  # tokens of the first chunk
@@ -92,19 +95,23 @@ class InForward(Sizes):
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(_saved_dtype(call.dtype))
-        return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias)
+        labels = _labels_of_dhidden(call, operands) if call.options.reduction == "none" else None
+        return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
             return x.new_empty(x.shape, dtype=dtype) if needed and x is not None else None
 
-        hidden, weight, bias = operands[:3]
+        hidden, weight, bias, labels = operands[:4]
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
             new(hidden, call.dtype, call.needs.hidden),
             new(weight, _saved_dtype(call.dtype), call.needs.weight),
             new(bias, call.stats_dtype, call.needs.bias),
+            hidden.new_empty(hidden.shape[0], dtype=labels.dtype)
+            if call.options.reduction == "none"
+            else None,
         )
 
     def backward(self, given: Backward) -> Results:
@@ -114,7 +121,9 @@ class InForward(Sizes):
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        norm, dhidden, dweight, dbias = SavedGradients(*given.saved)
+        norm, dhidden, dweight, dbias, labels = SavedGradients(*given.saved)
+        if labels is not None:
+            return _times_each(given, dhidden, labels), None, None
         factor = upstream.loss if norm is None else upstream.loss / norm
 
         def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -151,6 +160,35 @@ class InForward(Sizes):
         if columns > lent:
             windows.append(new_window(T, columns - lent, dtype, operands.hidden.device))
         return ColumnCache(tuple(windows))
+
+
+def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
+    """Return the labels of the tokens that dhidden has here, ignored where they do not count."""
+    labels, ignore_index = operands.labels, call.options.ignore_index
+    if operands.places is not None:
+        everyones = labels.new_full((call.T_all,), ignore_index)
+        labels = everyones.index_copy_(0, operands.places, labels)
+    return tokens_here(call, labels).clone()  # an operator must not return its inputs
+
+
+def _times_each(given: Backward, dhidden: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Return dhidden times each token's upstream gradient."""
+    call, dloss = given.call, given.upstream.loss
+    if dhidden is None or dloss is None:
+        return None
+    dloss = tokens_here(call, dloss).to(call.stats_dtype).contiguous()
+    out = dhidden if given.is_last else torch.empty_like(dhidden)
+    ignore_index = call.options.ignore_index
+    call.kernels.scale_rows(dhidden, dloss, labels, ignore_index=ignore_index, out=out)
+    return out
+
+
+def tokens_here(call: Call, x: Tensor) -> Tensor:
+    """Return those of [T_all] tokens that this rank's hidden has: its part if that is split."""
+    if call.sequence_group is None:
+        return x
+    P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+    return x.view(P, call.T_all // P)[rank]
 
 
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
