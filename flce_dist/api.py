@@ -123,18 +123,18 @@ def linear_cross_entropy(
         schedule: how backward obtains the probabilities. "recompute" computes the logits again.
             "cached" keeps exponentials [T, V] in hidden's dtype (bf16 for fp16). "in_forward"
             computes both gradients in forward, one chunk of tokens at a time; the upstream gradient
-            must be a scalar, unless hidden alone needs a gradient. "auto" caches what fits into ``max_logits_bytes`` and recomputes the
-            rest; it is in_forward instead if the budget holds all tokens, or chunks of them and
-            dweight's accumulator beyond dweight itself (only with reduction "mean" or "sum",
-            without metrics and outside torch.compile). Where hidden alone needs a gradient, as with a
-            frozen head, "auto" without metrics is in_forward: two GEMMs, and 256 MiB of logits if
-            no bound is given. What ``flce_dist.filtered.schedule``
-            returns approximates the gradients, in less time; experimental.
+            must be a scalar, unless hidden alone needs a gradient. "auto" caches what fits into
+            ``max_logits_bytes`` and recomputes the rest; it is in_forward instead if the budget
+            holds all tokens, or chunks of them and dweight's accumulator beyond dweight itself
+            (only with reduction "mean" or "sum", without metrics and outside torch.compile), and
+            where hidden alone needs a gradient, as with a frozen head (without metrics): that takes
+            two GEMMs. What ``flce_dist.filtered.schedule`` returns approximates the gradients, in
+            less time; experimental.
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
             same on all ranks. A rank with more rows than an even share recomputes columns that do
-            not fit. Default for auto and in_forward: 1 GiB, or if that means computing logits
-            again or several chunks, half of the fp32 logits of up to 16,384 tokens, or less if
-            in_forward needs less. Otherwise no bound.
+            not fit. Default for auto and in_forward: 256 MiB where hidden alone needs a gradient,
+            else 1 GiB, or if that means computing logits again or several chunks, half of the fp32
+            logits of up to 16,384 tokens, or less if in_forward needs less. Otherwise no bound.
         max_counted: upper bound on the tokens that count: whose label is not ``ignore_index`` and
             whose token_weight is not 0. The same on all ranks. Time and memory are then those of so
             many tokens. Others contribute nothing, even if their hidden states are NaN or labels of

@@ -35,6 +35,10 @@ NO_TIMEOUT = f"a test that hangs is not ended: that {machine.missing('pytest_tim
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--triton-interpreter", action="store_true",
+        help="interpret kernels by Triton's own interpreter, 15 times as slow as tests/interpreter.py",
+    )  # fmt: skip
     if not find_spec("pytest_timeout"):
         parser.addini("timeout", NO_TIMEOUT)
 
@@ -77,12 +81,12 @@ pytest_runtest_makereport = pytest_make_collect_report
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter() -> Iterator[pytest.MonkeyPatch]:
+def fast_interpreter(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
     from tests.interpreter import make_fast, mend  # imports triton
 
     mend()
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
+        if not (torch.cuda.is_available() or request.config.getoption("--triton-interpreter")):
             make_fast(patch)
         yield patch
 
