@@ -37,7 +37,7 @@ NO_TIMEOUT = f"a test that hangs is not ended: that {machine.missing('pytest_tim
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--triton-interpreter", action="store_true",
-        help="interpret kernels by Triton's own interpreter, 15 times as slow as tests/interpreter.py",
+        help="interpret kernels as Triton does, 15 times as slowly as tests/interpreter.py",
     )  # fmt: skip
     if not find_spec("pytest_timeout"):
         parser.addini("timeout", NO_TIMEOUT)

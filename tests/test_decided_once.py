@@ -1,17 +1,23 @@
-"""A call is decided once for the same facts: no call gets the decision, or the replay, of another.
+"""A call is decided once for the same facts: no call gets the decision of another.
 
-Each case calls as usual until calls are replayed, then with one thing changed, and compares with
+Each case calls as usual a few times, then with one thing changed, and compares with
 the changed call alone.
 """
 
 import contextlib
+import gc
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
 from flce_dist.arguments import checks, prepare
+from flce_dist.testing import RankPool
 
 T, H, V = 12, 16, 70
 IMPLS = "eager", "triton"
@@ -120,3 +126,57 @@ def test_changed_argument(name: str, impl: str) -> None:
 )
 def test_changed_context(context: Any) -> None:
     check_decides_anew(arguments(), context)
+
+
+def call_with(T: int, **options: Any) -> None:
+    hidden = torch.ones(T, H, requires_grad=True)
+    linear_cross_entropy(hidden, torch.ones(V, H), torch.zeros(T, dtype=torch.int64), **options)
+
+
+def test_a_call_in_use_stays_known_among_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare.calls, "most", 8)
+    made: list[Any] = []
+    decide = prepare._checked_call
+
+    def noting(arguments: Any, *args: Any) -> Any:
+        made.append(arguments.labels.numel())
+        return decide(arguments, *args)
+
+    monkeypatch.setattr(prepare, "_checked_call", noting)
+    for n in range(1, 40):
+        call_with(100)
+        call_with(n)
+    assert made.count(100) == 1 and len(made) == 40
+    assert len(prepare.calls) == 8
+
+
+def test_threads_do_not_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare.calls, "most", 8)
+    start = threading.Barrier(4)
+
+    def many(first: int) -> None:
+        start.wait()
+        for n in range(first, first + 30):
+            call_with(n)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(many, (1, 101, 201, 301)))
+    assert len(prepare.calls) == 8
+
+
+def made_and_destroyed(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Threads of this process before, and after ten groups had a call each."""
+    threads = len(os.listdir("/proc/self/task"))
+    for _ in range(10):
+        new = dist.new_group([0, 1])
+        call_with(6, tp_group=new, vocab_size=2 * V)
+        dist.destroy_process_group(new)
+        del new
+    gc.collect()
+    return threads, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
+def test_destroyed_groups_leave_no_threads(ranks: RankPool) -> None:
+    for before, after in ranks.run(made_and_destroyed):
+        assert after <= before + 3  # of autograd, or of the last group, which are ending

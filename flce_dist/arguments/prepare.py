@@ -1,5 +1,8 @@
 """From a caller's arguments to a planned call on flat tensors."""
 
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -89,10 +92,35 @@ def as_stored(x: Any) -> Any:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-_MOST_CALLS = 256
 
-calls: dict[Any, Call] = {}
-"""Calls of which all facts were checked and planned before, by these facts."""
+
+class RecentCalls(OrderedDict[Any, Call]):
+    """Calls of which all facts were checked and planned before, by these facts.
+
+    The least recently used one makes room. Groups are held weakly. Threads may share it.
+    """
+
+    most = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def known(self, facts: Any) -> Call | None:
+        with self._lock:
+            call = self.get(facts)
+            if call is not None:
+                self.move_to_end(facts)
+            return call
+
+    def remember(self, facts: Any, call: Call) -> None:
+        with self._lock:
+            self[facts] = call
+            if len(self) > self.most:
+                self.popitem(last=False)
+
+
+calls = RecentCalls()
 
 
 def prepare(
@@ -106,13 +134,11 @@ def prepare(
     from that. Label values are not checked here: that reads data.
     """
     facts = _facts(arguments, needs, auto_in_forward, scores)
-    call = calls.get(facts)
+    call = None if facts is None else calls.known(facts)
     if call is None:
         call = _checked_call(arguments, needs, auto_in_forward, scores)
-        if len(calls) == _MOST_CALLS:
-            calls.clear()
         if facts is not None:
-            calls[facts] = call
+            calls.remember(facts, call)
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
 
     def of_tokens(x: Tensor) -> Tensor:  # in the dtype of statistics, so that the loss keeps it
@@ -159,7 +185,8 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
     group = arguments.tp_group
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return None
-    facts: list[Any] = [arguments.options, *needs, *others, group]
+    weak = None if group is None else weakref.ref(group)
+    facts: list[Any] = [arguments.options, *needs, *others, weak]
     for x in arguments[:6]:
         if x is None:
             facts.append(None)
@@ -203,7 +230,8 @@ def _checked_call(
         schedule=chosen,
         impl=impl,
         kernels=kernels_of(impl),
-        tp_group=tp_group if P > 1 else None,  # one rank exchanges nothing
+        # One rank exchanges nothing.
+        group=None if tp_group is None or P == 1 else weakref.ref(tp_group),
     )
 
 

@@ -6,6 +6,7 @@ V = real vocabulary rows here, H = hidden size, P = ranks.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -137,7 +138,16 @@ class Call:
     schedule: Schedule
     impl: str  # "triton" or "eager"
     kernels: Kernels  # of that
-    tp_group: dist.ProcessGroup | None
+    group: weakref.ref[dist.ProcessGroup] | None  # weak: a table of calls keeps no group alive
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        if self.group is None:
+            return None
+        group = self.group()
+        if group is None:
+            raise RuntimeError("tp_group must live until backward has run, got a destroyed group")
+        return group
 
     @cached_property
     def loss_terms(self) -> LossTerms:
