@@ -36,8 +36,8 @@ class Rank:
         self.faults_in = -1
         self.calls = 0
         self._words: list[torch.Tensor] = []
-        self.said: str | None = None
-        self.heard: list[str] | Exception = []
+        self.said: tuple[str, Any] | None = None
+        self.heard: list[tuple[str, Any]] | Exception = []
         self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
 
     def fault(self) -> None:
@@ -76,7 +76,7 @@ class Rank:
 
     def shared(self, nbytes: int) -> FakeBlock:
         number = self.machine.number()
-        return FakeBlock(self, nbytes, [int(word) for word in self.meet(str(number))])
+        return FakeBlock(self, nbytes, [int(theirs) for _, theirs in self.meet("shares", number)])
 
     def keep(self, x: FakeTensor, stream: Stream) -> None:
         if isinstance(x.storage, Storage):
@@ -110,8 +110,8 @@ class Rank:
         with self.on(stream):
             out[rows].copy_(source[of])
 
-    def meet(self, message: str) -> list[str]:
-        self.said = message
+    def meet(self, reason: str, facts: Any) -> list[tuple[str, Any]]:
+        self.said = reason, facts
         self.paused.release()
         self.runs.acquire()
         self.said = None
@@ -219,7 +219,7 @@ def run(
             break
         for rank in waiting:
             missing = [r for r in range(P) if r in ended or ranks[r] in hung]
-            words = [other.said or "" for other in ranks]
+            words = [other.said or ("", None) for other in ranks]
             rank.heard = RuntimeError(f"ranks {missing} did not come") if missing else words
             if rank in hung:
                 rank.heard = Hung(f"rank {rank.rank}")

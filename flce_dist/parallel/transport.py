@@ -46,21 +46,31 @@ def token_sum(
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
     ``places`` are those of the share's tokens among ``T_all``, which the sum has.
     """
-    if places is not None:
-        new_sum = partial(
-            token_sum, dtype=dtype, device=device, group=group, sequence_parallel=sequence_parallel
-        )
-        if group is None or not sequence_parallel:
-            return SumPutBack(new_sum(shape), places, T_all)
-        share = torch.empty(shape, dtype=dtype, device=device)
-        return PutBackAndScattered(share, places, partial(new_sum, (T_all, shape[1])))
+    if places is None:
+        return _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
+    if group is None or not sequence_parallel:
+        of_chosen = _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
+        return SumPutBack(of_chosen, places, T_all)
+    share = torch.empty(shape, dtype=dtype, device=device)
+    everyones = T_all, shape[1]
+    new_sum = partial(_sum_over_ranks, everyones, dtype, device, group, sequence_parallel)
+    return PutBackAndScattered(share, places, new_sum)
+
+
+def _sum_over_ranks(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> TokenSum:
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
     memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
         return PeerScatter(shape, dtype, memories.dhidden)
     share = torch.empty(shape, dtype=dtype, device=device)
-    return (CollectiveScatter if sequence_parallel else CollectiveSum)(share, group)
+    return CollectiveScatter(share, group) if sequence_parallel else CollectiveSum(share, group)
 
 
 class PeerMemories(NamedTuple):

@@ -50,28 +50,34 @@ def plan(
         frozen: whether hidden alone needs a gradient, and that of the loss alone can arrive.
     """
     shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
-    is_named = schedule == "in_forward"
-    if frozen and (is_named or (schedule == "auto" and expressible)):
+    if schedule == "cached":
+        return _windows(shape, True, max_logits_bytes, max_logits_bytes)
+    if schedule == "recompute":
+        return _windows(shape, False, max_logits_bytes, max_logits_bytes)
+    default = DEFAULT_LOGITS_BYTES
+    if schedule == "auto" and not expressible:
+        return _windows(shape, False, max_logits_bytes or default, max_logits_bytes)
+    if frozen:
         return _in_forward(shape, max_logits_bytes or FROZEN_LOGITS_BYTES)
-    if is_named and (max_logits_bytes is not None or not shape.row):  # no dweight to accumulate
-        return _in_forward(shape, max_logits_bytes or DEFAULT_LOGITS_BYTES)
-    caches = is_named or schedule == "cached" or (schedule == "auto" and expressible)
-    if schedule in ("cached", "recompute"):
-        return _windows(shape, caches, max_logits_bytes, max_logits_bytes)
-    reduces = reduces or is_named
-    budgets = [max_logits_bytes or DEFAULT_LOGITS_BYTES]
-    if max_logits_bytes is None and caches:
-        budgets.append(max(DEFAULT_LOGITS_BYTES, _spares_a_gemm(shape, reduces)))
+    if schedule == "in_forward" and (max_logits_bytes is not None or not shape.row):
+        return _in_forward(shape, max_logits_bytes or default)  # no dweight to accumulate
+
+    reduces = reduces or schedule == "in_forward"
+    budgets = [max_logits_bytes or default]
+    if max_logits_bytes is None:
+        budgets.append(max(default, _spares_a_gemm(shape, reduces)))
     for budget in budgets:
-        chosen = _windows(shape, caches, budget, max_logits_bytes)
-        if chosen.cached_v == V and not is_named:
-            break
-        fits = _auto_in_forward(shape, budget) if caches and reduces else None
+        windows = _windows(shape, True, budget, max_logits_bytes)
+        if schedule == "auto" and windows.cached_v == V:
+            return windows
+        in_forward = _auto_in_forward(shape, budget) if reduces else None
+        if in_forward is None:
+            continue
         # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
-        few = fits is not None and (len(fits.chunks()) == 1 or shape.row == shape.accumulator_row)
-        if fits is not None and (few or budget == budgets[-1]):
-            return fits
-    return _in_forward(shape, DEFAULT_LOGITS_BYTES) if is_named else chosen
+        accumulates = len(in_forward.chunks()) > 1 and shape.row != shape.accumulator_row
+        if not accumulates or budget == budgets[-1]:
+            return in_forward
+    return windows if schedule == "auto" else _in_forward(shape, default)
 
 
 class _Shape(NamedTuple):

@@ -1,4 +1,4 @@
-"""CUDA as ``peer_memory.py`` uses it; in tests a driver explores all orders of streams instead.
+"""CUDA as ``memory.py`` uses it; in tests a driver explores all orders of streams instead.
 
 Streams are CUDA's handles, and an operation is one call of its driver's C interface: PyTorch's
 streams and copies cost the host several times as much.
@@ -6,6 +6,7 @@ streams and copies cost the host several times as much.
 
 import ctypes
 import functools
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -126,8 +127,8 @@ class PeerDriver:
     def enqueue(self, batch: Any, stream: int) -> None:
         _cuda().cuStreamBatchMemOp_v2(stream, len(batch), batch, 0)
 
-    def meet(self, message: str) -> list[str]:
-        """Return every rank's message, once all ranks have called this and their GPUs are idle.
+    def meet(self, reason: str, facts: Any) -> list[tuple[str, Any]]:
+        """Return every rank's reason and facts, once all have called this and GPUs are idle.
 
         By the store: a rank that issues a collective instead cannot be mistaken for one that is
         here, and an error names the missing ranks.
@@ -135,16 +136,16 @@ class PeerDriver:
         torch.cuda.synchronize(self._device)
         self._meetings += 1
         keys = [f"{self._meetings}/{rank}" for rank in range(self.P)]
-        self._store.set(keys[self.rank], message)
+        self._store.set(keys[self.rank], json.dumps([reason, facts]))
         try:
             self._store.wait(keys, timedelta(seconds=self.limit_s))
         except RuntimeError as error:  # DistStoreError
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeError(
-                f"{self.where} {message}, which all ranks must do together, but ranks {missing} "
+                f"{self.where} {reason}, which all ranks must do together, but ranks {missing} "
                 f"did not join within {self.limit_s:g} s: they failed, or make other calls"
             ) from error
-        return [self._store.get(key).decode() for key in keys]
+        return [tuple(json.loads(self._store.get(key))) for key in keys]
 
 
 class _MemOp(ctypes.Structure):

@@ -39,7 +39,7 @@ A call that needs more bytes than any before adds a block, which smaller calls t
 
 Failures. After all ranks raised at the same place of a use, the next ``open`` lets all meet and
 reset their flags; if one raised alone, its next ``open`` waits for the others in vain, and their
-streams wait for its flags until ``peer_watch.py`` ends their processes.
+streams wait for its flags until ``watch.py`` ends their processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -194,14 +194,14 @@ class PeerMemory:
 
         They also learn which blocks some rank's graph uses, so that all keep the same ones.
         """
-        in_graph = sum(block.in_graph << i for i, block in enumerate(self._blocks))
-        messages = self._driver.meet(f"{what} for {self._holds}|{in_graph}")
-        reasons, masks = zip(*(message.split("|") for message in messages), strict=True)
+        in_graph = [block.in_graph for block in self._blocks]
+        told = self._driver.meet(f"{what} for {self._holds}", in_graph)
+        reasons = [reason for reason, _ in told]
         if len(set(reasons)) > 1:
             each = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
             raise RuntimeError(f"ranks disagree on what to do next: {each}")
-        for i, block in enumerate(self._blocks):
-            block.in_graph = any(int(mask) >> i & 1 for mask in masks)
+        for block, of_ranks in zip(self._blocks, zip(*(used for _, used in told), strict=True)):
+            block.in_graph = any(of_ranks)
 
     def _reset_flags(self) -> None:
         flags = self._flags.of(self.rank, (2, self.P), torch.int32)
