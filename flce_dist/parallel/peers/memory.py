@@ -200,7 +200,8 @@ class PeerMemory:
         if len(set(reasons)) > 1:
             each = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
             raise RuntimeError(f"ranks disagree on what to do next: {each}")
-        for block, of_ranks in zip(self._blocks, zip(*(used for _, used in told), strict=True)):
+        of_blocks = zip(*(used for _, used in told), strict=True)
+        for block, of_ranks in zip(self._blocks, of_blocks, strict=True):
             block.in_graph = any(of_ranks)
 
     def _reset_flags(self) -> None:
