@@ -76,6 +76,13 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _needed(c10d, "_resolve_process_group", "torch.compile with a tp_group")(name)
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """Return the forward and backward hooks of all modules. Without a name: none of its kind."""
+    names = "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+    kinds = (getattr(torch.nn.modules.module, name, {}) for name in names)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def outside_graphs(function: Any, reason: str) -> Any:
     """Return a function for compiled code to call between its graphs.
 

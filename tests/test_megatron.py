@@ -16,38 +16,68 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core")
 
 from flce_dist import filtered
-from flce_dist.megatron import fused_layer, use_linear_cross_entropy
-from flce_dist.megatron.fused_layer import LazyLogits
+from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits
 from flce_dist.testing import relative_rms
 from tests.contract.models import B, uneven
 from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, plugged, token_losses
 from tests.on_ranks import on_ranks
 
 
+def symbolic(layer: Any) -> Any:
+    """The logits of a layer as a model's forward has them with labels."""
+    logits, bias = SymbolicHead(layer, layer, returns_bias=True)(torch.randn(S, B, H))
+    assert bias is None
+    return logits
+
+
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
 @on_ranks("tp")
-def test_the_largest_logit_without_logits(group, tp, sp):
-    fused_layer._WINDOW = 10  # several windows, the last one short
-    layer = plugged(tp, sp).output_layer
-    layer.bias = torch.nn.Parameter(torch.randn(len(layer.weight)))
+def test_predictions_that_multi_token_prediction_counts(group, tp, sp):
+    """As Megatron finds them in logits, of this rank or gathered; -1 for another than the label."""
+    layer = plugged(tp, sp, mtp=1).output_layer
     hidden = torch.randn(S // (tp if sp else 1), B, H)
-    logits, gathered = layer(hidden)[0], layer(hidden, runtime_gather_output=True)[0]
-    assert gathered.shape[-1] == VOCAB
-    layer.skip_bias_add = True
-    unbiased, bias = layer(hidden)
-    assert torch.equal(unbiased + bias, logits) and bias.count_nonzero()
-    layer.skip_bias_add, layer.is_lazy = False, True
-    lazy, _ = layer(hidden)
-    value, place = (lazy * -2.0).max(dim=-1)
-    torch.testing.assert_close(value, -2 * logits.min(-1).values)
-    assert torch.equal(place, logits.argmin(-1))
-    assert lazy.size(-1) == logits.shape[-1]
-    lazy_gathered, _ = layer(hidden, runtime_gather_output=True)
-    assert torch.equal(torch.argmax(lazy_gathered, dim=-1), gathered.argmax(-1))
+    gathered, _ = layer(hidden, runtime_gather_output=True)
+    best = (-2.0 * gathered).argmax(-1)
+    labels = best.where(torch.arange(S)[:, None] % 3 != 0, (best + 1) % VOCAB)
+    head = SymbolicHead(layer, layer, returns_bias=True)
+    logits = head(hidden)[0] * -2.0
+    with pytest.raises(AttributeError, match="no 'argmax'; a forward hook on model.output_layer"):
+        torch.argmax(logits, dim=-1)
+    logits.loss(labels)
+    expected = labels.where(labels == best, -1)
+    assert 0 < (expected < 0).sum() < S * B
+    assert torch.equal(torch.argmax(logits, dim=-1), expected)
+    value, row = logits.max(dim=-1)
+    values, rows = gather(value, group), gather(row, group)
+    winner = values.argmax(0)
+    found = winner * logits.size(-1) + rows.gather(0, winner[None])[0]
+    assert torch.equal(found, expected)
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """[P, ...] of all ranks."""
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x, group=group)
+    return torch.stack(parts)
+
+
+@on_ranks(1)
+def test_what_logits_are_inside_a_forward(group):
+    layer = plugged(1, sp=False).output_layer
+    logits = symbolic(layer)
+    assert logits.size(-1) == VOCAB and not isinstance(logits, Tensor)
     with pytest.raises(TypeError):
-        torch.exp(lazy)
-    with pytest.raises(AttributeError, match="a forward hook on the output layer"):
-        lazy.float()
+        torch.exp(logits)
+    with pytest.raises(TypeError):
+        logits * torch.ones(1)
+    for name in ("float", "transpose", "contiguous"):
+        with pytest.raises(AttributeError, match=f"no '{name}'; a forward hook on model.output_"):
+            getattr(logits, name)()
+    head = SymbolicHead(layer, layer, returns_bias=True)
+    assert head.weight is layer.weight
+    with pytest.raises(AttributeError):
+        head.sequence_parallel = True
 
 
 @on_ranks(2)
@@ -62,11 +92,6 @@ def test_outside_the_models_loss_logits_are_real(group):
     layer.loss_keywords["label_smoothing"] = 0.1
     with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
         model.compute_language_model_loss(batch()[1], logits)
-    # A hook on the gradient of logits is a reason, too; test_contract.py has forward hooks.
-    layer.is_lazy = True
-    assert isinstance(layer(hidden)[0], LazyLogits)
-    layer.register_full_backward_hook(lambda *given: None)
-    assert type(layer(hidden)[0]) is Tensor
 
 
 def tail_of(model: Any) -> Any:
@@ -114,7 +139,9 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
         return found
 
     ours = results(model)
-    assert isinstance(model.seen, LazyLogits) and model.seen.scale == 0.5
+    assert isinstance(model.seen, SymbolicLogits)
+    with pytest.raises(RuntimeError, match="for a forward that has ended"):
+        model.seen.loss(labels.T)
     theirs = results(tail_of(megatron(2, True, False)))
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_rms(mine, other) < 1e-5
@@ -122,7 +149,8 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
 
 def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
-    logits = LazyLogits(mock.Mock(loss_keywords={"softcap": 5.0}), torch.zeros(1), None, None)
+    layer = mock.Mock(loss_keywords={"softcap": 5.0})
+    logits = SymbolicLogits(SymbolicHead(layer, layer, returns_bias=True), (), {})
     with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
         logits * 0.5
 
@@ -246,7 +274,7 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
 
     layer = plugged(tp, sp, schedule=filtered.schedule(2.0**-10), metrics=True).output_layer
     mine = hidden.chunk(tp)[group.rank()] if sp else hidden
-    loss = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels)
+    loss, _ = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels)
     logits = (hidden @ weight.T).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
     torch.testing.assert_close(loss.flatten(), expected)

@@ -1,12 +1,13 @@
-"""``use_linear_cross_entropy``: where the plug-in meets the model, and what it refuses.
+"""``use_linear_cross_entropy``: where the plug-in meets the model.
 
 Megatron's models build their output layer themselves; no spec can replace it. With labels they
 call ``logits, _ = self.output_layer(hidden, weight=...)`` and then
 ``self.compute_language_model_loss(labels, logits)``, and multi-token prediction makes the same two
-calls once per depth. The layer's class becomes a subclass, which in these calls returns
-``LazyLogits``, and the method computes the loss of those. Everywhere else the layer returns real
-logits: without labels, in ``compute_mtp_single_step``, for a user's ``output_processor`` and under
-forward hooks. Parameters and state dicts stay as they are.
+calls once per depth. While such a forward runs, a ``SymbolicHead`` stands in the model's
+``output_layer``, and the method calls the layer itself, whose class is a subclass that returns the
+loss. Everywhere else the layer returns real logits: without labels, in ``compute_mtp_single_step``,
+for a user's ``output_processor`` and if somebody reads them (``watchers``). Parameters and state
+dicts stay as they are.
 """
 
 import functools
@@ -16,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flce_dist.arguments import checks
 from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
-from flce_dist.megatron.fused_layer import FusedLayer, LazyLogits
+from flce_dist.megatron import checks, watchers
+from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits, check_result
 
 _FIXED: dict[str, Any] = dict(
     sequence_parallel=False, sequence_dim=0, vocab_range=None, reduce_dhidden=True,
@@ -26,7 +27,7 @@ _FIXED: dict[str, Any] = dict(
 )  # fmt: skip
 """Options that the model decides or the output layer does not support."""
 
-_LOSS, _FUSED = "compute_language_model_loss", "megatron.core.transformer.linear_cross_entropy"
+_FUSED = "megatron.core.transformer.linear_cross_entropy"
 _signature = functools.cache(inspect.signature)
 
 
@@ -72,126 +73,91 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
     return model
 
 
-def _replace(model: Any, chosen: LossOptions, metrics: bool) -> None:
+def _replace(model: Any, options: LossOptions, metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
-    layer_class = checked_class(model, layer)
-    chosen = _checked_options(chosen, layer)
-    layer.loss_keywords = {name: getattr(chosen, name) for name in KEYWORDS if name not in _FIXED}
+    layer_class = replacement_of(model, layer)
+    options = checks.check_options(options, layer)
+    layer.loss_keywords = {name: getattr(options, name) for name in KEYWORDS if name not in _FIXED}
     layer.keeps_metrics = metrics
     layer.__class__ = layer_class
+    if checks.is_plugged(model):  # with another output layer than now
+        return
     # Bound by partial: copied and pickled with the model, which a method of an instance is not.
     model.compute_language_model_loss = functools.partial(language_model_loss, model)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    model.register_forward_hook(_after_forward, always_call=True)
+    model.register_forward_hook(_after_forward, prepend=True, always_call=True)
 
 
-def language_model_loss(model: Any, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
-    """``compute_language_model_loss``: labels [b, s] to the loss [b, s] fp32, or to its sum.
-
-    The loss of real logits is Megatron's, which knows none of our options.
-    """
-    if isinstance(logits, LazyLogits):
-        loss = logits.loss(labels.transpose(0, 1))
-        return loss.transpose(0, 1).contiguous() if loss.dim() == 2 else loss
-    layer, default = model.output_layer, vars(LossOptions(reduction="none"))
-    for name in ("reduction", "ignore_index", "label_smoothing", "z_loss_weight", "vocab_size"):
-        given = layer.loss_keywords[name]
-        if given != default[name] and (name, given) != ("vocab_size", layer.output_size):
-            raise NotImplementedError(
-                f"compute_language_model_loss of real logits does not apply {name}={given!r}; "
-                "logits are real for an output_processor, under forward hooks of the output layer, "
-                "and where the model is not called as a module with labels"
-            )
-    return type(model).compute_language_model_loss(model, labels, logits)
-
-
-def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the layer be lazy in this call of the model if it has labels, or is for scores."""
-    model_class: Any = type(model)
-    bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
-    given = {**kwargs, **bound.arguments}
-    labels = given.get("labels", given.get("lm_labels"))  # the latter in a T5Model
-    # Megatron's logger of inputs writes the logits to disk.
-    logs = bool(getattr(model.config, "config_logger_dir", ""))
-    layer = model.output_layer
-    layer.is_lazy = (labels is not None or layer.scoring is not None) and not logs
-    processor = kwargs.get("output_processor")
-    if processor is None:
-        return None
-    return args, {**kwargs, "output_processor": functools.partial(_with_real_logits, processor)}
-
-
-def _after_forward(model: Any, args: tuple[Any, ...], result: Any) -> None:
-    model.output_layer.is_lazy = False
-
-
-def _with_real_logits(processor: Callable[..., Any], **given: Any) -> Any:
-    given["output_layer"].is_lazy = False
-    return processor(**given)
-
-
-def checked_class(model: Any, layer: Any) -> type:
+def replacement_of(model: Any, layer: Any) -> type:
     """Return the class that replaces that of the output layer; raise if none does."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from flce_dist.megatron import column_parallel
 
-    if layer is None:
-        raise ValueError(
-            "model must have an output_layer; pipeline stages with post_process=False have none"
-        )
-    if isinstance(layer, FusedLayer):
-        raise ValueError("model must not have its output layer replaced twice")
-    name, module = type(layer).__name__, type(layer).__module__
+    checks.check_layer(layer)
     if type(layer) is ColumnParallelLinear:
         replacement: type = column_parallel.ColumnParallelLinear
-    elif (module, name) == (_FUSED, "LinearCrossEntropyModule"):
+    elif (type(layer).__module__, type(layer).__name__) == (_FUSED, "LinearCrossEntropyModule"):
         from flce_dist.megatron import linear_cross_entropy_module
 
         replacement = linear_cross_entropy_module.LinearCrossEntropyModule
     else:
-        hint = "; set fp8_output_proj=False" if name == "TELMHeadColumnParallelLinear" else ""
-        raise NotImplementedError(
-            "model.output_layer must be a ColumnParallelLinear or LinearCrossEntropyModule of "
-            f"megatron-core, got {name}{hint}"
-        )
-    method = getattr(type(model), _LOSS, None)
-    if method is None or _LOSS in vars(model) or not method.__module__.startswith("megatron.core."):
-        raise NotImplementedError(
-            f"{type(model).__name__} must have megatron-core's {_LOSS}, got another, which "
-            "use_linear_cross_entropy would drop"
-        )
-    if getattr(model.config, "defer_embedding_wgrad_compute", False):
-        raise NotImplementedError(
-            "config.defer_embedding_wgrad_compute=True is not supported; set it to False"
-        )
-    embedding = getattr(getattr(model, "embedding", None), "word_embeddings", None)
-    for owner, one in (("output_layer", layer), ("embedding", embedding)):
-        is_sharded = getattr(getattr(one, "weight", None), "is_gtp_weight_remat", False)
-        if is_sharded or getattr(one, "gtp_remat_size", 1) > 1:
-            raise NotImplementedError(
-                f"the weight of model.{owner} is sharded by GTP, which is not supported"
-            )
+        raise checks.unknown_class(layer)
+    checks.check_model(model, layer)
     return replacement
 
 
-def _checked_options(options: LossOptions, layer: Any) -> LossOptions:
-    if options.schedule == "in_forward" and options.reduction == "none":
-        raise NotImplementedError(
-            'schedule="in_forward" needs a summed loss, but Megatron asks for one per token; '
-            'use "auto", "cached" or "recompute", or reduction="sum" in a loop of your own'
-        )
-    options = checks.check_options(options)
-    if options.reduction == "mean":
-        raise ValueError('reduction must be "none" or "sum" in a model of Megatron, got "mean"')
-    if options.reduction == "sum" and getattr(layer.config, "mtp_num_layers", None):
-        raise NotImplementedError(
-            'reduction="sum" is not supported with multi-token prediction, which masks the loss of '
-            f"single tokens, got mtp_num_layers={layer.config.mtp_num_layers}"
-        )
-    if options.vocab_size is not None and options.vocab_size > layer.output_size:
-        raise ValueError(
-            f"vocab_size must be at most the {layer.output_size} rows of model.output_layer, "
-            f"got {options.vocab_size}"
-        )
-    return options
+def language_model_loss(model: Any, labels: Tensor, logits: Tensor | SymbolicLogits) -> Tensor:
+    """``compute_language_model_loss``: labels [b, s] to the loss [b, s] fp32, or to its sum.
+
+    The loss of real logits is Megatron's, which knows none of our options.
+    """
+    if isinstance(logits, SymbolicLogits):
+        loss = logits.loss(labels.transpose(0, 1))
+        return loss.transpose(0, 1).contiguous() if loss.dim() == 2 else loss
+    checks.check_loss_of_logits(checks.fused_layer(model._modules["output_layer"]))
+    return type(model).compute_language_model_loss(model, labels, logits)
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let a ``SymbolicHead`` stand in if this call of the model has labels, or is for scores."""
+    _end_of_symbols(model)  # of a forward that a signal ended
+    name = "lm_head" if watchers.is_head_of_t5(model._modules.get("lm_head")) else "output_layer"
+    head = model._modules.get(name)
+    layer = checks.fused_layer(head)
+    model_class: Any = type(model)
+    bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
+    arguments = {**kwargs, **bound.arguments}
+    labels = arguments.get("labels", arguments.get("lm_labels"))  # the latter in a T5Model
+    # Megatron's logger of inputs writes the logits to disk.
+    logs = bool(getattr(model.config, "config_logger_dir", ""))
+    if (labels is None and layer.scoring is None) or logs:
+        return None
+    if not checks.is_plugged(model):
+        layer.last_metrics = None
+        watchers.warn(f"{checks.LOSS} was replaced after use_linear_cross_entropy")
+        return None
+    vars(model)[name] = SymbolicHead(head, layer, returns_bias=name == "output_layer")
+    processor = kwargs.get("output_processor")
+    if processor is None:
+        return None
+    processor = functools.partial(_processed, model, processor)
+    return args, {**kwargs, "output_processor": processor}
+
+
+def _after_forward(model: Any, args: tuple[Any, ...], result: Any) -> None:
+    _end_of_symbols(model)
+    check_result(result)
+
+
+def _processed(model: Any, processor: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a user's ``output_processor``, with the layer itself, whose logits are real."""
+    _end_of_symbols(model)
+    return processor(**{**arguments, "output_layer": model.output_layer})
+
+
+def _end_of_symbols(model: Any) -> None:
+    for name in ("lm_head", "output_layer"):
+        symbolic = vars(model).pop(name, None)
+        if symbolic is not None:
+            symbolic.is_open = False

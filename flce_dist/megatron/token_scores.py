@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_dist.megatron.fused_layer import FusedLayer
+from flce_dist.megatron import checks
 from flce_dist.scores import TokenScores, linear_logprob
 
 
@@ -33,8 +33,9 @@ def scores(
         owner = owner.module
     if not getattr(owner, "post_process", True):
         return model(*args, **kwargs)
-    if not isinstance(layer := getattr(owner, "output_layer", None), FusedLayer):
+    if not checks.is_plugged(owner):
         raise ValueError("model must be one that use_linear_cross_entropy was called with")
+    layer = checks.fused_layer(owner.output_layer)
     layer.scoring = functools.partial(
         _scores_of, ids=ids, offsets=offsets, over=over, temperature=temperature,
         with_entropy=with_entropy, tp_invariant=tp_invariant, schedule=schedule,
@@ -46,8 +47,9 @@ def scores(
         layer.scoring = None
     if isinstance(found, Tensor) or kwargs.get("output_processor") is not None:
         raise NotImplementedError(
-            "scores needs a model called without labels and output_processor, hooks of others on "
-            "the output layer, and config.config_logger_dir"
+            "scores needs a model called without labels and output_processor, config without "
+            "config_logger_dir, and model.output_layer without wrappers, patches and hooks of "
+            "others"
         )
     return TokenScores(*found)
 
