@@ -42,7 +42,7 @@ def test_predictions_that_multi_token_prediction_counts(group, tp, sp):
     labels = best.where(torch.arange(S)[:, None] % 3 != 0, (best + 1) % VOCAB)
     head = SymbolicHead(layer, layer, returns_bias=True)
     logits = head(hidden)[0] * -2.0
-    with pytest.raises(AttributeError, match="no 'argmax'; a forward hook on model.output_layer"):
+    with pytest.raises(AttributeError, match="no 'argmax'; a forward hook on"):
         torch.argmax(logits, dim=-1)
     logits.loss(labels)
     expected = labels.where(labels == best, -1)
@@ -74,7 +74,7 @@ def test_what_logits_are_inside_a_forward(group):
     for name in ("float", "transpose", "contiguous"):
         with pytest.raises(AttributeError, match=f"no '{name}'; a forward hook on model.output_"):
             getattr(logits, name)()
-    head = SymbolicHead(layer, layer, returns_bias=True)
+    head: Any = SymbolicHead(layer, layer, returns_bias=True)
     assert head.weight is layer.weight
     with pytest.raises(AttributeError):
         head.sequence_parallel = True

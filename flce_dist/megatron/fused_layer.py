@@ -12,6 +12,7 @@ from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_en
 from flce_dist.core.call import extra_schedule
 from flce_dist.scores import TokenScores
 
+
 class FusedLayer:
     """What replaced output layers share, beside a ``ColumnParallelLinear`` among their bases."""
 

@@ -5,13 +5,13 @@ release parameters bear. Forward pre-hooks see hidden states, so they are no rea
 """
 
 import functools
+import inspect
 import warnings
 from typing import Any
 
 from torch import nn
 
 from flce_dist import torch_private
-from flce_dist.megatron.fused_layer import FusedLayer
 
 _FRAMEWORKS = (
     "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.module_tracker.",
@@ -20,10 +20,11 @@ _FRAMEWORKS = (
 """Modules whose hooks gather and release parameters, or only note which module runs."""
 
 
-def reader_of_logits(head: nn.Module, layer: FusedLayer) -> str | None:
+def reader_of_logits(head: nn.Module, layer: Any) -> str | None:
     """Return who reads the logits of ``layer``, as the end of a sentence; None for nobody.
 
-    ``head`` is the module that the model calls: ``layer``, what wraps it, or T5's own head.
+    ``layer`` is a ``FusedLayer``; ``head`` the module that the model calls: that layer, what wraps
+    it, or T5's own head.
     """
     changed = changed_forward(head, layer)
     if changed is not None:
@@ -44,9 +45,10 @@ def changed_forward(head: nn.Module, layer: Any) -> str | None:
     if head is not layer and not is_head_of_t5(head):
         return f"it is wrapped in {type(head).__name__}"
     for module in {head, layer}:
-        forward = module.forward
-        if getattr(forward, "__func__", None) is not _forward_of_class(module):
-            return f"its forward is {_name_of(forward)} of {forward.__module__}"
+        if getattr(module.forward, "__func__", None) is not _forward_of_class(module):
+            if "forward" in vars(module):
+                return "its forward is patched"
+            return f"it became a {type(module).__name__}"
     return None
 
 
@@ -66,18 +68,18 @@ def warn(reader: str) -> None:
 
 def _forward_of_class(module: nn.Module) -> Any:
     """Return the forward of the first class that is ours or megatron-core's."""
-    for owner in type(module).__mro__:
+    for owner in inspect.getmro(type(module)):
         is_known = owner.__module__.startswith(("flce_dist.megatron.", "megatron.core."))
         if is_known and "forward" in vars(owner):
             return vars(owner)["forward"]
     return None
 
 
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
 def _is_of_framework(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return f"{getattr(hook, '__module__', None)}.".startswith(_FRAMEWORKS)
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,369 @@
+"""What sits on Megatron's output layer acts once, and what reads logits gets them.
+
+Each case changes a model with the plug-in and one without in the same way. Loss and gradients are
+compared, and the calls of the output layer and the logits that it makes are counted.
+"""
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.megatron import scores, use_linear_cross_entropy
+from tests.contract.compare import compare
+from tests.contract.models import VOCAB, H, Setting, batch, gpt, t5, uneven
+from tests.on_ranks import on_ranks
+
+BUDGET = 1e-5  # relative RMS in fp32
+
+
+class Counts:
+    calls = 0  # of the output layer as a module
+    logits = 0  # of them, those that multiplied all of the weight
+
+
+@contextlib.contextmanager
+def counted(layer: nn.Module) -> Iterator[Counts]:
+    """Count what the output layer does."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    counts, forward = Counts(), ColumnParallelLinear.forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.logits += self is layer
+        return forward(self, *args, **kwargs)
+
+    def called(module: Any, args: Any) -> None:
+        counts.calls += 1
+
+    handle = layer.register_forward_pre_hook(called)
+    with mock.patch.object(ColumnParallelLinear, "forward", noted):
+        yield counts
+    handle.remove()
+
+
+# --- what changes a model; each returns what undoes it for other models, or None
+
+
+def of_all_modules(register: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A hook of all modules that acts on the output layer."""
+
+    def change(model: Any) -> Any:
+        layer = model.output_layer
+
+        def doubled(module: Any, args: Any, *results: Any) -> Any:
+            if module is not layer:
+                return None
+            if not results:
+                return (2.0 * args[0], *args[1:])
+            ((logits, bias),) = results
+            return 2.0 * logits, bias
+
+        return register(doubled).remove
+
+    return change
+
+
+def scaled_gradient(module: Any, grad_input: Any, grad_output: Any = None) -> Any:
+    return tuple(None if g is None else 3.0 * g for g in grad_input)
+
+
+def of_all_gradients(model: Any) -> Any:
+    layer = model.output_layer
+
+    def hook(module: Any, grad_input: Any, grad_output: Any) -> Any:
+        return scaled_gradient(module, grad_input) if module is layer else None
+
+    return hooks_of_all.register_module_full_backward_hook(hook).remove
+
+
+def patched(model: Any) -> None:
+    forward = model.output_layer.forward
+
+    @functools.wraps(forward)
+    def halved(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = forward(0.5 * x, *args, **kwargs)
+        return logits.clamp(max=1.0), bias
+
+    model.output_layer.forward = halved
+
+
+def patched_as_a_method(model: Any) -> None:
+    forward = model.output_layer.forward
+
+    @functools.wraps(forward.__func__)
+    def halved(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(0.5 * x, *args, **kwargs)
+
+    model.output_layer.forward = types.MethodType(halved, model.output_layer)
+
+
+def converted(model: Any) -> None:
+    """As ModelOpt converts a layer: a subclass of its class that changes what it returns."""
+    base = type(model.output_layer)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = base.forward(self, *args, **kwargs)
+        return logits.round(decimals=1) + logits - logits.detach(), bias
+
+    model.output_layer.__class__ = type(f"Quant{base.__name__}", (base,), {"forward": forward})
+
+
+class LoRALinear(nn.Module):
+    """As Megatron-Bridge wraps a layer: no weight of its own, and base and adapter are added."""
+
+    def __init__(self, to_wrap: Any) -> None:
+        super().__init__()
+        rows = to_wrap.weight.shape[0]
+        self.to_wrap = to_wrap
+        self.adapter = nn.Sequential(nn.Linear(H, 4, bias=False), nn.Linear(4, rows, bias=False))
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.adapter.parameters():
+            parameter.data.normal_(std=0.3, generator=generator)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = self.to_wrap(x, *args, **kwargs)
+        added = self.adapter(x)
+        return logits + added, bias
+
+
+def wrapped(model: Any) -> None:
+    model.output_layer = LoRALinear(model.output_layer)
+
+
+def with_another_loss(model: Any) -> None:
+    """As Megatron's saver of logits replaces the loss."""
+
+    def loss(model: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        return (logits * logits).sum(dim=-1).transpose(0, 1).contiguous()
+
+    model.compute_language_model_loss = types.MethodType(loss, model)
+
+
+def hooked(model: Any) -> None:
+    model.output_layer.register_forward_hook(lambda _, args, found: (0.5 * found[0], found[1]))
+
+
+def pre_hooked(model: Any) -> None:
+    model.output_layer.register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+
+
+def hooked_by_megatrons_training(model: Any) -> None:
+    """Not all hooks from Megatron are those of its parameters' owners."""
+
+    def doubled(module: Any, args: Any, found: Any) -> Any:
+        return 2.0 * found[0], found[1]
+
+    doubled.__module__ = "megatron.training.distillation.cached_logits_loss"
+    model.output_layer.register_forward_hook(doubled)
+
+
+def gradient_hooked(model: Any) -> None:
+    model.output_layer.register_full_backward_hook(scaled_gradient)
+
+
+def gradient_pre_hooked(model: Any) -> None:
+    model.output_layer.register_full_backward_pre_hook(scaled_gradient)
+
+
+READERS: dict[str, Any] = {
+    "a hook": hooked,
+    "a hook of megatron.training": hooked_by_megatrons_training,
+    "a hook of all modules": of_all_modules(hooks_of_all.register_module_forward_hook),
+    "a hook of its gradient": gradient_hooked,
+    "a hook of the logits' gradient": gradient_pre_hooked,
+    "a hook of all modules' gradients": of_all_gradients,
+    "a patched forward": patched,
+    "a patched method": patched_as_a_method,
+    "a converted class": converted,
+    "a wrapper": wrapped,
+    "another loss": with_another_loss,
+}
+NO_READERS: dict[str, Any] = {
+    "nothing": lambda model: None,
+    "a pre-hook": pre_hooked,
+    "a pre-hook of all modules": of_all_modules(hooks_of_all.register_module_forward_pre_hook),
+}
+BEFORE = ("nothing", "a pre-hook", "a hook", "a hook of its gradient")  # what may be there already
+CHANGES = NO_READERS | READERS
+
+
+def loss_and_gradients(model: Any) -> dict[str, Any]:
+    tokens, positions, labels = batch()
+    loss = model(tokens, positions, None, labels=labels)
+    uneven(loss).backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def changed(model: Any, change: Any) -> dict[str, Any]:
+    undo = change(model)
+    try:
+        return loss_and_gradients(model)
+    finally:
+        if undo is not None:
+            undo()
+
+
+CASES = [(tp, sp, name) for tp, sp in ((1, False), (2, False), (2, True)) for name in CHANGES]
+CASES.remove((2, True, "a wrapper"))  # whose adapter has no sequence parallelism
+
+
+def model_for(name: str, at: Setting) -> Any:
+    """In fp32 Megatron's loss works on logits in place, which PyTorch refuses under such hooks."""
+    return gpt(at, bf16="gradient" in name)
+
+
+@pytest.mark.parametrize(("tp", "sp", "name"), CASES, ids=str)
+@on_ranks("tp")
+def test_what_is_added_after_the_plug_in(group, tp, sp, name):
+    at = Setting(tp, sp)
+    expected = changed(model_for(name, at), CHANGES[name])
+    model = use_linear_cross_entropy(model_for(name, at))
+    reads = name in READERS
+    with counted(model.output_layer) as counts, warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        found = changed(model, CHANGES[name])
+    compare(found, expected, BUDGET)
+    assert (counts.calls, counts.logits) == (1, int(reads))
+    messages = [str(one.message) for one in shown if "output_layer" in str(one.message)]
+    assert len(messages) == int(reads), messages
+    assert all("makes the logits of all tokens, because" in one for one in messages)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@on_ranks(2)
+def test_what_was_there_before_the_plug_in(group, name):
+    plain, model = (model_for(name, Setting(2, True)) for _ in range(2))
+    CHANGES[name](plain)
+    CHANGES[name](model)
+    use_linear_cross_entropy(model)
+    with counted(model.output_layer) as counts, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = loss_and_gradients(model)
+    compare(found, loss_and_gradients(plain), BUDGET)
+    assert (counts.calls, counts.logits) == (1, int(name in READERS))
+
+
+@on_ranks(1)
+def test_what_is_refused(group):
+    at = Setting(1, False)
+    for change, match in (
+        (patched, "must have the forward of its class, got it patched"),
+        (wrapped, "got LoRALinear; leave output_layer out of what is wrapped"),
+        (converted, "got QuantColumnParallelLinear"),
+        (with_another_loss, "must have megatron-core's compute_language_model_loss"),
+    ):
+        model = gpt(at)
+        change(model)
+        with pytest.raises(NotImplementedError, match=match):
+            use_linear_cross_entropy(model)
+    for change, match in ((wrapped, "wrapped in LoRALinear"), (patched, "its forward is patched")):
+        for option in ("softcap", "logit_scale"):
+            options: dict[str, Any] = {option: 0.5}
+            model = use_linear_cross_entropy(gpt(at), **options)
+            change(model)
+            with pytest.raises(NotImplementedError, match=match):
+                loss_and_gradients(model)
+    model = use_linear_cross_entropy(gpt(at), label_smoothing=0.1)
+    hooked(model)
+    with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
+        loss_and_gradients(model)
+    tokens, positions, labels = batch()
+    model = use_linear_cross_entropy(gpt(at))
+    wrapped(model)
+    with pytest.raises(NotImplementedError, match="without wrappers, patches and hooks of others"):
+        scores(model, labels[..., None], tokens, positions, None)
+
+
+@on_ranks(1)
+def test_an_output_layer_that_is_replaced(group):
+    at = Setting(1, False)
+    model = use_linear_cross_entropy(gpt(at))
+    model.output_layer = gpt(at).output_layer
+    with pytest.raises(ValueError, match=r"^model.output_layer must be the one .* call it again"):
+        loss_and_gradients(model)
+    with counted(model.output_layer) as counts:
+        found = loss_and_gradients(use_linear_cross_entropy(model, metrics=True))
+    compare(found, loss_and_gradients(gpt(at)), BUDGET)
+    assert (counts.calls, counts.logits) == (1, 0)
+    assert torch.equal(model.output_layer.last_metrics.loss, found["loss"])
+    hooked(model)
+    with pytest.warns(UserWarning, match="the hook hooked.<locals>.<lambda> is registered on it"):
+        loss_and_gradients(model)
+    assert model.output_layer.last_metrics is None
+
+
+@on_ranks(2)
+def test_multi_token_prediction_calls_it_once_per_depth(group):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    found = []
+    for plugs in (True, False):
+        model = gpt(Setting(2, True), mtp=2)
+        if plugs:
+            use_linear_cross_entropy(model)
+        with counted(model.output_layer) as counts:
+            loss_and_gradients(model)
+        assert (counts.calls, counts.logits) == (3, 0 if plugs else 3)
+        kept = MTPLossLoggingHelper.tracker
+        found.append({k: x.clone() for k, x in kept.items() if isinstance(x, Tensor) and x.any()})
+    ours, theirs = found
+    compare(ours, theirs, BUDGET)
+
+
+@on_ranks(2)
+def test_the_head_of_t5(group):
+    """Its own module calls the output layer; hooks of that one are heard, too."""
+    for change, reads in ((None, False), ("hook", True)):
+        losses = []
+        for plugs in (True, False):
+            model = t5(Setting(2, True), tied=True)
+            if plugs:
+                use_linear_cross_entropy(model)
+            if change is not None:
+                model.lm_head.register_forward_hook(lambda _, args, logits: 0.5 * logits)
+            tokens, _, labels = batch()
+            mask = torch.zeros(tokens.shape[0], 1, *2 * tokens.shape[1:], dtype=torch.bool)
+            with counted(model.output_layer) as counts, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                losses.append(model(tokens, tokens, mask, mask, mask, lm_labels=labels))
+            assert (counts.calls, counts.logits) == (1, int(reads or not plugs))
+        compare({"loss": losses[0]}, {"loss": losses[1]}, BUDGET)
+
+
+@on_ranks(1)
+def test_no_symbol_leaves_a_forward(group):
+    """Not in what a model returns, nor in the model after an error."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Both(GPTModel):
+        def compute_language_model_loss(self, labels: Tensor, logits: Any) -> Any:
+            raise AssertionError("the plug-in's is called")
+
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            logits, _ = self.output_layer(torch.ones(4, 2, H))
+            return {"loss": 0.0, "all": [(logits,)]}
+
+    model = use_linear_cross_entropy(gpt(Setting(1, False)))
+    layer = model.output_layer
+    with pytest.raises(ValueError, match="labels"):
+        tokens, positions, labels = batch()
+        model(tokens, positions, None, labels=labels + VOCAB)
+    assert model.output_layer is layer and layer.question is None
+    model.zero_grad()
+    model.__class__ = Both
+    with pytest.raises(NotImplementedError, match="returns the logits of"):
+        model(labels=batch()[2])
+    assert model.output_layer is layer
+    model.__class__ = GPTModel
+    compare(loss_and_gradients(model), loss_and_gradients(gpt(Setting(1, False))), BUDGET)
