@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flce_dist.testing import RankPool
-from tests.contract import gradients, logits, main_grad, training
+from tests.contract import gradients, logits, main_grad, readers, training
 from tests.contract.compare import LINES, decide
 from tests.contract.models import SETTINGS, Setting
 
-MODULES = gradients, main_grad, training, logits
+MODULES = gradients, main_grad, training, logits, readers
 """In the order of the table."""
 
 

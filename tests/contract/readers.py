@@ -1,0 +1,110 @@
+"""Lines of the contract: what sits on the output layer acts once, and readers get real logits."""
+
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from tests.contract.compare import NotInThisVersion, compared
+from tests.contract.gradients import loss_and_gradients
+from tests.contract.models import batch
+
+
+def pre_hooked(model: Any) -> dict[str, Any]:
+    seen = []
+
+    def scale(layer: Any, args: Any) -> Any:
+        seen.append(args[0].detach())
+        return 1.5 * args[0], *args[1:]
+
+    model.output_layer.register_forward_pre_hook(scale)
+    found = loss_and_gradients(model)
+    return {**found, "calls": len(seen), "hidden states": torch.stack(seen)}
+
+
+compared("forward pre-hooks act once", pre_hooked, {}, {"tied": True, "mtp": 1})
+
+
+def hooked_everywhere(model: Any) -> dict[str, Any]:
+    layer = model.output_layer
+
+    def halve(module: Any, args: Any, result: Any) -> Any:
+        return (0.5 * result[0], result[1]) if module is layer else None
+
+    handle = register_module_forward_hook(halve)
+    try:
+        return loss_and_gradients(model)
+    finally:
+        handle.remove()
+
+
+compared("hooks of all modules see real logits and may change them", hooked_everywhere, {})
+
+
+def patched(model: Any) -> dict[str, Any]:
+    forward = model.output_layer.forward
+
+    def shift(*args: Any, **kwargs: Any) -> Any:
+        logits, bias = forward(*args, **kwargs)
+        return logits + logits.detach().cos(), bias
+
+    model.output_layer.forward = shift
+    return loss_and_gradients(model)
+
+
+class Wrapper(nn.Module):
+    """Around the layer, whose weight it does not have."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = self.layer(hidden, *args, **kwargs)
+        return 0.5 * logits, bias
+
+
+def wrapped(model: Any) -> dict[str, Any]:
+    model.output_layer = Wrapper(model.output_layer)
+    return loss_and_gradients(model)
+
+
+compared("a forward patched later sees real logits", patched, {})
+compared("a wrapper put around the layer later sees real logits", wrapped, {})
+
+
+def distilled(model: Any) -> dict[str, Any]:
+    """The loss and what Megatron's own capture of a student's logits has, with its gradient."""
+    if not hasattr(typing, "override"):  # before Python 3.12, which megatron.training needs
+        vars(typing)["override"] = lambda method: method
+    try:
+        from megatron.training.distillation import StudentLogitsCapture
+    except ImportError:
+        raise NotInThisVersion("megatron.training has no distillation") from None
+
+    capture = StudentLogitsCapture()
+    capture.attach_hooks(model)
+    tokens, positions, labels = batch()
+    loss = model(tokens, positions, None, labels=labels)
+    logits = capture.pop()
+    return {"loss": loss.detach(), "logits": logits.detach()}
+
+
+compared("hooks of megatron.training.distillation see real logits", distilled, {})
+
+
+def counted_right(model: Any) -> dict[str, Any]:
+    """What multi-token prediction logs: its losses and, since 0.17, how many tokens are right."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    with torch.no_grad():
+        for step in range(12):  # a random token is right once in 96 times
+            tokens, positions, labels = batch(step)
+            model(tokens, positions, None, labels=labels)
+    tracker = MTPLossLoggingHelper.tracker
+    return {name: x.clone() for name, x in tracker.items() if isinstance(x, Tensor)}
+
+
+compared("losses and right tokens of multi-token prediction", counted_right, {"mtp": 2})
