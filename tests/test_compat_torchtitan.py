@@ -191,3 +191,28 @@ def test_what_is_refused():
     config.loss = MSELoss.Config()
     with pytest.raises(NotImplementedError, match="must be CrossEntropyLoss, got MSELoss"):
         apply_overrides(config.override, config)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"soft_cap": 5.0}, TypeError, "'soft_cap'. Did you mean 'softcap'"),
+    ({"reduction": "mean"}, TypeError, "unexpected keyword argument 'reduction'"),
+    ({"sequence_parallel": True}, TypeError, "unexpected keyword argument 'sequence_parallel'"),
+    ({"tp_group": None}, TypeError, "unexpected keyword argument 'tp_group'"),
+    ({"schedule": "inforward"}, ValueError, "^schedule must be one of"),
+    ({"label_smoothing": "0.1"}, ValueError, "^label_smoothing must be a float"),
+    ({"reduce_in_fp32": True}, ValueError, "drop one of the two"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "match"), WRONG, ids=str)
+def test_wrong_options_are_refused_when_the_configuration_is_made(options, error, match):
+    with pytest.raises(error, match=match):
+        compat.LinearCrossEntropyLoss.Config(options=options)
+    config = compat.LinearCrossEntropyLoss.Config()
+    config.options = options
+    with pytest.raises(error, match=match):
+        config.build()
+    trainers = llama3_debugmodel()
+    trainers.override.imports = [(OURS, options)]
+    with pytest.raises(error, match=match):
+        apply_overrides(trainers.override, trainers)

@@ -11,8 +11,16 @@ from torchtitan.config import override
 from torchtitan.distributed.spmd_types import current_spmd_mesh
 
 from flce_dist.api import linear_cross_entropy
+from flce_dist.arguments import checks
+from flce_dist.arguments.options import keywords_of
 from flce_dist.parallel.collectives import group_rank, group_size
 from flce_dist.parallel.vocab import vocab_range
+
+_FIXED: dict[str, Any] = {
+    "reduction": "sum", "vocab_size": None, "vocab_range": None, "sequence_parallel": False,
+    "sequence_dim": 0, "reduce_dhidden": False, "accumulate_dweight": False,
+}  # fmt: skip
+"""Options that torchtitan's trainer and its mesh decide."""
 
 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
@@ -20,10 +28,21 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        options: dict[str, Any] = field(default_factory=dict)  # of flce_dist.linear_cross_entropy
+        """``options`` are keywords of ``linear_cross_entropy``, checked here and by ``build``.
+
+        Not those that the trainer decides: reduction, vocab_size, vocab_range, sequence_parallel,
+        sequence_dim, reduce_dhidden and accumulate_dweight. Another name raises a TypeError, a
+        wrong value a ValueError or NotImplementedError.
+        """
+
+        options: dict[str, Any] = field(default_factory=dict)
+
+        def __post_init__(self) -> None:
+            _check_options(self.options)
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        self.options = config.options
+        _check_options(config.options)  # of a configuration that was changed
+        self.options = dict(config.options)
 
     def set_lm_head(self, lm_head: Any) -> None:
         """Let ``lm_head(hidden, labels)`` be the loss, so that FSDP2's hooks gather the weight."""
@@ -60,6 +79,13 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         return DTensor.from_local(loss, labels.device_mesh, sums)
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    if not isinstance(options, dict):
+        raise ValueError(f"options must be a dict, got {options!r}")
+    keywords = keywords_of(LinearCrossEntropyLoss.Config, options, **_FIXED)
+    checks.checked_options(**keywords)
+
+
 def _local(x: Any) -> Any:
     """Return what this rank has of ``x``; the gradient is a share where all ranks have the same."""
     if not isinstance(x, DTensor):
@@ -70,7 +96,10 @@ def _local(x: Any) -> Any:
 
 @override(target=BaseLoss.Config, description="flce_dist.linear_cross_entropy, without logits")
 def linear_cross_entropy_loss(config: Any, **options: Any) -> LinearCrossEntropyLoss.Config:
-    """Return what takes the place of torchtitan's cross entropy, chunked or not."""
+    """Return what takes the place of torchtitan's cross entropy, chunked or not.
+
+    ``options`` are those of ``LinearCrossEntropyLoss.Config``.
+    """
     kind = type(getattr(config, "loss_fn", config))
     if kind is not CrossEntropyLoss.Config:
         raise NotImplementedError(f"loss must be CrossEntropyLoss, got {kind.__qualname__}")
