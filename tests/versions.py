@@ -33,6 +33,7 @@ FILES = (
     "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
     "rescue", "compiled", "torch_private", "counted", "skip_ignored", "scores",
     "scores_on_ranks", "data_parallel", "data_parallel_training", "replay",
+    "parallel_style",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
@@ -41,7 +42,7 @@ USERS = {
     "rl": ("2.13", (*RL.split(), "hydra-core"), ("compat_trl", "compat_verl")),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
-    "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan",)),
+    "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan", "page_scripts")),
 }
 """Libraries that a face of this one is for -> release of torch, other packages, test files."""
 

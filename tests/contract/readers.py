@@ -1,6 +1,9 @@
 """Lines of the contract: what sits on the output layer acts once, and readers get real logits."""
 
+import importlib
+import logging
 import typing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,14 +79,16 @@ compared("a wrapper put around the layer later sees real logits", wrapped, {})
 
 
 def distilled(model: Any) -> dict[str, Any]:
-    """The loss and what Megatron's own capture of a student's logits has, with its gradient."""
+    """The loss, and the logits that Megatron's own distillation captures of a student."""
+    (folder,) = importlib.import_module("megatron.core").__path__
+    if not (Path(folder).parent / "training" / "distillation").is_dir():
+        raise NotInThisVersion("megatron.training has no distillation")
     if not hasattr(typing, "override"):  # before Python 3.12, which megatron.training needs
         vars(typing)["override"] = lambda method: method
-    try:
-        from megatron.training.distillation import StudentLogitsCapture
-    except ImportError:
-        raise NotInThisVersion("megatron.training has no distillation") from None
+    level = logging.root.level
+    from megatron.training.distillation import StudentLogitsCapture
 
+    logging.root.setLevel(level)  # the import makes Megatron tell of each bucket
     capture = StudentLogitsCapture()
     capture.attach_hooks(model)
     tokens, positions, labels = batch()
