@@ -44,7 +44,7 @@ def test_predictions_that_multi_token_prediction_counts(group, tp, sp):
     logits = head(hidden)[0] * -2.0
     with pytest.raises(AttributeError, match="no 'argmax'; a forward hook on"):
         torch.argmax(logits, dim=-1)
-    logits.loss(labels)
+    logits.loss(labels.T)
     expected = labels.where(labels == best, -1)
     assert 0 < (expected < 0).sum() < S * B
     assert torch.equal(torch.argmax(logits, dim=-1), expected)
@@ -141,7 +141,7 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
     ours = results(model)
     assert isinstance(model.seen, SymbolicLogits)
     with pytest.raises(RuntimeError, match="for a forward that has ended"):
-        model.seen.loss(labels.T)
+        model.seen.loss(labels)
     theirs = results(tail_of(megatron(2, True, False)))
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_rms(mine, other) < 1e-5

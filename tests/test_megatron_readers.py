@@ -15,11 +15,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks_of_all
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core")
 
 from flce_dist.megatron import scores, use_linear_cross_entropy
+from flce_dist.testing import run_ranks
 from tests.contract.compare import compare
 from tests.contract.models import VOCAB, H, Setting, batch, gpt, t5, uneven
 from tests.on_ranks import on_ranks
@@ -339,6 +344,58 @@ def test_the_head_of_t5(group):
                 losses.append(model(tokens, tokens, mask, mask, mask, lm_labels=labels))
             assert (counts.calls, counts.logits) == (1, int(reads or not plugs))
         compare({"loss": losses[0]}, {"loss": losses[1]}, BUDGET)
+
+
+@on_ranks(2)
+def test_hooks_of_fsdp_read_no_logits(group):
+    """FSDP2 gathers the weight for the one call, and releases it behind."""
+    mesh = init_device_mesh("cpu", (2,))
+    for tied in (False, True):
+        plain, model = (gpt(Setting(1, False), tied=tied) for _ in range(2))
+        use_linear_cross_entropy(model)
+        for sharded in (plain, model):
+            modules = [sharded] if tied else [sharded.output_layer, sharded]
+            for module in modules:
+                fully_shard(module, mesh=mesh)
+                module.set_force_sum_reduction_for_comms(True)
+        with counted(model.output_layer) as counts, warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*(output_layer|FSDP2)")
+            found = loss_and_gradients(model)
+        assert (counts.calls, counts.logits) == (1, 0)
+        assert type(model.output_layer).__name__.startswith("FSDP") != tied
+        expected = loss_and_gradients(plain)
+        ours, theirs = ({k: local(x) for k, x in part.items()} for part in (found, expected))
+        compare(ours, theirs, BUDGET)
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@on_ranks(1)
+def test_flop_counters_read_no_logits(group):
+    model = use_linear_cross_entropy(gpt(Setting(1, False)))
+    with FlopCounterMode(display=False), counted(model.output_layer) as counts:
+        loss_and_gradients(model)
+    assert (counts.calls, counts.logits) == (1, 0)
+
+
+def compiled_rank(group: Any) -> None:
+    """With an option that Megatron's loss of real logits would refuse."""
+    expected = loss_and_gradients(
+        use_linear_cross_entropy(gpt(Setting(1, False)), z_loss_weight=0.1)
+    )
+    for whole in (True, False):
+        model = use_linear_cross_entropy(gpt(Setting(1, False)), z_loss_weight=0.1)
+        if whole:
+            model.compile(backend="aot_eager")
+        else:
+            model.forward = torch.compile(model.forward, backend="aot_eager")
+        compare(loss_and_gradients(model), expected, BUDGET)
+
+
+def test_a_compiled_model_makes_no_logits():
+    run_ranks(compiled_rank, 1, backend="gloo")
 
 
 @on_ranks(1)

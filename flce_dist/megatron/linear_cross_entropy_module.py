@@ -26,3 +26,5 @@ class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntro
         weight = self.weight if weight is None else weight
         loss, _ = self.token_loss(input_, weight, labels.transpose(0, 1), **changes)
         return loss.transpose(0, 1).contiguous() if reduction == "none" else loss
+
+    own_forward = forward

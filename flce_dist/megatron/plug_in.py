@@ -113,8 +113,7 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | SymbolicLog
     The loss of real logits is Megatron's, which knows none of our options.
     """
     if isinstance(logits, SymbolicLogits):
-        loss = logits.loss(labels.transpose(0, 1))
-        return loss.transpose(0, 1).contiguous() if loss.dim() == 2 else loss
+        return logits.loss(labels)
     checks.check_loss_of_logits(checks.fused_layer(model._modules["output_layer"]))
     return type(model).compute_language_model_loss(model, labels, logits)
 

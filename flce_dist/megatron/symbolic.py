@@ -31,8 +31,6 @@ class SymbolicHead:
     real ones. Attributes are those of ``head``.
     """
 
-    __slots__ = ("head", "is_open", "layer", "returns_bias", "scale_is_known")
-
     def __init__(self, head: nn.Module, layer: FusedLayer, *, returns_bias: bool) -> None:
         self.head = head
         self.layer: Any = layer
@@ -40,15 +38,19 @@ class SymbolicHead:
         self.is_open = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("output_cross_entropy_loss"):  # it is asked for the loss already
+            return self.head(*args, **kwargs)
         reader = watchers.reader_of_logits(self.head, self.layer)
         if reader is not None:
             self.layer.last_metrics = None
             watchers.warn(reader)
             return self.head(*args, **kwargs)
-        if kwargs.get("output_cross_entropy_loss"):  # it is asked for the loss already
-            return self.head(*args, **kwargs)
         logits = SymbolicLogits(self, args, kwargs)
         return (logits, None) if self.returns_bias else logits
+
+    @property
+    def sequence_parallel(self) -> bool:  # read-only: the head is called later
+        return self.layer.sequence_parallel
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.head, name)
@@ -67,12 +69,14 @@ class SymbolicLogits:
         self._correct: Tensor | None = None  # [s, b], whether no logit exceeds the label's
 
     def loss(self, labels: Tensor) -> Tensor:
-        """Call the head for the loss of ``labels`` [s, b] int64: [s, b] fp32 on all ranks."""
+        """Call the head for the loss of ``labels`` [b, s] int64: [b, s] fp32 on all ranks."""
 
         def question(layer: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-            self._labels = labels
-            loss, self._correct = layer.token_loss(hidden, weight, labels, scale=self._scale)
-            return loss
+            self._labels = labels.transpose(0, 1)
+            loss, self._correct = layer.token_loss(hidden, weight, self._labels, scale=self._scale)
+            # A copy: FSDP2 warns of modules that return views.
+            whole = torch.contiguous_format
+            return loss.transpose(0, 1).clone(memory_format=whole) if loss.dim() == 2 else loss
 
         return self._ask(question)
 

@@ -5,7 +5,6 @@ release parameters bear. Forward pre-hooks see hidden states, so they are no rea
 """
 
 import functools
-import inspect
 import warnings
 from typing import Any
 
@@ -44,11 +43,10 @@ def changed_forward(head: nn.Module, layer: Any) -> str | None:
     """Return what makes logits from those of ``layer``, as the end of a sentence; or None."""
     if head is not layer and not is_head_of_t5(head):
         return f"it is wrapped in {type(head).__name__}"
-    for module in {head, layer}:
-        if getattr(module.forward, "__func__", None) is not _forward_of_class(module):
-            if "forward" in vars(module):
-                return "its forward is patched"
-            return f"it became a {type(module).__name__}"
+    if "forward" in vars(layer) or "forward" in vars(head):
+        return "its forward is patched"
+    if type(layer).forward is not type(layer).own_forward:
+        return f"it became a {type(layer).__name__}"
     return None
 
 
@@ -64,15 +62,6 @@ def warn(reader: str) -> None:
         "Megatron's own, of these logits, and saves no memory",
         stacklevel=2,
     )
-
-
-def _forward_of_class(module: nn.Module) -> Any:
-    """Return the forward of the first class that is ours or megatron-core's."""
-    for owner in inspect.getmro(type(module)):
-        is_known = owner.__module__.startswith(("flce_dist.megatron.", "megatron.core."))
-        if is_known and "forward" in vars(owner):
-            return vars(owner)["forward"]
-    return None
 
 
 def _name_of(hook: Any) -> str:
