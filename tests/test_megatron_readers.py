@@ -279,10 +279,11 @@ def test_what_is_refused(group):
             change(model)
             with pytest.raises(NotImplementedError, match=match):
                 loss_and_gradients(model)
-    model = use_linear_cross_entropy(gpt(at), label_smoothing=0.1)
-    hooked(model)
-    with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
-        loss_and_gradients(model)
+    for change in (hooked, wrapped, with_another_loss):
+        model = use_linear_cross_entropy(gpt(at), label_smoothing=0.1)
+        change(model)
+        with pytest.raises(NotImplementedError, match=r"does not apply label_smoothing=0\.1"):
+            loss_and_gradients(model)
     tokens, positions, labels = batch()
     model = use_linear_cross_entropy(gpt(at))
     wrapped(model)

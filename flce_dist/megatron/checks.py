@@ -121,6 +121,6 @@ def check_loss_of_logits(layer: Any) -> None:
             raise NotImplementedError(
                 f"compute_language_model_loss of real logits does not apply {name}={value!r}; "
                 "logits are real for an output_processor, if model.output_layer is wrapped or "
-                "patched or has forward hooks, and if the model is not called as a module with "
-                "labels"
+                "patched or has forward hooks, if compute_language_model_loss is replaced, and if "
+                "the model is not called as a module with labels"
             )

@@ -133,6 +133,7 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if (labels is None and layer.scoring is None) or logs:
         return None
     if not checks.is_plugged(model):
+        checks.check_loss_of_logits(layer)
         layer.last_metrics = None
         watchers.warn(f"{checks.LOSS} was replaced after use_linear_cross_entropy")
         return None
