@@ -1,9 +1,11 @@
 """Simulated ranks: results, failures that name their rank, and the error budget's own honesty."""
 
+import contextlib
 import gc
 import os
 import signal
 import threading
+import time
 from multiprocessing.util import register_after_fork
 from typing import Any, Literal
 
@@ -107,6 +109,22 @@ def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
             break
     awake.set()
     assert "ranks 1 of 2" in str(caught.value) and "oversleep" in str(caught.value)
+
+
+def test_a_thread_that_begins_late_leaves_no_default_group(monkeypatch):
+    threads, init = [], dist.init_process_group
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        threads.append(threading.current_thread())
+        time.sleep(0.5)
+        init(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "init_process_group", late)
+    with contextlib.suppress(TimeoutError):
+        run_ranks(dist.get_rank, 2, timeout_s=0.1)
+    for thread in threads:
+        thread.join()
+    assert len(threads) == 2 and not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("of_rank_1", "said"), [

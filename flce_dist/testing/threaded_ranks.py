@@ -117,7 +117,7 @@ def run_ranks(
             rank has a copy, and results are pickled, with tensors detached.
         world_size: number of ranks, 1 or more.
         backend: "threads" of this process, or "gloo" over forked processes.
-        timeout_s: for the whole call.
+        timeout_s: for ``fn`` on all ranks.
 
     Raises:
         Exception: the exception that a rank raised. Its cause is a ``RankFailed`` with the rank's
@@ -142,15 +142,19 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
     meeting, store = _Meeting(), dist.HashStore()
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
+    have_begun = [threading.Event() for _ in range(world_size)]
 
     def rank_main(rank: int) -> None:
         _this_rank.meeting = meeting
         how = "has returned"
         timeout = timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group(
-                _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
-            )
+            try:
+                dist.init_process_group(
+                    _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
+                )
+            finally:
+                have_begun[rank].set()
             results[rank] = fn(dist.group.WORLD)
         except BaseException as error:
             how = f"has raised {type(error).__name__}"
@@ -166,6 +170,9 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
             ]
             for thread in threads:
                 thread.start()
+            # A rank that makes its default group later, without this world, makes the process's.
+            for begun in have_begun:
+                begun.wait()
             deadline = time.monotonic() + timeout_s
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
