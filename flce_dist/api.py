@@ -12,9 +12,10 @@ from flce_dist.arguments import checks
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
+from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
-from flce_dist.core.call import extra_schedule
+from flce_dist.core.call import Call, Operands, extra_schedule
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -179,7 +180,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     each = tempered(temperature, labels)
     arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
-    return apply(arguments)[0]
+    return apply("linear_cross_entropy", arguments)[0]
 
 
 def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -212,22 +213,34 @@ def linear_cross_entropy_with_metrics(
     arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
     extra = extra_schedule(chosen.schedule)
     result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
-    return result(*apply(arguments))
+    return result(*apply("linear_cross_entropy_with_metrics", arguments))
 
 
-def apply(arguments: Arguments) -> tuple[Tensor, ...]:
+def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
     arguments = localized(arguments)
-    given, needs = settled(arguments)
     refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
+        given, needs = settled(arguments)
         results = compiled.apply(given, needs)
     else:
-        call, operands = prepare(given, needs)
+        given, call, operands = _prepared_alike(function, arguments)
         found = differentiable(call, counted_operands(call, operands), weight)
         shape = given.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in found if x is not None)
     if given.options is arguments.options:  # else dimensions have been exchanged
         return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+
+
+def _prepared_alike(function: str, arguments: Arguments) -> tuple[Arguments, Call, Operands]:
+    """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
+    try:
+        given, needs = settled(arguments)
+        call, operands = prepare(given, needs)
+    except Exception as error:
+        tell_refusal(function, error, arguments.tp_group, arguments.hidden)
+        raise
+    check_alike(function, call, operands)
+    return given, call, operands

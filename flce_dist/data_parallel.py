@@ -10,9 +10,11 @@ from torch import Tensor
 from flce_dist.api import apply
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import OWN_SUM, LossOptions, Reduction, keywords_of
-from flce_dist.arguments.prepare import Arguments, tempered
-from flce_dist.arguments.rank_check import check_lengths
+from flce_dist.arguments.prepare import Arguments, checked_temperature, tempered
+from flce_dist.arguments.rank_check import check_facts, tell_refusal
 from flce_dist.parallel import collectives
+
+_FUNCTION = "data_parallel_linear_cross_entropy"
 
 
 def data_parallel_linear_cross_entropy(
@@ -27,6 +29,8 @@ def data_parallel_linear_cross_entropy(
 
     Args:
         hidden, labels, token_weight, temperature: of this rank's tokens, equally many on all ranks.
+            All ranks pass tensors of the same dtypes, or the same number as temperature; the first
+            call of a group compares that, except under torch.compile.
         weight, bias: this rank's rows, or DTensors with Shard(0) over ``data_group``.
         data_group: the ranks that share the vocabulary; None for one process.
         reduction: over this rank's tokens. The upstream gradient of a sum or mean must be the same
@@ -39,16 +43,11 @@ def data_parallel_linear_cross_entropy(
         sequence_parallel=data_group is not None, sequence_dim=0,
     ))  # fmt: skip
     checks.check_group(data_group, False, "data_group")
-    checks.check_tensor("hidden", hidden, checks.FLOATS)
-    flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
-    tensors = {**given, "temperature": temperature if isinstance(temperature, Tensor) else None}
-    checks.check_tensors(hidden, flat, bias=None, **tensors)
-    checks.check_tokens(hidden, labels, LossOptions(), 1)
-    if not torch.compiler.is_compiling():
-        check_lengths(labels, data_group)
-    for name, x in tensors.items():
-        if x is not None:
+    _check_tokens_alike(hidden, given, data_group)
+    flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
+    for name, x in given.items():
+        if isinstance(x, Tensor):
             given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
     given["temperature"] = tempered(given["temperature"], given["labels"])
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
@@ -64,12 +63,38 @@ def data_parallel_linear_cross_entropy(
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
     call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **given)
-    (loss,) = apply(call)
+    (loss,) = apply(_FUNCTION, call)
     if loss.requires_grad:
         loss.register_hook(lambda dloss: _upstream_of_mean(dloss, data_group))
     if reduction == "none":
         return loss.view(P, *labels.shape)[collectives.group_rank(data_group)]
     return loss / most.to(loss.dtype) if reduction == "mean" else loss
+
+
+def _check_tokens_alike(
+    hidden: Tensor, given: dict[str, Any], data_group: dist.ProcessGroup | None
+) -> None:
+    """Check what is gathered, at a group's first call that all ranks gather the same."""
+    try:
+        checks.check_tensor("hidden", hidden, checks.FLOATS)
+        flat = hidden.reshape(-1, *hidden.shape[-1:])
+        temperature = given["temperature"]
+        if not isinstance(temperature, Tensor):
+            given = {**given, "temperature": None}
+            temperature = checked_temperature(temperature)
+        checks.check_tensors(hidden, flat, bias=None, **given)
+        checks.check_tokens(hidden, given["labels"], LossOptions(), 1)
+    except Exception as error:
+        tell_refusal(_FUNCTION, error, data_group, hidden)
+        raise
+    facts: dict[str, Any] = {
+        "number of labels": given["labels"].numel(),
+        "hidden": str(hidden.dtype),
+        **{name: None if x is None else str(x.dtype) for name, x in given.items()},
+    }
+    if not isinstance(temperature, Tensor):
+        facts["temperature"] = temperature
+    check_facts(_FUNCTION, facts, data_group, hidden)
 
 
 def _upstream_of_mean(dloss: Tensor, data_group: dist.ProcessGroup | None) -> Tensor:

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
+from flce_dist.arguments.rank_check import check_facts, mark_alike
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
+
+_LOGITS = "LinearCrossEntropy.logits"
 
 
 def _normal(weight: Tensor) -> Tensor:  # deep copies of the layer share a function
@@ -107,6 +110,9 @@ class LinearCrossEntropy(VocabShard):
                 rank's rows, [..., V] with padding; only sequence parallelism then communicates.
         """
         group = self.tp_group
+        facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
+        check_facts(_LOGITS, facts, group, hidden)
+        mark_alike(_LOGITS, group)
         if self.sequence_parallel:
             dim = self.options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)

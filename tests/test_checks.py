@@ -212,9 +212,23 @@ def test_rows_of_two_ranks() -> None:
             complaint(linear_cross_entropy, **given),
         )
 
-    too_many = "vocab_size must be within [1, 22], the rows of 2 shards of 11, got 23"
+    too_many = (
+        "vocab_size must be within [1, 22], the rows of 2 shards of 11, got 23: tp_group must be "
+        "all ranks that share the vocabulary, and uneven shards need vocab_range"
+    )
     uncovered = "vocab_range of the 2 ranks must cover [0, 23), got {} on rank {}"
     assert run_ranks(rank, 2) == [
         (uncovered.format((1, 12), 0), too_many),
         (uncovered.format((11, 22), 1), too_many),
     ]
+
+
+def test_a_group_that_is_too_small_is_said_to_be() -> None:
+    def rank(group: dist.ProcessGroup) -> str:
+        labels = torch.arange(20, 20 + T)
+        return complaint(linear_cross_entropy, **arguments(labels=labels, tp_group=group))
+
+    assert set(run_ranks(rank, 2)) == {
+        "labels must be within [0, 22) or ignore_index -100, got 22 at token 2: weight has 22 rows "
+        "on the 2 ranks of tp_group together, which must be all ranks that share the vocabulary"
+    }

@@ -158,10 +158,15 @@ def small(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The loss of this rank's tokens, and hidden [tokens, H] and weight [5, H]."""
     g = torch.Generator().manual_seed(0 if group is None else group.rank())
-    hidden, weight = (torch.randn(n, H, generator=g).requires_grad_() for n in (tokens, 5))
+    dtype = options.pop("dtype", torch.float32)
+    shapes = (tokens, H), (5, H)
+    hidden, weight = (
+        torch.randn(*shape, generator=g, dtype=dtype).requires_grad_() for shape in shapes
+    )
+    weight = options.pop("weight", weight)
     if options.get("accumulate_dweight"):
-        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    labels = torch.arange(tokens) % 5
+        weight.main_grad = torch.zeros_like(weight)
+    labels = options.pop("labels", torch.arange(tokens) % 5)
     call = options.pop("call", data_parallel_linear_cross_entropy)
     return call(hidden, weight, labels, data_group=group, **options), (hidden, weight)
 
@@ -248,7 +253,44 @@ def test_what_is_refused(message):
         data_parallel_linear_cross_entropy(**arguments | REFUSED[message])
 
 
-def test_other_numbers_of_tokens_are_refused_at_the_first_call():
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "number of labels is 4 on rank 0 and 5 on rank 1; pad labels with ignore_index": {"tokens": 5},
+    "labels is 'torch.int64' on rank 0 and 'torch.int32' on rank 1": {
+        "labels": torch.arange(4).int()
+    },
+    "token_weight is None on rank 0 and 'torch.float32' on rank 1": {"token_weight": torch.ones(4)},
+    "temperature is 1.0 on rank 0 and 'torch.float32' on rank 1": {"temperature": torch.ones(4)},
+    "temperature is 1.0 on rank 0 and 0.5 on rank 1": {"temperature": 0.5},
+    "hidden is 'torch.float32' on rank 0 and 'torch.float64' on rank 1": {"dtype": torch.float64},
+    "rank 1 raised ValueError: weight must be [V, H]": {"weight": torch.ones(5, H + 1)},
+    "rank 1 raised ValueError: token_weight must be (4,)": {"token_weight": torch.ones(3)},
+    "bias given is False on rank 0 and True on rank 1": {"bias": torch.zeros(5)},
+    "weight.requires_grad is True on rank 0 and False on rank 1": {"weight": torch.ones(5, H)},
+    "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("expected", DIFFERENCES)
+def test_ranks_that_differ_are_named_at_the_first_call(expected):
+    """Though the group has been compared by another function, and again at the next call."""
+
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        mine = dict(DIFFERENCES[expected]) if group.rank() == 1 else {}
+        whole = [torch.ones(4, H), torch.ones(5, H), torch.arange(4)]
+        linear_cross_entropy(*whole, tp_group=group)
+        return [complaint(small, group, **mine) for _ in range(2)]
+
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
-        said = run_ranks(lambda group: complaint(small, group, 4 + group.rank()), 2)
-    assert all("labels must be equally many" in text and "got [4, 5]" in text for text in said)
+        (first, other), (own, again) = run_ranks(rank, 2)
+    assert first == other and own == again and own in first
+    assert first.startswith(f"ranks must call alike: {expected}")
+
+
+def test_over_gloo_no_rank_aborts_or_waits():
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        many = list(DIFFERENCES.values()) if group.rank() == 1 else [{}] * len(DIFFERENCES)
+        return [complaint(small, group, **mine) for mine in (*many, {})]
+
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
+        for *differing, alike in run_ranks(rank, 2, backend="gloo"):
+            assert all(differing) and alike == ""

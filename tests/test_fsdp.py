@@ -204,7 +204,7 @@ def test_fsdp_is_recognised_and_its_mesh_is_not_advised(group):
         assert "FSDP2" not in complaint(linear_cross_entropy, hidden, plain.weight, labels)
     assert "FSDP2" not in of_other and "weight.device_mesh.get_group()" in of_other
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
-        rank_check._have_called.clear()
+        rank_check._compared.clear()
         labels = labels.roll(mesh.get_local_rank("other"))
         with pytest.raises(ValueError, match=r"labels is .* FSDP2 shards"):
             linear_cross_entropy(hidden, plain.weight, labels, tp_group=mesh.get_group("other"))

@@ -4,19 +4,24 @@ Also about values that they must share, and rows of the weight that they must no
 T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
 """
 
+import functools
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import linear_cross_entropy, linear_logprob
+from flce_dist import (
+    LinearCrossEntropy,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_logprob,
+)
 from flce_dist.arguments import rank_check
 from flce_dist.arguments.options import LossOptions
 from flce_dist.parallel.vocab import vocab_range
@@ -177,8 +182,10 @@ def test_no_check_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     group: Any = mock.Mock()
     call: Any = mock.Mock(tp_group=group)
-    rank_check.check_alike(call, mock.Mock())
-    assert group not in rank_check._have_called
+    operands: Any = mock.Mock(hidden=torch.empty(0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rank_check.check_alike("linear_cross_entropy", call, operands)
+    assert group not in rank_check._compared
 
 
 def compiled_rank(group: dist.ProcessGroup) -> str:
@@ -186,10 +193,10 @@ def compiled_rank(group: dist.ProcessGroup) -> str:
         return linear_cross_entropy(torch.ones(T, 4), torch.ones(T, 4), labels, tp_group=group)
 
     checks = mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"})
-    with checks, mock.patch.object(rank_check, "_have_called", WeakSet()):
+    with checks, mock.patch.object(rank_check, "_compared", WeakKeyDictionary()):
         compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
         assert torch.isfinite(compiled(torch.arange(T)))
-        rank_check._have_called.clear()
+        rank_check._compared.clear()
         return complaint(compiled, torch.arange(T) + group.rank())
 
 
@@ -202,7 +209,7 @@ def test_ids_of_scores_are_compared():
     def rank(group: dist.ProcessGroup) -> str:
         ids = torch.arange(2 * T).view(T, 2) // 2 + group.rank()
         of_none = complaint(linear_logprob, hidden, hidden, ids[:, :0], tp_group=group)
-        rank_check._have_called.clear()
+        rank_check._compared.clear()
         return of_none + complaint(linear_logprob, hidden, hidden, ids, tp_group=group)
 
     hidden = torch.ones(T, 4)
@@ -223,20 +230,27 @@ def test_values_that_all_must_share_are_compared(name, other):
 WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("weight", "changes", "warns"), [
+@pytest.mark.parametrize(("weight", "changes", "is_refused"), [
     (WHOLE, {}, True),
     (WHOLE, {"vocab_size": V_ALL}, True),
     (torch.ones(V_ALL, H), {}, False),  # a constant may be that of a shard
     (WHOLE, {"labels": torch.arange(T) + V_ALL}, False),  # of other ranks' rows
     (WHOLE, {"labels": torch.full((T,), -100)}, False),
 ])  # fmt: skip
-def test_a_whole_weight_on_every_rank_is_noticed(weight, changes, warns):
+def test_a_whole_weight_on_every_rank_is_refused(weight, changes, is_refused):
     same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None) | changes
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (said,) = set(run_ranks(lambda group: verdicts(group, group.rank(), same), 3))
-    found = [x for x in caught if "weight is the same 20 rows on all 3 ranks" in str(x.message)]
-    assert not said and bool(found) == warns
+    (said,) = set(run_ranks(lambda group: verdicts(group, group.rank(), same), 3))
+    assert ("got the same 20 rows on all 3 ranks, and no label above 11" in said) == is_refused
+    assert bool(said) == is_refused
+
+
+def test_equal_rows_on_purpose_are_said_by_vocab_range():
+    def rank(group: dist.ProcessGroup) -> str:
+        rows = (group.rank() * V_ALL, (group.rank() + 1) * V_ALL)
+        same = dict(weight=WHOLE, bias=None, vocab_size=3 * V_ALL, vocab_range=rows)
+        return verdicts(group, group.rank(), same)
+
+    assert run_ranks(rank, 3) == [""] * 3
 
 
 def test_weights_that_differ_anywhere_in_a_sample_pass():
@@ -244,6 +258,107 @@ def test_weights_that_differ_anywhere_in_a_sample_pass():
         start, end = vocab_range(V_ALL, group.rank(), group.size())
         return verdicts(group, group.rank(), dict(weight=WHOLE[start:end]))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run_ranks(shards, 4) == [""] * 4
+    assert run_ranks(shards, 4) == [""] * 4
+
+
+def test_what_was_refused_is_compared_again():
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        labels = torch.arange(T) + group.rank()
+        said = [verdicts(group, group.rank(), dict(labels=labels)) for _ in range(2)]
+        return [*said, *(verdicts(group, group.rank(), {}) for _ in range(2))]
+
+    for first, second, *after in run_ranks(rank, 2):
+        assert first == second and first.startswith(f"{BEGINS}hash of labels is ")
+        assert after == ["", ""]
+
+
+def test_each_function_is_compared():
+    """Also two functions at the same time."""
+
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        ids, mine = torch.arange(T)[:, None] + group.rank(), call(group.rank(), 2)
+        rows = {name: mine[name] for name in ("vocab_size", "vocab_range")}
+        scored = functools.partial(
+            linear_logprob, mine["hidden"], mine["weight"], ids, tp_group=group, **rows
+        )
+        said = [verdicts(group, 0, {}), complaint(scored)]
+        counted = functools.partial(linear_cross_entropy_with_metrics, **mine, tp_group=group)
+        return [*said, complaint(scored if group.rank() else counted)]
+
+    (said,) = {tuple(texts) for texts in run_ranks(rank, 2)}
+    assert said[0] == "" and said[1].startswith(f"{BEGINS}hash of labels is ")
+    assert said[2] == (
+        f"{BEGINS}function is 'linear_cross_entropy_with_metrics' on rank 0 and "
+        "'linear_logprob' on rank 1"
+    )
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    (
+        "weight must have hidden's dtype",
+        linear_cross_entropy,
+        dict(weight=leaf(ROWS, H, dtype=F64)),
+    ),
+    ("token_weight must be", linear_cross_entropy, dict(labels=torch.arange(T - 1))),
+    ("hidden must be a torch.Tensor", linear_cross_entropy, dict(hidden=[1.0])),
+    ("bias must be", linear_cross_entropy_with_metrics, dict(bias=torch.zeros(1))),
+    ("ids must be", linear_logprob, dict(ids=torch.arange(T))),
+]
+
+
+@pytest.mark.parametrize(("text", "function", "changes"), REFUSED, ids=lambda x: str(x)[:20])
+def test_what_one_rank_refuses_raises_on_all(text, function, changes):
+    def rank(group: dist.ProcessGroup) -> str:
+        mine = call(group.rank(), 3)
+        if function is linear_logprob:
+            mine |= dict(ids=mine.pop("labels")[:, None])
+            del mine["token_weight"]
+        return complaint(function, **mine | (changes if group.rank() == 1 else {}), tp_group=group)
+
+    first, own, last = run_ranks(rank, 3)
+    assert re.match(text, own)
+    assert first == last == f"{BEGINS}rank 1 raised ValueError: {own}"
+
+
+def test_uneven_shards_without_vocab_range_are_named():
+    def rank(group: dist.ProcessGroup) -> str:
+        labels = torch.arange(V_ALL - T, V_ALL)
+        even = dict(labels=labels, bias=None, vocab_size=None, vocab_range=None)
+        return verdicts(group, group.rank(), even)
+
+    (said,) = set(run_ranks(rank, 3))
+    assert said == (
+        f"{BEGINS}rows of weight is 7 on ranks 0, 1 and 6 on rank 2; uneven shards need "
+        "vocab_range and vocab_size on all ranks"
+    )
+
+
+def test_over_gloo_no_rank_aborts_or_waits():
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        odd = group.rank() == 1
+        refused = dict(hidden=torch.zeros(T, H + 1)) if odd else {}
+        differing = dict(token_weight=None) if odd else {}
+        return [verdicts(group, group.rank(), x) for x in (refused, differing, {})]
+
+    for refused, differing, alike in run_ranks(rank, 2, backend="gloo"):
+        assert "weight must be [V, H] with H = 9" in refused
+        assert differing == f"{BEGINS}token_weight given is True on rank 0 and False on rank 1"
+        assert alike == ""
+
+
+def test_logits_of_the_layer_are_compared():
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        layer = LinearCrossEntropy(H, V_ALL, tp_group=group)
+        more, gather = (T + 1, False) if group.rank() else (T, True)
+        return [
+            complaint(layer.logits, torch.zeros(more, H)),
+            complaint(layer.logits, torch.zeros(T, H), gather=gather),
+            complaint(layer.logits, torch.zeros(T, H)),
+        ]
+
+    (said,) = {tuple(texts) for texts in run_ranks(rank, 2)}
+    assert said == (
+        f"{BEGINS}hidden.shape is [12, 8] on rank 0 and [13, 8] on rank 1",
+        f"{BEGINS}gather is True on rank 0 and False on rank 1",
+        "",
+    )

@@ -160,9 +160,13 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
         if V == 0:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
         if vocab_size is not None and not 1 <= vocab_size <= V * P:
+            hint = (
+                ": tp_group must be all ranks that share the vocabulary, and uneven shards need "
+                "vocab_range"
+            )
             raise ValueError(
                 f"vocab_size must be within [1, {V * P}], the rows of {P} shards of {V}, "
-                f"got {vocab_size}"
+                f"got {vocab_size}" + (hint if P > 1 else "")
             )
         return
     start, end = options.vocab_range
@@ -228,7 +232,7 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 
 
 def check_labels(
-    labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions
+    labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions, *, P: int
 ) -> None:
     """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
@@ -243,9 +247,15 @@ def check_labels(
     bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)
     if bad.any():
         where = int(bad.argmax())
+        label = int(labels[where])
+        hint = (
+            f": weight has {vocab_size} rows on the {P} ranks of tp_group together, which must be "
+            "all ranks that share the vocabulary"
+        )
+        is_beyond_all_rows = P > 1 and label >= vocab_size and options.vocab_size is None
         raise ValueError(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
-            f"got {int(labels[where])} at token {where}"
+            f"got {label} at token {where}" + (hint if is_beyond_all_rows else "")
         )
 
 

@@ -36,11 +36,16 @@ class Arguments(NamedTuple):
     tp_group: dist.ProcessGroup | None
 
 
+def checked_temperature(temperature: Any) -> float:
+    """Return the temperature of all tokens as a float."""
+    return checks.checked_value("temperature", temperature, _TEMPERATURE)
+
+
 def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
     """Return the temperature of each token; None if it is the number 1."""
     if isinstance(temperature, Tensor):
         return temperature
-    temperature = checks.checked_value("temperature", temperature, _TEMPERATURE)
+    temperature = checked_temperature(temperature)
     if temperature == 1.0:
         return None
     checks.check_tensor("labels", labels, checks.LABELS)
@@ -164,8 +169,9 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     hidden stays that of T_all tokens: ``transport.gather`` takes the rows at ``places``.
     """
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
-    checks.check_labels(labels, token_weight, call.vocab_size, options)
     places, n_counted, inverse = None, None, operands.inverse_temperature
+    P = collectives.group_size(call.tp_group)
+    checks.check_labels(labels, token_weight, call.vocab_size, options, P=P)
     if inverse is None and not options.partitions:
         return operands
     if options.partitions:

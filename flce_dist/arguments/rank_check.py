@@ -1,82 +1,139 @@
-"""At a group's first call its ranks compare what they call with, and all raise if that differs.
+"""At a function's first call with a group its ranks compare their arguments.
 
-Otherwise they would wait for each other until a timeout, or compute a meaningless loss.
+All raise if these differ. Otherwise ranks would wait for each other until a timeout, or compute a
+meaningless loss.
 """
 
 import ctypes
 import hashlib
 import os
-import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.core.call import Call, Operands
-from flce_dist.parallel.collectives import gather_tokens
+from flce_dist.parallel.collectives import group_size
 
-_have_called: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""The functions that the ranks of a group have once called alike."""
 
 _OF_LABELS = (
     "labels are those of all tokens of tp_group, the same on its ranks: data-parallel ranks, over "
     "which FSDP2 shards parameters, are no tp_group, but the data_group of "
     "data_parallel_linear_cross_entropy"
 )
+_HINTS = {  # after the first of these that differs
+    "rows of weight": "uneven shards need vocab_range and vocab_size on all ranks",
+    "tokens": _OF_LABELS,
+    "hash of labels": _OF_LABELS,
+    "number of labels": "pad labels with ignore_index to the same number on all ranks",
+}
 
 
-def check_alike(call: Call, operands: Operands) -> None:
-    """Compare a group's first call over its ranks: about 1 KiB from each, for which hosts wait.
+class _Message(NamedTuple):
+    """What a rank sends at a first call, about 1 KiB."""
+
+    function: str
+    refusal: str | None  # why this rank raises before it has facts
+    facts: Mapping[str, Any]
+
+
+def check_alike(function: str, call: Call, operands: Operands) -> None:
+    """Compare a function's first call with a group over its ranks; their hosts wait.
 
     Compared are sizes, dtypes, options, which operands there are and which need a gradient; then
     whether the ranks' rows of the vocabulary meet; then the values of labels (or ids), token_weight
-    and temperature; then the plan. If all ranks hold the same weight, each warns. Not in a capture,
-    and not if all ranks have ``FLCE_DIST_CHECK_RANKS=0``.
+    and temperature; then the plan. Not in a capture, and not if all ranks have
+    ``FLCE_DIST_CHECK_RANKS=0``. What was refused is compared again at the next call.
+
+    Raises:
+        ValueError: the same on every rank; it names what differs, with values and their ranks. Or
+            all ranks hold the same weight without vocab_range, and no label lies beyond it.
+    """
+    group = call.tp_group
+    if group is None or not _is_first(function, group, operands.hidden):
+        return
+    facts = _facts_of_all(function, _summary(call, operands), group, operands.hidden)
+    arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
+    # A later difference may be a consequence of an earlier one.
+    _raise(_differences(arguments) or _seams(rows) or _differences(values) or _differences(plans))
+    if call.options.vocab_range is None:
+        _refuse_one_weight(weights)
+    mark_alike(function, group)
+
+
+def mark_alike(function: str, group: dist.ProcessGroup | None) -> None:
+    """Do not compare calls of this function with this group any more."""
+    if group is not None:
+        _compared.setdefault(group, set()).add(function)
+
+
+def check_facts(
+    function: str, facts: Mapping[str, Any], group: dist.ProcessGroup | None, x: Tensor
+) -> None:
+    """Compare what decides collectives without or before ``check_alike``; x is on their device.
 
     Raises:
         ValueError: the same on every rank; it names what differs, with values and their ranks.
     """
-    group = call.tp_group
-    if group is None or not _is_checked(group, operands.hidden):
-        return
-    _have_called.add(group)
-    summaries: list[Any] = [None] * group.size()
-    dist.all_gather_object(summaries, _summary(call, operands), group=group)
-    arguments, rows, values, plans, weights = zip(*(one.values() for one in summaries), strict=True)
-    # A later difference may be a consequence of an earlier one.
-    found = _differences(arguments) or _seams(rows) or _differences(values) or _differences(plans)
-    if found:
-        text = "; ".join(found)
-        hint = f"; {_OF_LABELS}" if "tokens is" in text or "labels is" in text else ""
-        raise ValueError(f"ranks must call alike: {text}{hint}")
-    _warn_of_one_weight(weights)
+    if group is not None and _is_first(function, group, x):
+        _raise(_differences(_facts_of_all(function, facts, group, x)))
 
 
-def check_lengths(labels: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Check at a group's first call that its data-parallel ranks have equally many labels."""
-    if group is None or not _is_checked(group, labels):
-        return
-    mine = torch.full((1,), labels.numel(), device=labels.device)
-    lengths = gather_tokens(mine, group).tolist()
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            "labels must be equally many on all ranks of data_group (pad with ignore_index), got "
-            f"{lengths}"
-        )
+def tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
+    """Let the other ranks raise, too, where this one raises instead of comparing."""
+    if isinstance(group, dist.ProcessGroup) and _is_first(function, group, x):
+        _gathered(_Message(function, f"{type(error).__name__}: {error}", {}), group, x)
 
 
-def _is_checked(group: dist.ProcessGroup, x: Tensor) -> bool:
-    """Whether a call of the group is to be checked; x is on its device."""
-    if group in _have_called or os.environ.get("FLCE_DIST_CHECK_RANKS", "1") == "0":
+def _is_first(function: str, group: dist.ProcessGroup, x: Any) -> bool:
+    """Whether the function's call is to be compared; x is on the group's device."""
+    if torch.compiler.is_compiling() or function in _compared.get(group, ()):
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if os.environ.get("FLCE_DIST_CHECK_RANKS", "1") == "0":
+        return False
+    if isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return group_size(group) > 1
+
+
+def _facts_of_all(
+    function: str, facts: Mapping[str, Any], group: dist.ProcessGroup, x: Tensor
+) -> list[Mapping[str, Any]]:
+    """Return the facts of each rank; raise if some have none, or those of another function."""
+    messages = _gathered(_Message(function, None, facts), group, x)
+    refusals = [
+        f"rank {rank} raised {message.refusal}"
+        for rank, message in enumerate(messages)
+        if message.refusal is not None
+    ]
+    _raise(refusals or _differences([{"function": message.function} for message in messages]))
+    return [message.facts for message in messages]
+
+
+def _gathered(message: _Message, group: dist.ProcessGroup, x: Any) -> list[_Message]:
+    messages: list[Any] = [None] * group_size(group)
+    with torch.cuda.device(x.get_device() if isinstance(x, Tensor) else -1):
+        dist.all_gather_object(messages, tuple(message), group=group)
+    return [_Message(*received) for received in messages]
+
+
+def _raise(differences: Sequence[str]) -> None:
+    if not differences:
+        return
+    text = "; ".join(differences)
+    hints = (hint for name, hint in _HINTS.items() if f"{name} is" in text)
+    hint = next(hints, None)
+    raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
 
 
 def _summary(call: Call, operands: Operands) -> dict[str, Any]:
     """Return this rank's facts about the call."""
-    hidden, weight, bias, labels, token_weight, places, inverse, offsets, _ = operands
+    hidden, weight, bias, labels, token_weight, _, inverse, offsets, _ = operands
     options, start = call.options, call.vocab_start_index
     largest = int(labels.amax()) if labels.numel() else -1
     return {
@@ -91,10 +148,11 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
             **{name: x for name, x in vars(options).items() if name != "vocab_range"},
             "vocab_range given": options.vocab_range is not None,
             "impl": call.impl,
+            "rows of weight": len(weight) if options.vocab_range is None else None,
         },
         "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
         "values": {
-            "hash of labels": _hash(labels, places, offsets),
+            "hash of labels": _hash(labels, offsets),
             "hash of token_weight": _hash(token_weight),
             "hash of temperature": _hash(inverse),
         },
@@ -122,7 +180,7 @@ def _hash_of_rows(weight: Tensor) -> str | None:
     return None if (sample == sample[0, 0]).all() else _hash(sample)
 
 
-def _differences(facts: Sequence[dict[str, Any]]) -> list[str]:
+def _differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return each fact that differs between ranks, with its values."""
     said = {name: [repr(one[name]) for one in facts] for name in facts[0]}
     return [f"{name} is {_on_ranks(x)}" for name, x in said.items() if len(set(x)) > 1]
@@ -152,17 +210,14 @@ def _seams(rows: Sequence[list[int]]) -> list[str]:
     ]
 
 
-def _warn_of_one_weight(weights: Sequence[tuple[int, str | None, int]]) -> None:
-    """Warn if every rank holds the same rows and no label lies beyond them.
-
-    Equal rows alone mean nothing: a test may initialise all shards from one seed.
-    """
+def _refuse_one_weight(weights: Sequence[tuple[int, str | None, int]]) -> None:
+    """Raise if every rank holds the same rows and no label lies beyond them."""
     V, rows, label = weights[0]
     if rows is None or len(set(weights)) > 1 or not 0 <= label < V:
         return
-    warnings.warn(
-        f"weight is the same {V} rows on all {len(weights)} ranks, and no label is above {label}: "
-        "with the whole weight on each rank the loss is too high by log P; pass each its own rows "
-        "of the vocabulary, or tp_group=None",
-        stacklevel=2,
+    raise ValueError(
+        f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all "
+        f"{len(weights)} ranks, and no label above {label}: with the whole weight on each rank the "
+        "loss would be too high by log P; cut it, or pass tp_group=None. If the ranks' own rows "
+        "are equal on purpose, say so: pass each its vocab_range, and vocab_size"
     )

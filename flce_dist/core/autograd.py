@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from flce_dist import torch_private
 from flce_dist.arguments.dtensor import IN_FORWARD_OF_FSDP
 from flce_dist.arguments.prepare import as_stored
-from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
 from flce_dist.core.gradients import new_dweight
 from flce_dist.core.main_grad import MainGrad, captured
@@ -111,7 +110,6 @@ def check_not_resharded(weight: Tensor | None) -> None:
 def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
     """Return what the call's schedule returns, on the operands' device."""
     with _computing_on(operands.hidden):
-        check_alike(call, operands)
         return call.schedule.forward(call, operands)
 
 

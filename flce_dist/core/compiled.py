@@ -8,6 +8,7 @@ from torch import Tensor
 from flce_dist import torch_private
 from flce_dist.arguments.options import DECLARED, Declared, LossOptions
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare
+from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.core.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
 
@@ -81,6 +82,7 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
 @torch.library.custom_op("flce_dist::forward", mutates_args=(), schema=_FORWARD)
 def _forward(*inputs):
     call, operands = _prepare(inputs)
+    check_alike("linear_cross_entropy", call, operands)
     operands = counted_operands(call, operands)
     needs, shape = inputs[-1], inputs[2].shape
     with torch.no_grad():

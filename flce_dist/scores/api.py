@@ -13,10 +13,11 @@ from flce_dist.arguments import checks
 from flce_dist.arguments.dtensor import local_of, localized
 from flce_dist.arguments.options import DECLARED, LossOptions, Over, declared, keywords_of
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import extra_schedule
 from flce_dist.parallel import collectives
-from flce_dist.scores.ids import ids_in_order
+from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.schedule import Scores
 
 _OVER = declared(Over)
@@ -57,8 +58,8 @@ def linear_logprob(
         over: what probabilities are normalised over: "vocabulary", or "ids", the set of the token's
             own ids, which needs no pass over the vocabulary: time and memory are those of N rows.
         temperature: a number above 0, or float [...], the same on every rank; it divides the
-            logits after softcap, and gets no gradient. A value that is not above 0 makes the
-            results of its token NaN. Values of ignored tokens are not read.
+            logits after softcap, and gets no gradient. A value that is not above 0 is an
+            error, on a GPU a failed device assertion. Values of ignored tokens are not read.
         with_entropy: also return the entropy of what ``over`` names.
         bias, tp_group: as for ``linear_cross_entropy``.
         **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
@@ -119,14 +120,19 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     if options.sequence_parallel and options.sequence_dim < len(tokens):
         tokens[options.sequence_dim] *= collectives.group_size(tp_group)
     labels = labels.expand(tokens)
-    each = tempered(temperature, labels)
-    ordered, needs = settled(Arguments(hidden, local, labels, bias, None, each, options, tp_group))
-    call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
-    found, cuts = ids_in_order(
-        ids, offsets, labels.shape, hidden, call.vocab_size, transposed=is_transposed
-    )
+    try:
+        each = tempered(temperature, labels)
+        arguments = Arguments(hidden, local, labels, bias, None, each, options, tp_group)
+        ordered, needs = settled(arguments)
+        call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
+        found, cuts = ids_in_order(ids, offsets, labels.shape, hidden, transposed=is_transposed)
+    except Exception as error:
+        tell_refusal("linear_logprob", error, tp_group, hidden)
+        raise
     operands = operands._replace(labels=found, offsets=cuts)
+    check_alike("linear_logprob", call, operands)
+    check_ids(found, cuts, call.vocab_size)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     if len(shape) != 1:  # a view is a node of the graph, too

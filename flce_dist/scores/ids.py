@@ -14,14 +14,12 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def ids_in_order(
-    ids: Tensor, offsets: Tensor | None, tokens: torch.Size, hidden: Tensor, vocab_size: int, *,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Check ids; return ids [T, K] or [N] and offsets [T + 1], int64, of tokens in order.
+    ids: Tensor, offsets: Tensor | None, tokens: torch.Size, hidden: Tensor, *, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ids [T, K] or [N] and offsets [T + 1], int64, of tokens in order.
 
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of
-    the second dimension, then the first. On a GPU, for which the host must not wait, offsets are
-    asserted, and ``set_scores`` asserts ids.
+    the second dimension, then the first. Shapes and dtypes are checked, not values.
     """
     checks.check_tensor("ids", ids, _INTEGERS, hidden)
     T = tokens.numel()
@@ -46,11 +44,17 @@ def ids_in_order(
                 "offsets need sequence_dim=0, since they are of tokens in order, got "
                 "sequence_dim=1: pass hidden [S / P, B, H] or ids [B, S, K]"
             )
-        if ids.is_cuda:
-            torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
-    ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
+    return ids.long().contiguous(), offsets.long().contiguous()
+
+
+def check_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> None:
+    """Check the values of ids and offsets in order.
+
+    On a GPU, for which the host must not wait, offsets are asserted here, ids by ``set_scores``.
+    """
     if ids.is_cuda:
-        return ids, offsets
+        torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
+        return
     bad = (ids < -1) | (ids >= vocab_size)
     if bad.any():
         where = int(bad.to(torch.uint8).argmax())
@@ -60,4 +64,3 @@ def ids_in_order(
         )
     if not are_cut(ids, offsets):
         raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {offsets}")
-    return ids, offsets
