@@ -83,7 +83,7 @@ def linear_cross_entropy(
         reduction: "none" (labels' shape), "sum" or "mean" (divided by the sum of token_weight).
         ignore_index: label of tokens that contribute nothing, even if their hidden states are NaN.
         label_smoothing: weight of the uniform distribution over the true vocabulary.
-        z_loss_weight: weight of ``lse^2``.
+        z_loss_weight: weight of ``lse^2``, not negative.
         softcap: c of ``c * tanh(z / c)``; None for none.
         logit_scale: factor of ``h . w``, applied before the bias.
         token_weight: float, labels' shape, the same on every rank; a factor of each token's loss,
@@ -94,8 +94,9 @@ def linear_cross_entropy(
             makes everything NaN that its token contributes to. Ignored tokens' are not read.
         temperature: a number above 0, or float, labels' shape, the same on every rank. Loss, its
             gradients and all metrics are those of the tempered distribution. It gets no gradient.
-            A tensor is rounded as token_weight is; a value in it that is not above 0 makes the
-            results of its token NaN. Values of ignored tokens are not read.
+            A tensor is rounded as token_weight is. A value in it that is not above 0 is an error,
+            on a GPU a failed device assertion, as is a label outside the vocabulary. Values of
+            ignored tokens are not read.
         vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.

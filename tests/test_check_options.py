@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "reduction": ("one of ('none', 'sum', 'mean')", [*NAMES, None]),
     "ignore_index": ("an int within [-2**63, 2**63)", [*INTS, None, -(1 << 63) - 1]),
     "label_smoothing": ("a float within [0, 1]", [*FLOATS, None, -0.1, 1.5, 2]),
-    "z_loss_weight": ("a float that is finite in fp32", [*FLOATS, None]),
+    "z_loss_weight": ("a float that is finite in fp32 and not negative", [*FLOATS, None, -1e-4]),
     "softcap": (
         "None or a float that is finite and above 0 in fp32", [*FLOATS, 0, 0.0, -2.0, 1e-300]
     ),
@@ -121,7 +121,7 @@ def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypat
         checks.check_impl("triton", hidden)
 
 
-WRONG_LABEL_ON_A_GPU = """
+WRONG_ON_A_GPU = """
 import sys
 import torch
 from flce_dist import linear_cross_entropy
@@ -130,18 +130,19 @@ hidden = torch.randn(70, 64, device="cuda", dtype=torch.bfloat16)
 weight = torch.randn(48, 64, device="cuda", dtype=torch.bfloat16)
 labels = torch.arange(70, device="cuda") % 40
 labels[::7] = -100
+temperature = torch.ones(70, device="cuda")
 
 def loss(impl):
     most = 60 if token == 0 else None  # ignored until now
     return linear_cross_entropy(
-        hidden, weight, labels, vocab_size=40, impl=impl, max_counted=most
+        hidden, weight, labels, vocab_size=40, impl=impl, max_counted=most, temperature=temperature
     )
 
-impl, token, wrong = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+impl, token, wrong, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 for _ in range(3):  # compiles and loads kernels, for which the host may wait; records the call
     loss(impl)
 torch.cuda.synchronize()
-labels[token] = wrong
+{"labels": labels, "temperature": temperature}[name][token] = wrong
 if impl == "triton":
     torch.cuda.set_sync_debug_mode("error")
     torch.cuda._sleep(1 << 28)  # else the assertion may fail while the host still launches
@@ -158,15 +159,20 @@ print("not noticed", flush=True)
     *(("triton", 69, wrong, "labels must be within [0") for wrong in (40, -1, 1 << 40)),
     ("eager", 69, 40, "labels must be within [0"),
     *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
-], ids=["a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager"])  # fmt: skip
-def test_a_wrong_label_on_a_gpu_ends_the_process(
+    *((impl, 69, 0, "temperature must be above 0") for impl in ("triton", "eager")),
+], ids=[
+    "a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager",
+    "temperature", "temperature, eager",
+])  # fmt: skip
+def test_a_wrong_label_or_temperature_on_a_gpu_ends_the_process(
     impl: str, token: int, wrong: int, said: str
 ) -> None:
     """In a process of its own: a device-side assertion leaves the CUDA context unusable.
 
     The host of the kernels must not wait for it; eager's waits anyway, to find rows to rescue.
     """
-    command = [sys.executable, "-c", WRONG_LABEL_ON_A_GPU, impl, str(token), str(wrong)]
+    name = "temperature" if "temperature" in said else "labels"
+    command = [sys.executable, "-c", WRONG_ON_A_GPU, impl, str(token), str(wrong), name]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stdout.strip() == ("enqueued" if impl == "triton" else ""), done.stderr[-2000:]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import LinearCrossEntropy, linear_cross_entropy
+from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_logprob
 from flce_dist.arguments import prepare
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import differing, problem, statistics
@@ -86,20 +86,41 @@ def test_the_number_one_needs_no_kernel_of_its_own():
 
 @both
 def test_values_of_a_tensor_concern_their_own_token(impl):
-    """0, below and NaN make its results NaN; of ignored tokens nothing is read."""
+    """0, below and NaN are refused; of ignored tokens nothing is read."""
     inputs = make_inputs(T, V, H, temperature=True)
     assert isinstance(inputs.temperature, Tensor)
-    bad = torch.zeros(T, dtype=torch.bool)
-    bad[inputs.labels.ne(IGNORE).nonzero()[:4, 0]] = True
     spoilt = inputs.temperature.masked_fill(inputs.labels == IGNORE, torch.nan)
-    spoilt[bad] = torch.tensor([0.0, -1.0, torch.nan, -torch.inf])
     for schedule in ("recompute", "cached"):
         options: dict[str, Any] = {"schedule": schedule, "reduction": "none", "with_metrics": True}
         expected = run_op(inputs, Upstream(), impl=impl, **options)
         found = run_op(replace(inputs, temperature=spoilt), Upstream(), impl=impl, **options)
         for name in ("loss", "lse", "logprob", "entropy", "dhidden"):
-            assert found[name][bad].isnan().all(), name
-            assert torch.equal(found[name][~bad], expected[name][~bad]), name
+            assert torch.equal(found[name], expected[name]), name
+    token = int(inputs.labels.ne(IGNORE).nonzero()[3])
+    given = inputs.hidden, inputs.weight, inputs.labels
+    for bad in (0.0, -1.0, torch.nan, -torch.inf):
+        spoilt[token] = bad
+        for options in ({}, {"skip_ignored": True}):
+            said = complaint(linear_cross_entropy, *given, temperature=spoilt, impl=impl, **options)
+            assert said == (
+                "temperature must be above 0 for each token that counts, got 0, a negative number "
+                f"or NaN at token {token}"
+            )
+
+
+def test_scores_refuse_a_temperature_of_a_token_with_ids_alone():
+    ids = torch.tensor([[3, 4], [-1, -1], [-1, 5]])
+    given = torch.ones(3, H), torch.ones(V, H), ids
+    spoilt = torch.tensor([1.0, torch.nan, 2.0])
+    assert linear_logprob(*given, temperature=spoilt).logprob.isfinite().all()
+    spoilt[2] = 0.0
+    assert "NaN at token 2" in complaint(linear_logprob, *given, temperature=spoilt)
+    flat = torch.tensor([3, 4, -1, 5])
+    spoilt = torch.tensor([1.0, -1.0, 0.0])
+    for cuts, said in (([0, 2, 2, 4], "token 2"), ([0, 2, 4, 4], "token 1"), ([0, 4, 4, 4], "")):
+        options = {"temperature": spoilt, "offsets": torch.tensor(cuts)}
+        text = complaint(linear_logprob, *given[:2], flat, **options)
+        assert text.endswith(said) and bool(text) == bool(said)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.5, math.nan, math.inf, 1e-45, True, None, "1", [1.0]])

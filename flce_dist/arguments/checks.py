@@ -232,11 +232,13 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 
 
 def check_labels(
-    labels: Tensor, token_weight: Tensor | None, vocab_size: int, options: LossOptions, *, P: int
-) -> None:
+    labels: Tensor, token_weight: Tensor | None, inverse: Tensor | None, vocab_size: int,
+    options: LossOptions, *, P: int,
+) -> None:  # fmt: skip
     """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
-    On a GPU, for which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
+    Also their temperatures, of which ``inverse`` is NaN where they are not above 0. On a GPU, for
+    which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
     """
     if labels.is_cuda:
         return
@@ -256,6 +258,18 @@ def check_labels(
         raise ValueError(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
             f"got {label} at token {where}" + (hint if is_beyond_all_rows else "")
+        )
+    if inverse is not None:
+        check_temperatures(inverse, counted)
+
+
+def check_temperatures(inverse: Tensor, counted: Tensor) -> None:
+    """Check that no token that counts, [T] bool, has NaN for one over its temperature."""
+    bad = (inverse.isnan() & counted).to(torch.uint8)
+    if bad.any():
+        raise ValueError(
+            "temperature must be above 0 for each token that counts, got 0, a negative number or "
+            f"NaN at token {int(bad.argmax())}"
         )
 
 

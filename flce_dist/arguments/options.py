@@ -27,9 +27,9 @@ class Range(NamedTuple):
 
 
 _LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
-FINITE = Range("that is finite in fp32", lambda x: abs(x) <= _LARGEST)
 NOT_ZERO = Range("that is finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
 POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
+NOT_NEGATIVE = Range("that is finite in fp32 and not negative", lambda x: 0.0 <= x <= _LARGEST)
 UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
 INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
 FIRST_TWO = Range("that is 0 or 1", lambda x: 0 <= x <= 1)
@@ -47,7 +47,7 @@ class LossOptions:
     reduction: Reduction = "mean"
     ignore_index: Annotated[int, INT64] = -100
     label_smoothing: Annotated[float, UNIT] = 0.0
-    z_loss_weight: Annotated[float, FINITE] = 0.0
+    z_loss_weight: Annotated[float, NOT_NEGATIVE] = 0.0
     softcap: Annotated[float | None, POSITIVE] = None
     logit_scale: Annotated[float, NOT_ZERO] = 1.0
     vocab_size: Annotated[int | None, COUNT] = None

@@ -171,7 +171,7 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
     places, n_counted, inverse = None, None, operands.inverse_temperature
     P = collectives.group_size(call.tp_group)
-    checks.check_labels(labels, token_weight, call.vocab_size, options, P=P)
+    checks.check_labels(labels, token_weight, inverse, call.vocab_size, options, P=P)
     if inverse is None and not options.partitions:
         return operands
     if options.partitions:

@@ -132,7 +132,7 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
         raise
     operands = operands._replace(labels=found, offsets=cuts)
     check_alike("linear_logprob", call, operands)
-    check_ids(found, cuts, call.vocab_size)
+    check_ids(found, cuts, operands.inverse_temperature, call.vocab_size)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     if len(shape) != 1:  # a view is a node of the graph, too

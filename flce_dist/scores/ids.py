@@ -47,10 +47,11 @@ def ids_in_order(
     return ids.long().contiguous(), offsets.long().contiguous()
 
 
-def check_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> None:
-    """Check the values of ids and offsets in order.
+def check_ids(ids: Tensor, offsets: Tensor, inverse: Tensor | None, vocab_size: int) -> None:
+    """Check the values of ids and offsets in order, and the temperatures of tokens with ids.
 
-    On a GPU, for which the host must not wait, offsets are asserted here, ids by ``set_scores``.
+    On a GPU, for which the host must not wait, offsets are asserted here, ids by ``set_scores`` and
+    temperatures by ``logits_at_ids``.
     """
     if ids.is_cuda:
         torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
@@ -64,3 +65,7 @@ def check_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> None:
         )
     if not are_cut(ids, offsets):
         raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {offsets}")
+    if inverse is not None:
+        named = (ids.view(-1) >= 0).cumsum(0)
+        upto = torch.cat((named.new_zeros(1), named))[offsets]
+        checks.check_temperatures(inverse, upto.diff() > 0)

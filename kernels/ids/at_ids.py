@@ -66,7 +66,10 @@ def _logits_at_ids_kernel(
     if softcap is not None:
         z = softcap_tanh(z, softcap)
     if inverse_temperature_ptr is not None:
-        z *= tl.load(inverse_temperature_ptr + token, mask=is_here, other=1.0)
+        counts = (n < entries) & (id != ignore_index)
+        inverse = tl.load(inverse_temperature_ptr + token, mask=counts, other=1.0)
+        tl.device_assert(inverse == inverse, "temperature must be above 0")
+        z *= inverse
     tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < entries)
 
 
