@@ -58,6 +58,10 @@ class LinearCrossEntropy(VocabShard):
     one P and load with another. ``load_state_dict`` accepts such DTensors, this rank's rows, or
     whole parameters. ``copy.deepcopy`` shares the group.
 
+    So does ``state_dict`` of a ``torch.optim.Optimizer`` of its parameters, from the first step on:
+    moments are saved with one P and loaded with another, too. A state that is neither a number nor
+    of its parameter's shape, such as Adafactor's, is refused there.
+
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
     call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``. Deep-copy the

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flce_dist import optimizer_state
 from flce_dist.arguments import checks, dtensor
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -52,6 +53,8 @@ class VocabShard(nn.Module):
         self.weight = nn.Parameter(torch.empty(V, self.hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(V, device=device, dtype=dtype)) if bias else None
         self._mark_parameters()
+        if tp_group is not None:
+            optimizer_state.watch(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -97,6 +100,8 @@ class VocabShard(nn.Module):
         copied = memo[id(self)] = self.__new__(type(self))
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied._mark_parameters()
+        if copied.tp_group is not None:
+            optimizer_state.watch(copied)
         return copied
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -112,11 +117,11 @@ class VocabShard(nn.Module):
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self.named_parameters(recurse=False):
             if (value := state_dict.get(prefix + name)) is not None:
-                state_dict[prefix + name] = self._own_part(value, parameter)
+                state_dict[prefix + name] = self.own_part(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *args, **more)
         self._mark_parameters()
 
-    def _own_part(self, value: Any, parameter: nn.Parameter) -> Any:
+    def own_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
         _, place = dtensor.local_part(parameter)
         rows, *rest = place
