@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,28 +10,15 @@ from torch import Tensor
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.dtensor import localized
-from flce_dist.arguments.options import ExtraSchedule, Impl, Reduction, Schedule, keywords_of
+from flce_dist.arguments.options import Impl, Reduction, ScheduleOption, keywords_of
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
-from flce_dist.core.call import Call, Operands, extra_schedule
+from flce_dist.core.call import Call, LossWithMetrics, Operands
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-class LossWithMetrics(NamedTuple):
-    """The loss, and metrics of each token (labels' shape) from the same pass over the logits.
-
-    Values are the same on every rank of the tensor-parallel group; 0 and False for ignored tokens.
-    """
-
-    loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction
-    lse: Tensor  # log-sum-exp of the logits, fp32, differentiable
-    logprob: Tensor  # log-probability of the label, fp32, differentiable
-    entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
-    correct: Tensor  # bool: no logit is larger than the label's
 
 
 def linear_cross_entropy(
@@ -57,7 +44,7 @@ def linear_cross_entropy(
     reduce_in_fp32: bool = False,
     tp_invariant: bool = False,
     accumulate_dweight: bool = False,
-    schedule: Schedule | ExtraSchedule = "auto",
+    schedule: ScheduleOption = "auto",
     max_logits_bytes: int | None = None,
     max_counted: int | None = None,
     skip_ignored: bool = False,
@@ -212,9 +199,9 @@ def linear_cross_entropy_with_metrics(
     )
     each = tempered(temperature, labels)
     arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
-    extra = extra_schedule(chosen.schedule)
-    result = LossWithMetrics if extra is None else extra.FilteredLossWithMetrics
-    return result(*apply("linear_cross_entropy_with_metrics", arguments))
+    schedule = chosen.schedule
+    results = LossWithMetrics if isinstance(schedule, str) else schedule.results
+    return results(*apply("linear_cross_entropy_with_metrics", arguments))
 
 
 def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.reference import reference_linear_cross_entropy
 from tests.outcomes import Outcome, Results, entropy_rounding, misses
 
@@ -171,7 +171,7 @@ def compare(actual: Results, inputs: Inputs, upstream: Upstream, **options: Any)
 
 # --- grids and decorators
 
-SCHEDULES: list[Schedule] = ["recompute", "cached", "in_forward"]
+SCHEDULES: list[ScheduleName] = ["recompute", "cached", "in_forward"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Case = TypeVar("Case", bound=tuple[Any, ...])
 

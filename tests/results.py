@@ -29,7 +29,7 @@ from typing import Any, TextIO, get_args
 import torch
 import yaml
 
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.launch.verify.__main__ import DTYPES
 from flce_dist.launch.verify.report import share_of_budget
 from flce_dist.launch.write import write_json
@@ -132,7 +132,9 @@ def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
         if program == "verify":
             ways = [
                 ["--dtypes", dtype, "--schedules", schedule, "--output", f"{out / name}-{i}.json"]
-                for i, (dtype, schedule) in enumerate(itertools.product(DTYPES, get_args(Schedule)))
+                for i, (dtype, schedule) in enumerate(
+                    itertools.product(DTYPES, get_args(ScheduleName))
+                )
             ]
         found[name] = [[*start, "-m", f"flce_dist.launch.{program}", *rest, *way] for way in ways]
     return found

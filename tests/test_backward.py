@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flce_dist import plan
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.kernels.interface import kernels_of
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import both
@@ -18,7 +18,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 BUDGET = T * 4 * 160  # of 254 columns; windows are of 32
 OPTIONS = ("label_smoothing", 0.1), ("z_loss_weight", 1e-2), ("logit_scale", 0.5)
 
-CASES: dict[str, tuple[Schedule, int | None, torch.dtype]] = {
+CASES: dict[str, tuple[ScheduleName, int | None, torch.dtype]] = {
     "recompute": ("recompute", None, torch.float32),
     "recompute fp16": ("recompute", None, FP16),
     "cached bf16": ("cached", None, BF16),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from tests.outcomes import Outcome
 from tests.problems import Inputs, Upstream, make_inputs, run_reference
 
@@ -18,7 +18,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_cuda = pytest.mark.parametrize("device", [CUDA])
 each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 
-EVERY_SCHEDULE: list[Schedule] = ["recompute", "cached", "in_forward", "auto"]
+EVERY_SCHEDULE: list[ScheduleName] = ["recompute", "cached", "in_forward", "auto"]
 every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 
 # T, V, H of small problems; V is more than the widest window of columns.
@@ -33,7 +33,7 @@ def inputs_on(device: str, T: int, V: int, H: int, dtype: torch.dtype, **kwargs:
     return make_inputs(T, V, H, dtype, **kwargs).to(torch.device(device))
 
 
-def options_of(schedule: Schedule, inputs: Inputs) -> dict[str, Any]:
+def options_of(schedule: ScheduleName, inputs: Inputs) -> dict[str, Any]:
     """Keywords of a schedule; of ``auto`` a budget for half of the columns."""
     T, V, itemsize = len(inputs.labels), len(inputs.weight), max(2, inputs.dtype.itemsize)
     if schedule != "auto":

@@ -43,11 +43,11 @@ OTHERS = {folder: {"torch"} for folder in MAY} | {
     },
 }  # fmt: skip
 LAZILY = {  # inside functions and for type checkers
+    "flce_dist/arguments/options.py": {"core"},
     "flce_dist/compat/trl.py": {"trl"},
     "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
-    "flce_dist/core/call.py": {"filtered"},
     "flce_dist/arguments/checks.py": {"triton"},
     "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find
 }

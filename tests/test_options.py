@@ -54,7 +54,7 @@ def options_of_megatron(**options: Any) -> LossOptions:
     model: Any = nn.Module()
     model.output_layer = Layer(4, 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plug_in, "checked_class", lambda *args: Layer)
+        patch.setattr(plug_in, "replacement_of", lambda *args: Layer)
         use_linear_cross_entropy(model, **options)
     return LossOptions(**model.output_layer.loss_keywords)
 

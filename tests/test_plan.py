@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.parallel.vocab import real_rows, vocab_range
 from flce_dist.schedules.choose import Plan, plan
 from flce_dist.schedules.in_forward import InForward
@@ -28,7 +28,7 @@ hidden_sizes = st.one_of(st.just(0), st.integers(1, 20_000))  # 0: there is no d
 
 
 def make(
-    T: int = 8192, V: int = 128256, itemsize: int = 2, schedule: Schedule = "auto",
+    T: int = 8192, V: int = 128256, itemsize: int = 2, schedule: ScheduleName = "auto",
     max_logits_bytes: int | None = None, *, H: int = 0, **facts: Any,
 ) -> Plan:  # fmt: skip
     """A plan; with ``H`` > 0 dweight [V, H] may lend its memory."""

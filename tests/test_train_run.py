@@ -255,7 +255,7 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path
     # The differences of the filtered head are its approximation; exact gradients have none.
     heads = json.loads((tmp_path / "resumed" / "compare.json").read_text())["heads"]
     filtered, exact, _ = heads
-    assert filtered == "ours: filtered:0.001953125" and exact.startswith("ours: recompute, ")
+    assert filtered == "ours: Filter(eps=0.001953125)" and exact.startswith("ours: recompute, ")
     for head in heads.values():
         assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
         assert head["peak_mib"] > 0

@@ -32,7 +32,7 @@ FILES = (
     "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
     "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
     "rescue", "compiled", "torch_private", "counted", "skip_ignored", "scores",
-    "scores_on_ranks", "data_parallel", "data_parallel_training", "replay",
+    "scores_on_ranks", "data_parallel", "data_parallel_training", "frozen",
     "parallel_style",
 )  # fmt: skip
 HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import COUNT, DECLARED, Declared, LossOptions
-from flce_dist.core.call import extra_schedule
 from flce_dist.kernels.rows.counted_tokens import counts
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
@@ -37,10 +36,11 @@ def _checked_once(*_: type, **given: Any) -> LossOptions:
 
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
-    given, extra = vars(options), extra_schedule(options.schedule)
-    declarations = {k: x for k, x in DECLARED.items() if extra is None or k != "schedule"}
+    given, schedule = vars(options), options.schedule
+    is_object = hasattr(schedule, "sized")
+    declarations = {k: x for k, x in DECLARED.items() if k != "schedule" or not is_object}
     checked = {name: checked_value(name, given[name], x) for name, x in declarations.items()}
-    options = LossOptions(**{"schedule": options.schedule, **checked})
+    options = LossOptions(**{"schedule": schedule, **checked})
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but "
@@ -56,8 +56,8 @@ def check_options(options: LossOptions) -> LossOptions:
             f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
             "needs the logits; use schedule='recompute'"
         )
-    if extra is not None:
-        extra.refuse(options)
+    if not isinstance(options.schedule, str):
+        options.schedule.refuse(options)
     return options
 
 

@@ -5,18 +5,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 Reduction = Literal["none", "sum", "mean"]
-Schedule = Literal["auto", "recompute", "cached", "in_forward"]
+ScheduleName = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
 Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
 
+if TYPE_CHECKING:
+    from flce_dist.core.call import UnsizedSchedule
+
+ScheduleOption = Union[ScheduleName, "UnsizedSchedule"]
+"""A name, or an object such as ``flce_dist.filtered.schedule`` returns."""
+
 OWN_SUM: Any = "own"
 """A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
-
-ExtraSchedule = NewType("ExtraSchedule", str)
-"""A schedule outside the core, with its arguments, as ``flce_dist.filtered.schedule`` returns."""
 
 
 class Range(NamedTuple):
@@ -58,7 +61,7 @@ class LossOptions:
     reduce_in_fp32: bool = False
     tp_invariant: bool = False
     accumulate_dweight: bool = False
-    schedule: Schedule | ExtraSchedule = "auto"
+    schedule: ScheduleOption = "auto"
     max_logits_bytes: Annotated[int | None, COUNT] = None
     max_counted: Annotated[int | None, COUNT] = None
     skip_ignored: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import POSITIVE, Declared, LossOptions
-from flce_dist.core.call import Call, Needs, Operands, Schedule, extra_schedule
+from flce_dist.core.call import Call, Needs, Operands, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
@@ -179,8 +179,8 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
             labels, token_weight, call.T, ignore_index=options.ignore_index
         )
         inverse = None if inverse is None else inverse[places]
-        if not options.skip_ignored or extra_schedule(options.schedule) is not None:
-            n_counted = None  # an extra schedule takes the order alone
+        if not (options.skip_ignored and call.schedule.skips_ignored):
+            n_counted = None  # the order alone is of use
     if inverse is not None:
         inverse = inverse.where(labels != options.ignore_index, 1.0)
     return Operands(*operands[:3], labels, token_weight, places, inverse, n_counted=n_counted)
@@ -265,8 +265,7 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    extra = extra_schedule(options.schedule)
-    schedule: Any = options.schedule if extra is None else "recompute"
+    schedule = options.schedule if isinstance(options.schedule, str) else "recompute"
     frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
     if schedule == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
         raise NotImplementedError(
@@ -285,6 +284,6 @@ def _plan(
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         frozen=frozen and not converts,
     )
-    if extra is not None and (any(needs) or options.with_metrics):
-        chosen = extra.planned(options.schedule, chosen)
+    if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
+        return options.schedule.sized(chosen)
     return chosen

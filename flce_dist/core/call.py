@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -26,7 +25,7 @@ Results = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V]."""
 
 Outputs = tuple[Tensor | None, ...]
-"""``Metrics`` and, behind them, scalars that only an ``ExtraSchedule`` has."""
+"""``Metrics`` and, behind them, scalars of the schedule's own."""
 
 Saved = tuple[Any, ...]
 """What backward needs from forward besides the operands: tensors or None, by each schedule."""
@@ -94,15 +93,32 @@ class Metrics(NamedTuple):
     correct: Tensor | None = None
 
 
+class LossWithMetrics(NamedTuple):
+    """The loss, and metrics of each token (labels' shape) from the same pass over the logits.
+
+    Values are the same on every rank of the tensor-parallel group; 0 and False for ignored tokens.
+    """
+
+    loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction
+    lse: Tensor  # log-sum-exp of the logits, fp32, differentiable
+    logprob: Tensor  # log-probability of the label, fp32, differentiable
+    entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
+    correct: Tensor  # bool: no logit is larger than the label's
+
+
 class Schedule(Protocol):
     """One way to get the probabilities that backward needs.
 
     A schedule is a frozen dataclass whose fields are its sizes, planned from facts that all ranks
-    share. It holds no tensors: it is cached, and compared between ranks.
+    share. It holds no tensors: it is cached, and compared between ranks by its repr.
     """
 
     keeps_operands: ClassVar[bool]
     """Whether backward needs the operands again; they are then saved with the rest."""
+    skips_ignored: ClassVar[bool]
+    """Whether it leaves out tokens behind those that count, as ``skip_ignored`` asks."""
+    of_loss_only: ClassVar[bool]
+    """Whether gradients of metrics are refused."""
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         """Return the loss, the metrics in the caller's order, and what backward needs."""
@@ -114,13 +130,17 @@ class Schedule(Protocol):
         """Return the gradients that the call needs."""
 
 
-def extra_schedule(schedule: object) -> ModuleType | None:
-    """Return the module of an ``ExtraSchedule``, None for the core's: the one place that knows."""
-    if not isinstance(schedule, str) or not schedule.startswith("filtered:"):
-        return None
-    from flce_dist.filtered import gradients
+class UnsizedSchedule(Protocol):
+    """What a caller may pass as ``schedule`` beside a name: hashable, and equal on all ranks."""
 
-    return gradients
+    results: ClassVar[type[Any]]
+    """``LossWithMetrics``, or a type that begins with its fields."""
+
+    def refuse(self, options: LossOptions) -> None:
+        """Raise NotImplementedError if the schedule does not support these options."""
+
+    def sized(self, recompute: Any) -> Schedule:
+        """Return the schedule of a call for which ``recompute`` is what recomputing would take."""
 
 
 @dataclass(frozen=True)

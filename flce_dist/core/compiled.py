@@ -1,5 +1,6 @@
 """The op as torch.compile sees it: two opaque operators with fakes and a gradient."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from flce_dist.arguments.options import DECLARED, Declared, LossOptions
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
-from flce_dist.core.call import Call, Metrics, Operands, Results, Upstream, extra_schedule
+from flce_dist.core.call import (
+    Call,
+    LossWithMetrics,
+    Operands,
+    Results,
+    UnsizedSchedule,
+    Upstream,
+)
 
 _OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
@@ -42,7 +50,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             "accumulate_dweight=True is not supported under torch.compile, whose operators must "
             "not change their inputs; exclude the call by torch.compiler.disable"
         )
-    of_loss_only = options.schedule == "in_forward" or extra_schedule(options.schedule) is not None
+    of_loss_only = options.schedule not in ("auto", "recompute", "cached")
     if options.with_metrics and of_loss_only and any(needs):
         # Compiled code passes zeros for upstream gradients that do not exist.
         raise NotImplementedError(
@@ -50,26 +58,48 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
             "exclude the call by torch.compiler.disable"
         )
+    values = {name: getattr(options, name) for name in DECLARED}
+    if not isinstance(options.schedule, str):
+        values["schedule"] = _name_of(options.schedule)
     outputs = torch.ops.flce_dist.forward(
         *arguments[:_TENSORS],
-        *(getattr(options, name) for name in DECLARED),
+        *values.values(),
         None if tp_group is None else tp_group.group_name,
         needs,
     )
     return tuple(outputs[: 1 + _metrics(options)])
 
 
+_schedules: dict[str, UnsizedSchedule] = {}
+"""Schedules that are objects, by the names that operators get."""
+
+
+@torch.compiler.assume_constant_result
+def _name_of(schedule: UnsizedSchedule) -> str:
+    _schedules[repr(schedule)] = schedule
+    return repr(schedule)
+
+
+def _options_of(values: Sequence[Any]) -> LossOptions:
+    """Return the options that an operator was given."""
+    named = dict(zip(DECLARED, values, strict=True))
+    named["schedule"] = _schedules.get(named["schedule"], named["schedule"])
+    if named["vocab_range"] is not None:
+        named["vocab_range"] = tuple(named["vocab_range"])
+    return LossOptions(**named)
+
+
 def _metrics(options: LossOptions) -> int:
     """Return how many outputs follow the loss."""
-    extra = extra_schedule(options.schedule)
-    return len(Metrics._fields if extra is None else extra.METRICS) if options.with_metrics else 0
+    schedule = options.schedule
+    results = LossWithMetrics if isinstance(schedule, str) else schedule.results
+    return len(results._fields) - 1 if options.with_metrics else 0
 
 
 def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
-    *given, group_name, needs = inputs[_TENSORS:]
-    given = [tuple(x) if isinstance(x, list) else x for x in given]  # a range of rows
+    *values, group_name, needs = inputs[_TENSORS:]
     group = None if group_name is None else torch_private.group_named(group_name)
-    arguments: Any = (*inputs[:_TENSORS], LossOptions(*given), group)
+    arguments: Any = (*inputs[:_TENSORS], _options_of(values), group)
     # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
     return prepare(Arguments(*arguments), needs, auto_in_forward=False)
 
@@ -102,7 +132,7 @@ def _(*inputs):
     outputs = [new(of_tokens if call.options.reduction == "none" else one)]
     if call.options.with_metrics:
         outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
-        outputs += [new(one) for _ in range(_metrics(call.options) - len(Metrics._fields))]
+        outputs += [new(one) for _ in range(_metrics(call.options) - 4)]  # of the schedule
     if not any(call.needs):
         return outputs
     return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
@@ -142,13 +172,13 @@ def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
 def _setup_context(ctx, inputs, output):
     operands, ctx.spec = inputs[:_TENSORS], inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
-    saved = output[1 + _metrics(LossOptions(*ctx.spec[:-2])) :]
+    saved = output[1 + _metrics(_options_of(ctx.spec[:-2])) :]
     ctx.save_for_backward(*operands, *saved)
 
 
 def _differentiate(ctx, grads):
     operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
-    needs, with_metrics = ctx.spec[-1], LossOptions(*ctx.spec[:-2]).with_metrics
+    needs, with_metrics = ctx.spec[-1], _options_of(ctx.spec[:-2]).with_metrics
     upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
     if all(g is None for g in upstream):
         return (None,) * (_TENSORS + len(ctx.spec))

@@ -5,15 +5,15 @@ Forward decides which tiles are kept, and saves each token's probability in the 
 over its rows. T = tokens of the group, V = real rows here.
 """
 
-import math
 from dataclasses import dataclass
+from numbers import Real
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce_dist.arguments.options import ExtraSchedule, LossOptions
+from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
@@ -49,10 +49,8 @@ class FilteredLossWithMetrics(NamedTuple):
     rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
-METRICS = FilteredLossWithMetrics._fields[1:]
-
-
-def schedule(eps: float) -> ExtraSchedule:
+@torch.compiler.assume_constant_result  # compiled code may make one, too
+def schedule(eps: float) -> "Filter":
     """Return the value of ``schedule`` that approximates the gradients, not the loss; experimental.
 
     Of tiles of 128 tokens by 256 vocabulary rows without a label or a probability of ``eps`` or
@@ -61,38 +59,34 @@ def schedule(eps: float) -> ExtraSchedule:
     [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
     Excludes softcap, tp_invariant and gradients of metrics.
     """
-    name = f"filtered:{eps}"
-    _eps_of(name)
-    return ExtraSchedule(name)
+    is_number = isinstance(eps, Real) and not isinstance(eps, bool)
+    if not is_number or not 0.0 <= eps < 1.0:
+        raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {eps!r}")
+    return Filter(float(eps))
 
 
-def _eps_of(name: str) -> float:
-    text = name.partition(":")[2]
-    try:
-        eps = float(text)
-    except ValueError:
-        eps = math.nan
-    if not 0.0 <= eps < 1.0:
-        raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {text}")
-    return eps
+@dataclass(frozen=True)
+class Filter:
+    """What ``schedule`` of a call may be: filtered gradients, before the call's sizes are known."""
 
+    eps: float
 
-def refuse(options: LossOptions) -> None:
-    _eps_of(options.schedule)
-    if options.softcap is not None:
-        raise NotImplementedError(
-            "filtered.schedule needs softcap=None, since a softcap's slope differs between the "
-            f"columns of a tile, got softcap={options.softcap}"
-        )
-    if options.tp_invariant:
-        raise NotImplementedError(
-            "filtered.schedule needs tp_invariant=False, since tiles are counted from the first "
-            "row of each rank, got tp_invariant=True"
-        )
+    results: ClassVar[type[Any]] = FilteredLossWithMetrics
 
+    def refuse(self, options: LossOptions) -> None:
+        if options.softcap is not None:
+            raise NotImplementedError(
+                "filtered.schedule needs softcap=None, since a softcap's slope differs between the "
+                f"columns of a tile, got softcap={options.softcap}"
+            )
+        if options.tp_invariant:
+            raise NotImplementedError(
+                "filtered.schedule needs tp_invariant=False, since tiles are counted from the "
+                "first row of each rank, got tp_invariant=True"
+            )
 
-def planned(name: str, recompute: Windows) -> "Filtered":
-    return Filtered(_eps_of(name), recompute)
+    def sized(self, recompute: Windows) -> "Filtered":
+        return Filtered(self.eps, recompute)
 
 
 @dataclass(frozen=True)
@@ -109,6 +103,8 @@ class Filtered:
     recompute: Windows
 
     keeps_operands: ClassVar[bool] = True
+    skips_ignored: ClassVar[bool] = False
+    of_loss_only: ClassVar[bool] = True
 
     @property
     def _is_exact(self) -> bool:

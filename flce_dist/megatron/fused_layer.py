@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.core.call import extra_schedule
 from flce_dist.scores import TokenScores
 
 
@@ -52,12 +51,12 @@ class FusedLayer:
         """Return the loss of ``labels`` [s, b], by default as [s, b] fp32, and what was correct.
 
         That is [s, b] bool in training with multi-token prediction, which counts it, or with
-        metrics; else None. For an ``ExtraSchedule``, whose blocks of tokens should be of one
+        metrics; else None. For a filtered schedule, whose blocks of tokens should be of one
         sequence each, ``hidden`` is copied into that order.
         """
         keywords = {**self.loss_keywords, **changes, **self.keywords_for(weight, scale)}
         ranks = 0  # whose tokens are put into another order
-        if extra_schedule(keywords["schedule"]) is not None:
+        if not isinstance(keywords["schedule"], str):
             ranks = self.tp_group.size() if self.sequence_parallel else 1
         hidden, labels = _by_sequence(hidden, min(ranks, 1)), _by_sequence(labels, ranks)
         counts_correct = self.training and bool(getattr(self.config, "mtp_num_layers", None))

@@ -6,7 +6,7 @@ T = tokens, V = rows of the largest even shard.
 
 from typing import NamedTuple
 
-from flce_dist.arguments.options import Schedule
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.schedules.in_forward import InForward, LentWindows
 from flce_dist.schedules.windows import Windows
 
@@ -29,7 +29,7 @@ Plan = Windows | InForward
 
 
 def plan(
-    *, T: int, V: int, itemsize: int, schedule: Schedule, max_logits_bytes: int | None,
+    *, T: int, V: int, itemsize: int, schedule: ScheduleName, max_logits_bytes: int | None,
     expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
     reduces: bool = False, frozen: bool = False,
 ) -> Plan:  # fmt: skip

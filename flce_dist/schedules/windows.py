@@ -37,6 +37,8 @@ class Sizes:
     limit: int | None  # the budget
     converts: bool  # whether cached columns need a window, too
 
+    skips_ignored: ClassVar[bool] = True
+
     def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
         """Columns that a rank of ``V`` rows caches: the plan's, or what the limit allows."""
         planned = V if self.cached_v >= self.V else min(self.cached_v, V)
@@ -61,6 +63,7 @@ class Windows(Sizes):
     """
 
     keeps_operands: ClassVar[bool] = True
+    of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         one, tokens = Pass(call, operands), (0, call.T)

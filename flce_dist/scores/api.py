@@ -15,7 +15,6 @@ from flce_dist.arguments.options import DECLARED, LossOptions, Over, declared, k
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.autograd import differentiable, refuse_transforms
-from flce_dist.core.call import extra_schedule
 from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.schedule import Scores
@@ -99,7 +98,7 @@ def linear_logprob(
 
 
 def _check_schedule(over: Over, options: LossOptions) -> None:
-    if extra_schedule(options.schedule) is not None or options.schedule == "in_forward":
+    if options.schedule not in ("auto", "recompute", "cached"):
         raise NotImplementedError(
             "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
             f"scores come one for each id, got schedule={options.schedule!r}"

@@ -61,6 +61,8 @@ class Scores:
     windows: Windows  # what the loss would take
 
     keeps_operands: ClassVar[bool] = True
+    skips_ignored: ClassVar[bool] = True
+    of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         assert operands.offsets is not None

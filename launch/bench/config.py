@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flce_dist.arguments.options import COUNT, POSITIVE, UNIT, Schedule
+from flce_dist.arguments.options import COUNT, POSITIVE, UNIT, ScheduleName
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.yaml_config import (
@@ -33,7 +33,7 @@ class RunSpec:
 
     impl: str = "triton"
     """triton or eager (ours), a floor of floors.py or a peer of peers.py."""
-    schedule: Schedule = "auto"
+    schedule: ScheduleName = "auto"
     """Of ours; peers and floors have none."""
     max_logits_bytes: Annotated[int | None, COUNT] = None
     mode: Mode = "forward_backward"

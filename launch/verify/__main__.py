@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from flce_dist.arguments.options import Impl, Schedule
+from flce_dist.arguments.options import Impl, ScheduleName
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import (
     Group,
@@ -56,7 +56,7 @@ class Settings:
     """Triples of tokens, hidden size and vocabulary, over all ranks; tokens and vocabulary are
     rounded up to multiples of the ranks. By default chosen by device. Cases with filter_eps, which
     belong to recompute, have a shape of their own beside them."""
-    schedules: tuple[Schedule, ...] = ("recompute", "cached", "in_forward", "auto")
+    schedules: tuple[ScheduleName, ...] = ("recompute", "cached", "in_forward", "auto")
     impl: Impl | None = None
     """By default what linear_cross_entropy chooses on this device."""
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist import plan
-from flce_dist.arguments.options import Over, Reduction, Schedule
+from flce_dist.arguments.options import Over, Reduction, ScheduleName
 
 METRICS = ("lse", "logprob", "entropy")
 FILTER_EPS = 0.08
@@ -54,7 +54,7 @@ class Case:
     """One way to compute a variant."""
 
     variant: Variant
-    schedule: Schedule
+    schedule: ScheduleName
     sequence_parallel: bool
     max_logits_bytes: int | None = None  # if given, a budget that not all columns fit into
     filter_eps: float | None = None
@@ -163,7 +163,7 @@ def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
 
 
 def cases(
-    variant: Variant, schedules: tuple[Schedule, ...], P: int, part_cached: int | None
+    variant: Variant, schedules: tuple[ScheduleName, ...], P: int, part_cached: int | None
 ) -> Iterator[Case]:
     """Yield every supported way to compute ``variant`` on P ranks.
 
