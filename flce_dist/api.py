@@ -157,36 +157,56 @@ def linear_cross_entropy(
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
-    chosen = checks.checked_options(
-        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight, softcap=softcap, logit_scale=logit_scale,
-        vocab_size=vocab_size, vocab_range=vocab_range, sequence_parallel=sequence_parallel,
-        sequence_dim=sequence_dim, reduce_dhidden=reduce_dhidden, reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant, accumulate_dweight=accumulate_dweight, schedule=schedule,
-        max_logits_bytes=max_logits_bytes, max_counted=max_counted, skip_ignored=skip_ignored,
+    checked = checks.checked_options(
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        vocab_range=vocab_range,
+        sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim,
+        reduce_dhidden=reduce_dhidden,
+        reduce_in_fp32=reduce_in_fp32,
+        tp_invariant=tp_invariant,
+        accumulate_dweight=accumulate_dweight,
+        schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+        max_counted=max_counted,
+        skip_ignored=skip_ignored,
         impl=impl,
-    )  # fmt: skip
-    each = tempered(temperature, labels)
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
+    )
+    temperatures = tempered(temperature, labels)
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight, temperatures, checked, tp_group
+    )
     return apply("linear_cross_entropy", arguments)[0]
 
 
 def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Show the signature of ``function``, to readers and type checkers."""
 
-    def sign(other: Any) -> Any:
-        other.__signature__ = inspect.signature(function)
-        return other
+    def sign(function_to_sign: Any) -> Any:
+        function_to_sign.__signature__ = inspect.signature(function)
+        return function_to_sign
 
     return sign
 
 
 @_signed_like(linear_cross_entropy)
 def linear_cross_entropy_with_metrics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None,
-    token_weight: Tensor | None = None, temperature: float | Tensor = 1.0,
-    tp_group: dist.ProcessGroup | None = None, **options: Any,
-) -> LossWithMetrics:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> LossWithMetrics:
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
     Metrics use the logits after softcap and temperature, without label smoothing, z-loss and token
@@ -194,12 +214,14 @@ def linear_cross_entropy_with_metrics(
     again, even cached columns; with schedule="in_forward" it raises. With
     ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
-    chosen = checks.checked_options(
+    checked = checks.checked_options(
         **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
     )
-    each = tempered(temperature, labels)
-    arguments = Arguments(hidden, weight, labels, bias, token_weight, each, chosen, tp_group)
-    schedule = chosen.schedule
+    temperatures = tempered(temperature, labels)
+    arguments = Arguments(
+        hidden, weight, labels, bias, token_weight, temperatures, checked, tp_group
+    )
+    schedule = checked.schedule
     results = LossWithMetrics if isinstance(schedule, str) else schedule.results
     return results(*apply("linear_cross_entropy_with_metrics", arguments))
 
@@ -214,9 +236,9 @@ def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:
         results = compiled.apply(given, needs)
     else:
         given, call, operands = _prepared_alike(function, arguments)
-        found = differentiable(call, counted_operands(call, operands), weight)
+        flat = differentiable(call, counted_operands(call, operands), weight)
         shape = given.labels.shape
-        results = tuple(x.reshape(shape) if x.dim() else x for x in found if x is not None)
+        results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
     if given.options is arguments.options:  # else dimensions have been exchanged
         return results
     return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)

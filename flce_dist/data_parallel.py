@@ -18,10 +18,17 @@ _FUNCTION = "data_parallel_linear_cross_entropy"
 
 
 def data_parallel_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, data_group: dist.ProcessGroup | None,
-    bias: Tensor | None = None, reduction: Reduction = "mean", token_weight: Tensor | None = None,
-    temperature: float | Tensor = 1.0, **options: Any,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    data_group: dist.ProcessGroup | None,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    **options: Any,
+) -> Tensor:
     """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
 
     Gathers hidden states, not the weight. Gradients are FSDP2's: that of this rank's loss, and for
@@ -38,10 +45,16 @@ def data_parallel_linear_cross_entropy(
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
     """
-    chosen = checks.checked_options(**keywords_of(
-        data_parallel_linear_cross_entropy, options, reduction=reduction, reduce_dhidden=True,
-        sequence_parallel=data_group is not None, sequence_dim=0,
-    ))  # fmt: skip
+    checked = checks.checked_options(
+        **keywords_of(
+            data_parallel_linear_cross_entropy,
+            options,
+            reduction=reduction,
+            reduce_dhidden=True,
+            sequence_parallel=data_group is not None,
+            sequence_dim=0,
+        )
+    )
     checks.check_group(data_group, False, "data_group")
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
     _check_tokens_alike(hidden, given, data_group)
@@ -51,7 +64,7 @@ def data_parallel_linear_cross_entropy(
             given[name] = collectives.gather_tokens(x.reshape(-1), data_group)
     given["temperature"] = tempered(given["temperature"], given["labels"])
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
-        counted = (given["labels"] != chosen.ignore_index).view(P, labels.numel())
+        counted = (given["labels"] != checked.ignore_index).view(P, labels.numel())
         weights = counted.double() if token_weight is None else given["token_weight"].double()
         weights = weights.view_as(counted).where(counted, 0.0)
         norms = weights.sum(1).where(weights.any(1), 1.0)
@@ -59,10 +72,10 @@ def data_parallel_linear_cross_entropy(
         most = norms.abs().where(norms.isfinite(), 0.0).amax()
         given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
     if reduction != "none":
-        chosen = replace(chosen, reduction=OWN_SUM)
+        checked = replace(checked, reduction=OWN_SUM)
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
-    call = Arguments(flat, weight, bias=bias, options=chosen, tp_group=data_group, **given)
+    call = Arguments(flat, weight, bias=bias, options=checked, tp_group=data_group, **given)
     (loss,) = apply(_FUNCTION, call)
     if loss.requires_grad:
         loss.register_hook(lambda dloss: _upstream_of_mean(dloss, data_group))

@@ -69,37 +69,56 @@ class LinearCrossEntropy(VocabShard):
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, bias: bool = False,
-        padded_vocab_size: int | None = None, tp_group: dist.ProcessGroup | None = None,
-        init_method: Callable[[Tensor], Any] = _normal, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        padded_vocab_size: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] = _normal,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
-        given = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
-        chosen = checks.checked_options(**given)
-        checks.check_group(tp_group, chosen.sequence_parallel)
+        keywords = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
+        checked = checks.checked_options(**keywords)
+        checks.check_group(tp_group, checked.sequence_parallel)
         super().__init__(
-            hidden_size, vocab_size, bias=bias, padded_vocab_size=padded_vocab_size,
-            tp_group=tp_group, init_method=init_method, device=device, dtype=dtype,
-        )  # fmt: skip
-        if chosen.tp_invariant:
+            hidden_size,
+            vocab_size,
+            bias=bias,
+            padded_vocab_size=padded_vocab_size,
+            tp_group=tp_group,
+            init_method=init_method,
+            device=device,
+            dtype=dtype,
+        )
+        if checked.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
-            checks.check_invariant(chosen.impl or "triton", shards)
-        self.options = replace(chosen, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
-        self.sequence_parallel = chosen.sequence_parallel
+            checks.check_invariant(checked.impl or "triton", shards)
+        self.options = replace(checked, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
+        self.sequence_parallel = checked.sequence_parallel
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None,
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
         arguments = self._arguments(labels, token_weight)
         return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
     def forward_with_metrics(
-        self, hidden: Tensor, labels: Tensor, token_weight: Tensor | None = None,
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
-    ) -> LossWithMetrics:  # fmt: skip
+    ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
         arguments = self._arguments(labels, token_weight)
         return linear_cross_entropy_with_metrics(hidden, temperature=temperature, **arguments)
@@ -141,12 +160,16 @@ class LinearCrossEntropy(VocabShard):
             f"rows=[{start}, {end}) of rank {self.rank}/{self.P}, bias={self.bias is not None}",
         ]
         options = {**vars(self.options), "vocab_size": None, "vocab_range": None}  # as shown above
-        given = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
-        return ", ".join(parts + [f"{name}={x!r}" for name, x in given.items()])
+        changed = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
+        return ", ".join(parts + [f"{name}={x!r}" for name, x in changed.items()])
 
     def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return dict(
-            weight=self.weight, labels=labels, bias=self.bias, token_weight=token_weight,
-            tp_group=self.tp_group, **options,
-        )  # fmt: skip
+            weight=self.weight,
+            labels=labels,
+            bias=self.bias,
+            token_weight=token_weight,
+            tp_group=self.tp_group,
+            **options,
+        )

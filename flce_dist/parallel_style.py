@@ -17,9 +17,12 @@ from flce_dist.arguments import checks
 from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
 
 _FIXED: dict[str, Any] = {
-    "sequence_parallel": False, "sequence_dim": 0, "vocab_range": None, "reduce_dhidden": True,
+    "sequence_parallel": False,
+    "sequence_dim": 0,
+    "vocab_range": None,
+    "reduce_dhidden": True,
     "accumulate_dweight": False,
-}  # fmt: skip
+}
 """Options that follow from placements, or need a plain weight."""
 
 
@@ -106,17 +109,26 @@ class LinearWithLoss(nn.Linear):
     options: LossOptions
 
     def forward(
-        self, input: Tensor, labels: Tensor | None = None, token_weight: Tensor | None = None,
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the loss of ``labels``, a plain tensor, the same on all ranks; else logits."""
         if labels is None:
             return self._logits(input)
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return linear_cross_entropy(
-            input, self.weight, labels, bias=self.bias, token_weight=token_weight,
-            temperature=temperature, tp_group=self.mesh.get_group(), **options,
-        )  # fmt: skip
+            input,
+            self.weight,
+            labels,
+            bias=self.bias,
+            token_weight=token_weight,
+            temperature=temperature,
+            tp_group=self.mesh.get_group(),
+            **options,
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of all tokens, [..., V_all] in hidden's dtype, with their gradient."""

@@ -12,10 +12,17 @@ from torch import Tensor
 
 
 def reference_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss_weight: float = 0.0,
-    token_weight: Tensor | None = None, **of_logits: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    token_weight: Tensor | None = None,
+    **of_logits: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
 
     ``of_logits``: bias, softcap, logit_scale, temperature and vocab_size. Logits [T, V_all] are
@@ -45,9 +52,14 @@ def reference_linear_cross_entropy(
 
 
 def reference_linear_logprob(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, offsets: Tensor | None = None,
-    over: str = "vocabulary", **of_logits: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    over: str = "vocabulary",
+    **of_logits: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(logprob, lse, other, entropy)``; arguments as ``linear_logprob``.
 
     With ``over="ids"`` other is -inf. Logits as in ``reference_linear_cross_entropy``.
@@ -77,10 +89,16 @@ def reference_linear_logprob(
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, counted: Tensor, *,
-    bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0, vocab_size: int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    counted: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
     """Return logits [..., V_all], computed in the dtype of hidden, in fp32 or fp64."""
     # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
     logits = hidden.where(counted[..., None], 0.0) @ weight[:vocab_size].T * logit_scale

@@ -31,10 +31,17 @@ class VocabShard(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, bias: bool, padded_vocab_size: int | None,
-        tp_group: dist.ProcessGroup | None, init_method: Callable[[Tensor], Any],
-        device: torch.device | str | None, dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool,
+        padded_vocab_size: int | None,
+        tp_group: dist.ProcessGroup | None,
+        init_method: Callable[[Tensor], Any],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         """Make the parameters and initialise them, unless on the meta device; collective."""
         super().__init__()
         padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size

@@ -102,9 +102,12 @@ def check_tensors(
 
 
 def check_tensor(
-    name: str, x: object, dtypes: tuple[torch.dtype, ...], like: Tensor | None = None,
+    name: str,
+    x: object,
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor | None = None,
     name_of_like: str = "hidden",
-) -> None:  # fmt: skip
+) -> None:
     """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -232,9 +235,14 @@ def check_impl(impl: str, hidden: Tensor) -> None:
 
 
 def check_labels(
-    labels: Tensor, token_weight: Tensor | None, inverse: Tensor | None, vocab_size: int,
-    options: LossOptions, *, P: int,
-) -> None:  # fmt: skip
+    labels: Tensor,
+    token_weight: Tensor | None,
+    inverse: Tensor | None,
+    vocab_size: int,
+    options: LossOptions,
+    *,
+    P: int,
+) -> None:
     """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
     Also their temperatures, of which ``inverse`` is NaN where they are not above 0. On a GPU, for

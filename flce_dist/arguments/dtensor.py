@@ -109,9 +109,13 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
 
 
 def local_of(
-    name: str, x: Any, expected: Placement, tp_group: dist.ProcessGroup | None, hint: str = "",
+    name: str,
+    x: Any,
+    expected: Placement,
+    tp_group: dist.ProcessGroup | None,
+    hint: str = "",
     gradient: Placement | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
 
     Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient

@@ -62,8 +62,8 @@ def sequence_first(arguments: Arguments) -> Arguments:
         return arguments
     _check_tensors(arguments)
     names = ("hidden", "labels", "token_weight", "temperature")
-    given = {name: getattr(arguments, name) for name in names}
-    turned = {name: x.transpose(0, 1) for name, x in given.items() if x is not None}
+    of_tokens = {name: getattr(arguments, name) for name in names}
+    turned = {name: x.transpose(0, 1) for name, x in of_tokens.items() if x is not None}
     return arguments._replace(**turned, options=replace(options, sequence_dim=0))
 
 
@@ -129,9 +129,12 @@ calls = RecentCalls()
 
 
 def prepare(
-    arguments: Arguments, needs: list[bool], *,
-    auto_in_forward: bool = True, scores: Callable[[Any], Schedule] | None = None,
-) -> tuple[Call, Operands]:  # fmt: skip
+    arguments: Arguments,
+    needs: list[bool],
+    *,
+    auto_in_forward: bool = True,
+    scores: Callable[[Any], Schedule] | None = None,
+) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
@@ -204,9 +207,11 @@ def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
 
 
 def _checked_call(
-    arguments: Arguments, needs: list[bool], auto_in_forward: bool,
+    arguments: Arguments,
+    needs: list[bool],
+    auto_in_forward: bool,
     scores: Callable[[Any], Schedule] | None,
-) -> Call:  # fmt: skip
+) -> Call:
     """Check the arguments, and decide everything about the call that their facts decide."""
     hidden, weight, labels, *_, options, tp_group = arguments
     P = _check_tensors(arguments)
@@ -216,9 +221,9 @@ def _checked_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    chosen = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
+    planned = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
-        chosen = scores(chosen)
+        planned = scores(planned)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -233,7 +238,7 @@ def _checked_call(
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
         needs=Needs(*needs),
-        schedule=chosen,
+        schedule=planned,
         impl=impl,
         kernels=kernels_of(impl),
         # One rank exchanges nothing.
@@ -264,7 +269,7 @@ def _plan(
         V = min(V, options.vocab_size)
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
-    known = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
+    is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     schedule = options.schedule if isinstance(options.schedule, str) else "recompute"
     frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
     if schedule == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
@@ -272,7 +277,7 @@ def _plan(
             "schedule='in_forward' with reduction='none' needs a weight and bias that need no "
             "gradient, and no metrics: use schedule='recompute' or 'cached'"
         )
-    chosen: Schedule = plan(
+    planned: Schedule = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
@@ -280,10 +285,12 @@ def _plan(
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
         converts=converts or hidden.dtype == torch.float16,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize)) if known and needs[1] else (0, 0),
+        dweight_row_bytes=(H * itemsize, H * max(4, itemsize))
+        if is_concrete and needs[1]
+        else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
         frozen=frozen and not converts,
     )
     if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
-        return options.schedule.sized(chosen)
-    return chosen
+        return options.schedule.sized(planned)
+    return planned

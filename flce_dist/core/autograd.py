@@ -26,14 +26,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call, operands, main_grad, given):
+    def forward(ctx, hidden, weight, bias, call, operands, main_grad, weight_ref):
         """``operands`` begin with these three tensors; the host takes time for each argument.
 
         ``given`` is a weak reference to the caller's weight, perhaps a DTensor or of another dtype.
         """
         loss, metrics, saved = run_forward(call, operands)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.main_grad, ctx.given, ctx.saved = call, main_grad, given, len(saved)
+        ctx.call = call
+        ctx.main_grad = main_grad
+        ctx.weight_ref = weight_ref
+        ctx.saved = len(saved)
         ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
         if not any(x is not None for x in metrics):
             return (loss,)
@@ -57,7 +60,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             )
         call = ctx.call
         if call.needs.weight:
-            check_not_resharded(ctx.given())
+            check_not_resharded(ctx.weight_ref())
         # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
         accumulates = call.needs.weight and call.options.accumulate_dweight
         if accumulates and not torch_private.is_wanted(ctx.next_functions[1][0]):
@@ -68,9 +71,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tensors = ctx.saved_tensors
             saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
             gradients = run_backward(
-                call, Operands(*operands) if operands else None, saved, of_outputs,
-                ctx.main_grad, is_last=not torch_private.keeps_graph(),
-            )  # fmt: skip
+                call,
+                Operands(*operands) if operands else None,
+                saved,
+                of_outputs,
+                ctx.main_grad,
+                is_last=not torch_private.keeps_graph(),
+            )
         return *gradients, None, None, None, None
 
 
@@ -78,8 +85,8 @@ def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tens
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
     accumulates = call.needs.weight and call.options.accumulate_dweight
     main_grad = captured(weight, call) if accumulates else None
-    given = weakref.ref(weight)
-    return LinearCrossEntropyFunction.apply(*operands[:3], call, operands, main_grad, given)
+    weight_ref = weakref.ref(weight)
+    return LinearCrossEntropyFunction.apply(*operands[:3], call, operands, main_grad, weight_ref)
 
 
 def refuse_transforms(name: str) -> None:
@@ -114,9 +121,14 @@ def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]
 
 
 def run_backward(
-    call: Call, operands: Operands | None, saved: Saved, upstream: Upstream,
-    main_grad: MainGrad | None, *, is_last: bool,
-) -> Results:  # fmt: skip
+    call: Call,
+    operands: Operands | None,
+    saved: Saved,
+    upstream: Upstream,
+    main_grad: MainGrad | None,
+    *,
+    is_last: bool,
+) -> Results:
     """Return the gradients of hidden, weight and bias, on the upstream gradients' device.
 
     With ``main_grad`` dweight is added to that.

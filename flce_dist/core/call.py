@@ -74,7 +74,7 @@ class Accumulator(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a schedule's ``backward`` is given."""
+    """What a schedule's ``backward`` is request."""
 
     call: Call
     operands: Operands | None  # None unless the schedule keeps them
@@ -126,7 +126,7 @@ class Schedule(Protocol):
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
 
-    def backward(self, given: Backward) -> Results:
+    def backward(self, request: Backward) -> Results:
         """Return the gradients that the call needs."""
 
 
@@ -173,10 +173,13 @@ class Call:
     def loss_terms(self) -> LossTerms:
         options = self.options
         return LossTerms(
-            label_smoothing=options.label_smoothing, z_loss_weight=options.z_loss_weight,
-            vocab_size=self.vocab_size, logit_scale=options.logit_scale, softcap=options.softcap,
+            label_smoothing=options.label_smoothing,
+            z_loss_weight=options.z_loss_weight,
+            vocab_size=self.vocab_size,
+            logit_scale=options.logit_scale,
+            softcap=options.softcap,
             ignore_index=options.ignore_index,
-        )  # fmt: skip
+        )
 
     def is_expressible(self, upstream: Upstream) -> bool:
         """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""

@@ -25,11 +25,15 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
 
 
 def row_gradient(
-    given: Backward, stats: TokenStats, norm: Tensor | None, *,
-    entropy: Tensor | None = None, from_lse: bool,
-) -> RowGradient:  # fmt: skip
+    request: Backward,
+    stats: TokenStats,
+    norm: Tensor | None,
+    *,
+    entropy: Tensor | None = None,
+    from_lse: bool,
+) -> RowGradient:
     """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
-    call, operands, upstream = given.call, given.operands, given.upstream
+    call, operands, upstream = request.call, request.operands, request.upstream
     assert operands is not None
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else chosen(g, operands.places) for g in upstream
@@ -82,7 +86,7 @@ class Gradients:
         call = self.call
         windows = split_columns(call, chunk)
         cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
-        others = windows[len(cached) :]
+        recomputed = windows[len(cached) :]
         # D from forward lacks the tokens' scales; D that is computed now can contain them.
         contains_scale = not cached and not call.is_from_lse
         rows = chunk.rows.folded() if contains_scale else chunk.rows
@@ -110,11 +114,11 @@ class Gradients:
 
         for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
             add_dhidden(start, end, d)
-        if not others and scratch is None:
+        if not recomputed and scratch is None:
             self.finish_dhidden(chunk, rows)
         for start, end, d in dlogits(call, chunk, rows, cached):
             add_parameters(start, end, d)
-        for start, end, d in dlogits(call, chunk, rows, others):
+        for start, end, d in dlogits(call, chunk, rows, recomputed):
             add_dhidden(start, end, d)
             if end == windows[-1].end and scratch is None:
                 self.finish_dhidden(chunk, rows)

@@ -65,10 +65,16 @@ class Pass:
         if call.rescales_cache or target.named is not None:
             windows = []  # backward writes D at the labels
         return kernels.token_loss(
-            logits.labels, weights, label_logit, others_max, sums, call.loss_terms,
-            with_entropy=target.with_entropy, inverse_temperature=logits.inverse_temperature,
+            logits.labels,
+            weights,
+            label_logit,
+            others_max,
+            sums,
+            call.loss_terms,
+            with_entropy=target.with_entropy,
+            inverse_temperature=logits.inverse_temperature,
             windows=windows,
-        )  # fmt: skip
+        )
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
         """Return the metrics of a chunk if they are asked for."""

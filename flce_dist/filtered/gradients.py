@@ -134,22 +134,22 @@ class Filtered:
         mass = operands.hidden.new_empty(tiles, call.T)
         return FilteredSaved(saved.norm, *saved[3:], kept, mass)
 
-    def backward(self, given: Backward) -> Results:
+    def backward(self, request: Backward) -> Results:
         if self._is_exact:
-            return self.recompute.backward(given)
-        if given.upstream.of_metrics:
+            return self.recompute.backward(request)
+        if request.upstream.of_metrics:
             raise NotImplementedError(
                 "filtered.schedule has gradients of the loss only, and a gradient of lse, logprob "
                 "or entropy was asked for; use schedule='auto'"
             )
-        norm, *of_tokens, kept, mass = FilteredSaved(*given.saved)
+        norm, *of_tokens, kept, mass = FilteredSaved(*request.saved)
         stats = TokenStats(*of_tokens)
-        rows = row_gradient(given, stats, norm, from_lse=True)
+        rows = row_gradient(request, stats, norm, from_lse=True)
         # Without columns there is a share of zeros, for which the other ranks wait.
-        gradients, chunk = self.recompute.opened(given, stats, rows, None)
-        if not given.call.V:
+        gradients, chunk = self.recompute.opened(request, stats, rows, None)
+        if not request.call.V:
             gradients.add(chunk)
-        elif given.call.impl == "triton":
+        elif request.call.impl == "triton":
             _add_tiles(gradients, chunk, kept, mass)
         else:
             _add_dense(gradients, chunk, kept, mass)
@@ -229,9 +229,16 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
                 hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
                 gemm.add_matmul(hbar, mass, hidden, first=True)
             kernels.kept_dweight(
-                d, hidden, lists, turn, profile, hbar, row,
-                out=rows_of(gradients.dweight, 0, logits.V), accumulates=gradients.accumulates,
-            )  # fmt: skip
+                d,
+                hidden,
+                lists,
+                turn,
+                profile,
+                hbar,
+                row,
+                out=rows_of(gradients.dweight, 0, logits.V),
+                accumulates=gradients.accumulates,
+            )
         if dbias is not None:
             kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
     if scratch is not None:

@@ -32,12 +32,24 @@ class FilteredGradients(NamedTuple):
 
 
 def filtered_gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, eps: float, dloss: Tensor | float = 1.0,
-    bias: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss_weight: float = 0.0, logit_scale: float = 1.0,
-    token_weight: Tensor | None = None, temperature: Tensor | float = 1.0,
-    vocab_size: int | None = None, shard_starts: Sequence[int] = (0,), drops: bool = False,
-) -> FilteredGradients:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    eps: float,
+    dloss: Tensor | float = 1.0,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    vocab_size: int | None = None,
+    shard_starts: Sequence[int] = (0,),
+    drops: bool = False,
+) -> FilteredGradients:
     """Return what ``linear_cross_entropy(..., schedule=schedule(eps))`` computes, but for rounding.
 
     Args:

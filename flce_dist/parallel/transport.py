@@ -37,10 +37,15 @@ def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = N
 
 
 def token_sum(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    group: dist.ProcessGroup | None, *,
-    sequence_parallel: bool, places: Tensor | None = None, T_all: int = 0,
-) -> TokenSum:  # fmt: skip
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+    places: Tensor | None = None,
+    T_all: int = 0,
+) -> TokenSum:
     """Return the sum of [T, H] over ranks, with a buffer for this rank's share.
 
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.

@@ -29,10 +29,18 @@ Plan = Windows | InForward
 
 
 def plan(
-    *, T: int, V: int, itemsize: int, schedule: ScheduleName, max_logits_bytes: int | None,
-    expressible: bool = True, converts: bool = False, dweight_row_bytes: tuple[int, int] = (0, 0),
-    reduces: bool = False, frozen: bool = False,
-) -> Plan:  # fmt: skip
+    *,
+    T: int,
+    V: int,
+    itemsize: int,
+    schedule: ScheduleName,
+    max_logits_bytes: int | None,
+    expressible: bool = True,
+    converts: bool = False,
+    dweight_row_bytes: tuple[int, int] = (0, 0),
+    reduces: bool = False,
+    frozen: bool = False,
+) -> Plan:
     """Choose what to cache and what to recompute; docs/design.md says how ``auto`` does.
 
     Args:
@@ -137,11 +145,11 @@ def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
         return at_once
     # The accumulator replaces dweight, and at the end exists together with it, rounded.
     rounded, accumulator = shape.V * shape.row, shape.V * shape.accumulator_row
-    rest = budget - (accumulator - rounded)
+    left = budget - (accumulator - rounded)
     at_end = accumulator if accumulator > rounded else 0
-    if shape.converts or rest < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
+    if shape.converts or left < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
         return None
-    return _in_forward(shape, rest)
+    return _in_forward(shape, left)
 
 
 def _in_forward(shape: _Shape, budget: int) -> InForward:
@@ -156,8 +164,9 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
     if not 0 < T <= chunk:
         chunk = max(_TILE, _round_down(chunk))
 
-    def later(rest: int) -> int:
-        return max(1, min(rest, _round_up(-(-rest // max(1, -(-rest // chunk))))))
+    def later(tokens: int) -> int:
+        chunks = max(1, -(-tokens // chunk))
+        return max(1, min(tokens, _round_up(-(-tokens // chunks))))
 
     lends = shape.row and chunk < T and not converts
     for more in range(-(-T // chunk) - 1) if lends else ():  # chunks after the first

@@ -74,9 +74,15 @@ class InForward(Sizes):
             losses.append(loss)
             metrics.append(one.metrics(stats, tokens))
             rows = call.kernels.row_gradient(
-                stats, chunk.labels, weights, early_norm, None, call.loss_terms,
-                from_lse=call.is_from_lse, inverse_temperature=chunk.inverse_temperature,
-            )  # fmt: skip
+                stats,
+                chunk.labels,
+                weights,
+                early_norm,
+                None,
+                call.loss_terms,
+                from_lse=call.is_from_lse,
+                inverse_temperature=chunk.inverse_temperature,
+            )
             dlogits = Chunk(
                 tokens=tokens,
                 labels=chunk.labels,
@@ -115,22 +121,22 @@ class InForward(Sizes):
             else None,
         )
 
-    def backward(self, given: Backward) -> Results:
-        call, upstream = given.call, given.upstream
+    def backward(self, request: Backward) -> Results:
+        call, upstream = request.call, request.upstream
         if upstream.loss is None or upstream.of_metrics:
             raise NotImplementedError(
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        norm, dhidden, dweight, dbias, labels = SavedGradients(*given.saved)
+        norm, dhidden, dweight, dbias, labels = SavedGradients(*request.saved)
         if labels is not None:
-            return _times_each(given, dhidden, labels), None, None
+            return _times_each(request, dhidden, labels), None, None
         factor = upstream.loss if norm is None else upstream.loss / norm
 
         def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if gradient is None:
                 return None
-            in_place = given.is_last and gradient.dtype == dtype
+            in_place = request.is_last and gradient.dtype == dtype
             result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
             call.kernels.scale(gradient, factor, out=result)
             return result
@@ -172,13 +178,13 @@ def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
     return tokens_here(call, labels).clone()  # an operator must not return its inputs
 
 
-def _times_each(given: Backward, dhidden: Tensor | None, labels: Tensor) -> Tensor | None:
+def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Tensor | None:
     """Return dhidden times each token's upstream gradient."""
-    call, dloss = given.call, given.upstream.loss
+    call, dloss = request.call, request.upstream.loss
     if dhidden is None or dloss is None:
         return None
     dloss = tokens_here(call, dloss).to(call.stats_dtype).contiguous()
-    out = dhidden if given.is_last else torch.empty_like(dhidden)
+    out = dhidden if request.is_last else torch.empty_like(dhidden)
     ignore_index = call.options.ignore_index
     call.kernels.scale_rows(dhidden, dloss, labels, ignore_index=ignore_index, out=out)
     return out

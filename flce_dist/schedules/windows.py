@@ -83,24 +83,26 @@ class Windows(Sizes):
             new() if options.reduction == "mean" else None,
             self.new_cache(call, operands.hidden.device),
             new(T) if options.with_metrics else None,
-            new(T), new(T), new(T),
-        )  # fmt: skip
+            new(T),
+            new(T),
+            new(T),
+        )
 
-    def backward(self, given: Backward) -> Results:
-        norm, cache, entropy, *of_tokens = WindowsSaved(*given.saved)
-        stats, from_lse = TokenStats(*of_tokens), given.call.is_from_lse
-        rows = row_gradient(given, stats, norm, entropy=entropy, from_lse=from_lse)
-        if not given.call.is_expressible(given.upstream):
+    def backward(self, request: Backward) -> Results:
+        norm, cache, entropy, *of_tokens = WindowsSaved(*request.saved)
+        stats, from_lse = TokenStats(*of_tokens), request.call.is_from_lse
+        rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
+        if not request.call.is_expressible(request.upstream):
             cache = None
-        gradients, chunk = self.opened(given, stats, rows, cache)
+        gradients, chunk = self.opened(request, stats, rows, cache)
         gradients.add(chunk)
         return closed(gradients, chunk)
 
     def opened(
-        self, given: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None
+        self, request: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None
     ) -> tuple[Gradients, Chunk]:
         """Return the sums of gradients, and the one chunk of dlogits that ``rows`` describes."""
-        call, operands = given.call, given.operands
+        call, operands = request.call, request.operands
         assert operands is not None
         gather, logits = None, None
         # Decided by facts that all ranks share, not by which upstream gradients this rank got:
@@ -112,7 +114,7 @@ class Windows(Sizes):
             gather, logits = gathered_logits(call, operands)
             gather.start()
 
-        gradients = Gradients(call, operands, given.accumulator)
+        gradients = Gradients(call, operands, request.accumulator)
         windows = ColumnCache(() if cache is None else (cache,))
         chunk = Chunk(
             tokens=(0, call.T),

@@ -65,9 +65,13 @@ def error_budget(
 
 
 def assert_within_budget(
-    actual: Tensor, reference: Tensor, eager: Tensor, *, dtype: torch.dtype | None = None,
+    actual: Tensor,
+    reference: Tensor,
+    eager: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
     name: str = "result",
-) -> None:  # fmt: skip
+) -> None:
     """Raise ``AssertionError`` with both numbers unless ``error_budget(...)`` is met."""
     budget = error_budget(actual, reference, eager, dtype=dtype)
     if not budget.met:

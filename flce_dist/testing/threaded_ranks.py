@@ -104,9 +104,12 @@ class ThreadedGroup(_Group):
 
 
 def run_ranks(
-    fn: Callable[[dist.ProcessGroup], Result], world_size: int, *,
-    backend: Literal["threads", "gloo"] = "threads", timeout_s: float = 60.0,
-) -> list[Result]:  # fmt: skip
+    fn: Callable[[dist.ProcessGroup], Result],
+    world_size: int,
+    *,
+    backend: Literal["threads", "gloo"] = "threads",
+    timeout_s: float = 60.0,
+) -> list[Result]:
     """Call ``fn(tp_group)`` on each of ``world_size`` simulated ranks; return results by rank.
 
     Each rank has a default process group of all ranks, which is also ``fn``'s argument:

@@ -152,9 +152,13 @@ class _MemOp(ctypes.Structure):
     """``CUstreamBatchMemOpParams``, a union of structures that begin alike."""
 
     _fields_ = (
-        ("operation", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32), ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
-    )  # fmt: skip
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
 
 
 @functools.cache
