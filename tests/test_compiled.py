@@ -17,6 +17,7 @@ from torch.library import opcheck
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments.dtensor import local_part
 from flce_dist.arguments.options import LossOptions
+from flce_dist.core.compiled import values_of
 from flce_dist.testing import relative_rms
 from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step
@@ -151,7 +152,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
         reduction, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5,
         schedule=schedule, with_metrics=with_metrics,
     )  # fmt: skip
-    spec = (*dataclasses.astuple(options), None, [True] * 3)
+    spec = (*values_of(options), None, [True] * 3)
     temperature = torch.linspace(0.5, 2.0, 66, device=device).view(2, 33)
     arguments = (hidden, weight, given.labels.view(2, 33), bias, None, temperature, *spec)
     parts = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -165,7 +166,7 @@ def test_fakes_have_the_strides_of_results(schedule):
     """Of hidden by columns, too, whose gradient is by rows."""
     hidden, weight, bias, labels = (x.detach() for x in inputs(9))
     hidden = hidden.flatten(0, -2).T.contiguous().T
-    spec = (*dataclasses.astuple(LossOptions("sum", schedule=schedule)), None, [True] * 3)
+    spec = (*values_of(LossOptions("sum", schedule=schedule)), None, [True] * 3)
     operands, mode = (hidden, weight, labels.flatten(), bias), FakeTensorMode()
     real = torch.ops.flce_dist.forward(*operands, None, None, *spec)
     fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), None, None, *spec)

@@ -58,12 +58,9 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
             "exclude the call by torch.compiler.disable"
         )
-    values = {name: getattr(options, name) for name in DECLARED}
-    if not isinstance(options.schedule, str):
-        values["schedule"] = _name_of(options.schedule)
     outputs = torch.ops.flce_dist.forward(
         *arguments[:_TENSORS],
-        *values.values(),
+        *values_of(options),
         None if tp_group is None else tp_group.group_name,
         needs,
     )
@@ -72,6 +69,14 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
 
 _schedules: dict[str, UnsizedSchedule] = {}
 """Schedules that are objects, by the names that operators get."""
+
+
+def values_of(options: LossOptions) -> list[Any]:
+    """Return the options as an operator takes them."""
+    values = {name: getattr(options, name) for name in DECLARED}
+    if not isinstance(options.schedule, str):
+        values["schedule"] = _name_of(options.schedule)
+    return list(values.values())
 
 
 @torch.compiler.assume_constant_result
