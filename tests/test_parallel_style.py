@@ -186,7 +186,8 @@ def load_rank(group: dist.ProcessGroup, shape: tuple[int, ...], path: Any) -> Te
     return torch.stack([step(model, optimizer, seed) for seed in (2, 3)])
 
 
-MESHES = [((2,), (4,)), ((2, 2), (2,)), ((4,), (2, 2))]
+MESHES = [((2,), (4,)), ((2, 2), (2,)), ((4,), (2, 2)), ((2, 1), (1, 2))]
+"""Saved by and loaded on (tensor-parallel) or (data-, tensor-parallel) ranks."""
 
 
 @pytest.mark.parametrize(("saved", "loaded"), MESHES, ids=str)

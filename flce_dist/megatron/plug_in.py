@@ -158,6 +158,7 @@ def _processed(model: Any, processor: Callable[..., Any], **arguments: Any) -> A
 
 def _end_of_symbols(model: Any) -> None:
     for name in ("lm_head", "output_layer"):
-        symbolic = vars(model).pop(name, None)
-        if symbolic is not None:
+        symbolic = vars(model).get(name)
+        if isinstance(symbolic, SymbolicHead):
             symbolic.is_open = False
+            del vars(model)[name]

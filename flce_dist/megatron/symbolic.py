@@ -9,7 +9,6 @@ s sequence, b batch, H hidden size, V rows of the vocabulary on this rank.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -155,18 +154,12 @@ class SymbolicLogits:
 
 
 def check_result(result: Any) -> None:
-    """Raise if a model returns ``SymbolicLogits``, in a tuple, list or dictionary or by itself."""
-    if any(isinstance(x, SymbolicLogits) for x in _leaves(result)):
+    """Raise if a model returns ``SymbolicLogits``, by itself or in tuples, lists, dictionaries."""
+    if isinstance(result, SymbolicLogits):
         raise NotImplementedError(
             "the model returns the logits of model.output_layer beside its loss, but none were "
             "made; register a forward hook on model.output_layer, which makes it return real ones"
         )
-
-
-def _leaves(result: Any) -> Iterator[Any]:
-    parts = result.values() if isinstance(result, dict) else result
-    if not isinstance(result, dict | list | tuple):
-        yield result
-        return
-    for part in parts:
-        yield from _leaves(part)
+    if isinstance(result, dict | list | tuple):
+        for part in result.values() if isinstance(result, dict) else result:
+            check_result(part)
