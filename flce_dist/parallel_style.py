@@ -115,7 +115,12 @@ class LinearWithLoss(nn.Linear):
         token_weight: Tensor | None = None,
         temperature: float | Tensor = 1.0,
     ) -> Tensor:
-        """Return the loss of ``labels``, a plain tensor, the same on all ranks; else logits."""
+        """Return the loss of ``labels`` [B, S] or [...]; without labels all logits [..., V_all].
+
+        Both are plain tensors, the same on all ranks. ``input`` [..., H] has ``input_layouts``, or
+        is a DTensor with that placement; the other arguments are those of
+        ``linear_cross_entropy``, and so are the errors.
+        """
         if labels is None:
             return self._logits(input)
         options = {name: getattr(self.options, name) for name in KEYWORDS}

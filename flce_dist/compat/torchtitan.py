@@ -17,9 +17,14 @@ from flce_dist.parallel.collectives import group_rank, group_size
 from flce_dist.parallel.vocab import vocab_range
 
 _FIXED: dict[str, Any] = {
-    "reduction": "sum", "vocab_size": None, "vocab_range": None, "sequence_parallel": False,
-    "sequence_dim": 0, "reduce_dhidden": False, "accumulate_dweight": False,
-}  # fmt: skip
+    "reduction": "sum",
+    "vocab_size": None,
+    "vocab_range": None,
+    "sequence_parallel": False,
+    "sequence_dim": 0,
+    "reduce_dhidden": False,
+    "accumulate_dweight": False,
+}
 """Options that torchtitan's trainer and its mesh decide."""
 
 
