@@ -52,7 +52,8 @@ def check_layer(layer: Any) -> None:
 
 def unknown_class(layer: nn.Module) -> NotImplementedError:
     """Return the error for an output layer of a class that has no replacement."""
-    name, hint = type(layer).__name__, ""
+    name = type(layer).__name__
+    hint = ""
     if name == "TELMHeadColumnParallelLinear":
         hint = "; set fp8_output_proj=False"
     elif any(hasattr(module, "output_size_per_partition") for module in layer.children()):

@@ -24,9 +24,11 @@ class FusedLayer:
     last_metrics: LossWithMetrics | None = None
 
     def forward(
-        self: Any, input_: Tensor, weight: Tensor | None = None,
+        self: Any,
+        input_: Tensor,
+        weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[Any, Tensor | None]:  # fmt: skip
+    ) -> tuple[Any, Tensor | None]:
         """Return an answer and None; without a question logits [s, b, V] and the bias.
 
         The logits are this rank's, or gathered ones of all. Of a loss or scores there is no bias
@@ -35,9 +37,10 @@ class FusedLayer:
         if self.question is not None:
             return self.question(self, input_, self.weight if weight is None else weight), None
         logits, bias = super().forward(input_, weight, runtime_gather_output)  # type: ignore[misc]
-        scale, softcap = self.loss_keywords["logit_scale"], self.loss_keywords["softcap"]
+        scale = self.loss_keywords["logit_scale"]
         if scale != 1.0:
             logits = logits * scale
+        softcap = self.loss_keywords["softcap"]
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
         return logits, bias
@@ -45,9 +48,14 @@ class FusedLayer:
     own_forward = forward  # unlike forward never that of a class which libraries make from this one
 
     def token_loss(
-        self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0,
+        self: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        scale: float = 1.0,
         **changes: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the loss of ``labels`` [s, b], by default as [s, b] fp32, and what was correct.
 
         That is [s, b] bool in training with multi-token prediction, which counts it, or with
@@ -58,7 +66,8 @@ class FusedLayer:
         ranks = 0  # whose tokens are put into another order
         if not isinstance(keywords["schedule"], str):
             ranks = self.tp_group.size() if self.sequence_parallel else 1
-        hidden, labels = _by_sequence(hidden, min(ranks, 1)), _by_sequence(labels, ranks)
+        hidden = _by_sequence(hidden, min(ranks, 1))
+        labels = _by_sequence(labels, ranks)
         counts_correct = self.training and bool(getattr(self.config, "mtp_num_layers", None))
         if not self.keeps_metrics and not counts_correct:
             loss = linear_cross_entropy(hidden, weight, labels, **keywords)

@@ -12,10 +12,15 @@ class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntro
     """``LinearCrossEntropyModule`` whose fused loss, too, is ours."""
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None, output_cross_entropy_loss: bool = False,
-        labels: Tensor | None = None, reduction: str = "none", ignore_index: int = -100,
-    ) -> Any:  # fmt: skip
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        labels: Tensor | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+    ) -> Any:
         """With ``output_cross_entropy_loss`` return the loss of ``labels`` [b, s], as [b, s]."""
         if not output_cross_entropy_loss:
             return super().forward(input_, weight, runtime_gather_output)

@@ -73,9 +73,10 @@ class SymbolicLogits:
         def question(layer: Any, hidden: Tensor, weight: Tensor) -> Tensor:
             self._labels = labels.transpose(0, 1)
             loss, self._correct = layer.token_loss(hidden, weight, self._labels, scale=self._scale)
+            if loss.dim() == 0:
+                return loss
             # A copy: FSDP2 warns of modules that return views.
-            whole = torch.contiguous_format
-            return loss.transpose(0, 1).clone(memory_format=whole) if loss.dim() == 2 else loss
+            return loss.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
         return self._ask(question)
 

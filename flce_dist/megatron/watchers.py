@@ -13,9 +13,12 @@ from torch import nn
 from flce_dist import torch_private
 
 _FRAMEWORKS = (
-    "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.module_tracker.",
-    "megatron.core.distributed.", "megatron_fsdp.",
-)  # fmt: skip
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+    "torch.utils.module_tracker.",
+    "megatron.core.distributed.",
+    "megatron_fsdp.",
+)
 """Modules whose hooks gather and release parameters, or only note which module runs."""
 
 
