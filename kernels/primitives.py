@@ -56,6 +56,13 @@ def is_rescued(label_logit, others_max):
 
 
 @triton.jit
+def rescued_reference(label_logit, others_max):
+    """As in ``token_loss_formulas.py``."""
+    maximum = tl.maximum(others_max, label_logit)
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
 def softcap_tanh(z, softcap):
     """``softcap * tanh(z / softcap)``."""
     # Where the argument is small a quotient of exponentials loses relative accuracy. The next term
@@ -195,13 +202,16 @@ def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: 
 
 @triton.jit
 def log1p(x):
-    """``log(1 + x)`` for x >= 0 with the relative accuracy of x, which log(1 + x) loses near 0."""
+    """``log(1 + x)`` with the relative accuracy of x, which log(1 + x) loses near 0.
+
+    x >= 0, or -1, whose result is -inf.
+    """
     # 2 atanh(s) with s = x / (2 + x) <= 1 / 3; the next term is below 2e-9 of the sum.
     s = x / (2 + x)
     q = s * s
     series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
     series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
-    return tl.where(x < 1, series, tl.log(1 + x))
+    return tl.where(tl.abs(x) < 1, series, tl.log(1 + x))
 
 
 @triton.jit

@@ -199,6 +199,56 @@ def test_banned_ids(impl: str, over: str) -> None:
     assert found["dhidden"].isfinite().all()
 
 
+@both
+@each_way
+@pytest.mark.parametrize("logit", [200.0, -200.0])
+def test_all_ids_that_a_token_does_not_name_are_banned(
+    impl: str, how: dict[str, Any], logit: float
+) -> None:
+    """And of those that it names the largest."""
+    ids = torch.tensor([[1, 2, 3], [4, 2, 1], [1, 5, 2]])
+    given = problem(ids=ids, rows=6, scores=["lse", "entropy"], **how)
+    assert given.bias is not None
+    given.bias.fill_(-torch.inf)[1:3] = torch.tensor([logit, logit + 1])
+    found = check(given, impl)
+    assert found["logprob"].isneginf().equal(ids > 2) and found["dhidden"].isfinite().all()
+    assert "other" not in found or found["other"].isneginf().all()
+
+
+def damages(given: Scored) -> dict[str, tuple[Scored, list[int]]]:
+    """By name a problem with NaN, and the tokens whose scores are NaN then."""
+    hidden, weight = given.hidden.clone(), given.weight.clone()
+    hidden[5], weight[given.ids[0, 0]] = torch.nan, torch.nan
+    temperature = torch.ones(T).index_fill(0, torch.tensor([7]), -1.0)
+    names_row = (given.ids == given.ids[0, 0]).any(1)
+    every = range(T) if given.options.get("over") != "ids" else names_row.nonzero().flatten()
+    return {
+        "hidden": (replace(given, hidden=hidden), [5]),
+        "weight": (replace(given, weight=weight), [int(t) for t in every if t != 3]),
+        "temperature": (given.changed(temperature=temperature), [7]),
+    }
+
+
+@both
+@each_way
+@pytest.mark.parametrize("of", ["hidden", "weight", "temperature"])
+def test_nan_makes_all_scores_of_its_token_nan(impl: str, how: dict[str, Any], of: str) -> None:
+    """And of no token else; gradients, too."""
+    given = problem(**how)
+    damaged, tokens = damages(given)[of]
+    found, right = run_scores(damaged, impl), run_scores(given, impl)
+    is_nan = torch.zeros(T, dtype=torch.bool)
+    is_nan[tokens] = True
+    padding = given.ids < 0
+    assert found["logprob"].isnan().equal(is_nan[:, None] & ~padding)
+    assert torch.equal(found["logprob"][~is_nan], right["logprob"][~is_nan])
+    for name in ("lse", "entropy", *(["other"] if "other" in right else [])):
+        assert found[name].isnan().equal(is_nan), name
+        assert torch.equal(found[name][~is_nan], right[name][~is_nan]), name
+    assert found["dhidden"].isnan().all(1).equal(is_nan)
+    assert found["dhidden"][~is_nan].isfinite().all()
+
+
 @each_way
 def test_two_runs_are_bitwise_equal_and_so_are_replays(how: dict[str, Any]) -> None:
     given = problem(torch.bfloat16, **how)

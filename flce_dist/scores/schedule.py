@@ -104,7 +104,7 @@ class Scores:
             dlse, dother, dentropy = (_if_counted(x, labels) for x in (dlse, dother, dentropy))
             inverse = _if_counted(inverse, labels, 1.0)
             if dother is not None:
-                dother = dother.where(rest.others > 0, 0.0)  # else a constant
+                dother = dother.where(rest.others != 0, 0.0)  # else a constant
                 dlse = -dother if dlse is None else dlse - dother
         factor, sums = call.kernels.set_gradient(
             of.z, ids, of.logprob, of.entropy, (dlogprob, dlse, dentropy), inverse,
@@ -172,7 +172,7 @@ def _affine(
     ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
     (log U - other)``. dtotal [T] is dlse, without dother, minus the sum of dlogprob.
     """
-    is_left = rest.others > 0
+    is_left = rest.others != 0  # NaN stays
     left = rest.others.where(is_left, 1.0)
     p_scale = (rest.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
     a = dtotal * p_scale

@@ -22,7 +22,10 @@ def set_scores(
     largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
     entry = n.where(first & (in_set == largest[token]), N)
     top = token.new_full((T,), N).scatter_reduce_(0, token, entry, "amin")  # N without ids
-    reference = largest if rest is None else torch.maximum(largest, rest.reference)
+    reference = largest
+    if rest is not None:  # without unnamed ids, largest may lie far below their reference
+        of_rest = rest.reference.where(rest.others != 0, largest)
+        reference = torch.maximum(largest, of_rest)
     e_top = (largest - reference).exp()
     x = z - reference[token]
     e = x.exp().where(first, 0.0)
@@ -31,12 +34,13 @@ def set_scores(
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
     unnamed = torch.zeros_like(named)
     if rest is not None:
-        change = rest.reference - reference
+        change = of_rest - reference
         unnamed, log_unnamed = rest.others * change.exp(), rest.others.log() + change
         if rest.sum_ez is not None:
             weighted += change.exp() * rest.sum_ez + unnamed * change
     others = named + unnamed
-    below, is_counted = (others + (e_top - 1)).log1p(), top < N
+    below = (others + (e_top - 1)).log1p()
+    is_counted = torch.zeros_like(largest).index_add_(0, token, first.to(z.dtype)) > 0
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
     other = entropy = None
     if rest is not None:

@@ -79,7 +79,7 @@ def _logits(z_ptr, ids_ptr, n, begin, end, id):
 
 @triton.jit
 def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
-    """Return r, the top entry, S, and the sum of ``exp(z_n - r) (z_n - r)``."""
+    """Return r, S, and the sum of ``exp(z_n - r) (z_n - r)``; NaN logits make all NaN."""
     reference, top = -float("inf"), end
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -99,7 +99,7 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
         e = tl.where(is_other, exp(x), 0.0)
         others += tl.sum(e, axis=0)
         weighted += tl.sum(tl.where(is_other, times_exponent(e, x), 0.0), axis=0)
-    return reference, top, others, weighted
+    return reference, others, weighted
 
 
 @triton.jit
@@ -108,11 +108,12 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
     if others_ptr is None:
         return top_logit, others, 1.0, weighted, 0.0, 0.0
     else:
-        given = tl.load(reference_ptr + t)
+        rest = tl.load(others_ptr + t)
+        # Without any U, top_logit may lie far below its reference.
+        given = tl.where(rest == 0.0, top_logit, tl.load(reference_ptr + t))
         reference = tl.maximum(given, top_logit)
         above, change = top_logit - reference, given - reference
         e_top, factor = exp(above), exp(change)
-        rest = tl.load(others_ptr + t)
         unnamed, log_unnamed = rest * factor, tl.log(rest) + change  # U may underflow
         if weighted_ptr is not None:  # x of a named id is that of the set, and above
             weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
@@ -131,12 +132,13 @@ def _set_scores_kernel(
     """A program scores one token."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
-    top_logit, top, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
+    top_logit, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
     reference, others, e_top, weighted, unnamed, log_unnamed = _with_rest(
         reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
     )
     below = log1p(others + (e_top - 1))
-    is_counted = top < end
+    # Padding comes first.
+    is_counted = tl.load(ids_ptr + end - 1, mask=begin < end, other=-1) >= 0
     tl.store(lse_ptr + t, tl.where(is_counted, reference + below, 0.0))
     if entropy_ptr is not None:
         entropy = below - weighted / (e_top + others)

@@ -37,6 +37,7 @@ from flce_dist.kernels.primitives import (
     load_tile,
     logits_of,
     other_columns,
+    rescued_reference,
     softcap_slope,
     tile_coordinates,
     times_exponent,
@@ -147,7 +148,8 @@ def _rescue_kernel(
 
         column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
         label_logit = tl.load(label_logit_ptr + offs_t, mask=listed, other=0.0)
-        reference = tl.maximum(tl.load(max_ptr + offs_t, mask=listed, other=0.0), label_logit)
+        others_max = tl.load(max_ptr + offs_t, mask=listed, other=0.0)
+        reference = rescued_reference(label_logit, others_max)
         offs_v = start_v + tl.arange(0, BLOCK_V)
         x = other_columns(z - reference[:, None], column, offs_v, V, False)
         if named is not None:

@@ -14,6 +14,7 @@ from flce_dist.kernels.primitives import (
     first_reference,
     is_rescued,
     log1p,
+    rescued_reference,
     softcap_slope,
 )
 from flce_dist.kernels.rows.token_loss_formulas import LabelWindow, LossTerms, TokenStats
@@ -78,7 +79,7 @@ def _token_loss_kernel(
         sums_ptr += 3 * stride_sums
 
     rescued = is_rescued(label_logit, others_max)
-    reference = tl.where(rescued, tl.maximum(others_max, label_logit), label_logit)
+    reference = tl.where(rescued, rescued_reference(label_logit, others_max), label_logit)
     label_above = label_logit - reference
     log_total = log_total_of(others, label_above)
     lse = reference + log_total

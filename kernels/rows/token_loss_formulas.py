@@ -87,9 +87,15 @@ def is_rescued(label_logit: Tensor, others_max: Tensor) -> Tensor:
     return (others_max - label_logit > RESCUE_ABOVE) | (label_logit < LOWEST)
 
 
+def rescued_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
+    """Return the maximum, or 0 where all are banned: an exponential of -inf - -inf is NaN."""
+    maximum = torch.maximum(label_logit, others_max)
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+
+
 def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
     """Return the reference of each token: its label's logit, or the maximum where rescued."""
-    maximum = torch.maximum(label_logit, others_max)
+    maximum = rescued_reference(label_logit, others_max)
     return torch.where(is_rescued(label_logit, others_max), maximum, label_logit)
 
 
