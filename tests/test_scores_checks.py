@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import linear_logprob
+from flce_dist import filtered, linear_logprob
 from flce_dist.kernels.interface import kernels_of
 from tests.problems import both, device_of
 from tests.score_problem import T, V, problem
@@ -30,6 +30,8 @@ over_ids = partial(problem, over="ids")
     ({"with_entropy": 1}, "with_entropy must be a bool"),
     ({"schedule": "cached"}, "are of over='vocabulary', got 'cached' and None"),
     ({"tp_invariant": True, "impl": "eager"}, "tp_invariant=True needs impl='triton'"),
+    *(({"over": over, "schedule": name, "with_entropy": True}, f"'cached'.* got schedule='{name}'")
+      for over in ("ids", "vocabulary") for name in ("in_forward", filtered.schedule(0.1))),
 ])  # fmt: skip
 def test_refusals(options: dict[str, Any], complaint: str) -> None:
     given = over_ids()
