@@ -47,7 +47,9 @@ def row_gradient(
             stats, *of_loss, from_lse=from_lse, inverse_temperature=inverse
         )
     token_dloss = formulas.token_dloss(stats.others, *of_loss)
-    return formulas.row_gradient_with_metrics(stats, token_dloss, dmetrics, entropy, terms, inverse)
+    return formulas.row_gradient_with_metrics(
+        stats, token_dloss, dmetrics, entropy, terms, inverse, balances=from_lse
+    )
 
 
 class Gradients:

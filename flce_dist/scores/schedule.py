@@ -48,8 +48,9 @@ class Scores:
 
     Over the vocabulary the largest id of a token takes the place of the label of ``Windows``.
     Forward: as of ``Windows``, and one more all-reduce SUM, of the logits [N] of named ids, which
-    the pass over the logits yields. Backward: as of ``Windows``. D contains all factors, so cached
-    columns are copied window by window; the elements of named ids are written into each window.
+    the pass over the logits yields. Backward: as of ``Windows``. D contains all factors (in fp16
+    but for a power of two), so cached columns are copied window by window; the elements of named
+    ids are written into each window.
 
     Over the ids there are gathered dot products; each rank computes those of its own rows.
     Forward: under sequence parallelism a gather of hidden; an all-reduce SUM of logits [N].
@@ -116,10 +117,17 @@ class Scores:
         dtotal = -sums if dlse is None else dlse - sums
         slope = scale if inverse is None else scale * inverse
         affine = tuple(x * slope for x in _affine(rest, of.entropy, dtotal, dother, dentropy))
+        rows = RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None)
+        if call.is_from_lse:
+            unnamed = torch.stack([x for x in (dtotal, dother, dentropy) if x is not None]) * slope
+            largest = unnamed.abs().amax(0).scatter_reduce_(0, ids.token, factor.abs(), "amax")
+            rows = rows.balanced(largest)
+            assert rows.scale is not None
+            factor = factor / rows.scale.index_select(0, ids.token)
         gradients, chunk = self.windows.opened(
             given._replace(operands=operands._replace(labels=labels, inverse_temperature=inverse)),
             TokenStats(rest.reference, rest.reference, rest.others),
-            RowGradient(None, rest.reference, torch.zeros_like(dtotal), affine, None),
+            rows,
             rest.cache if dentropy is None else None,
         )
         chunk = chunk._replace(elements=NamedElements(call, ids, factor))

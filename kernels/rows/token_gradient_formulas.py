@@ -47,6 +47,26 @@ class RowGradient(NamedTuple):
             affine=tuple(self.scale * x for x in self.affine) or (self.scale,),
         )
 
+    def balanced(self, largest: Tensor) -> "RowGradient":
+        """The same ``dz`` with D near 1 in size, for fp16, in which 6e-8 is next to 0.
+
+        ``largest`` [T] is the largest factor of D by absolute value. What moves into the scale is a
+        power of two, so nothing is rounded.
+        """
+        size = power_of_two(largest)
+        return self._replace(
+            scale=size if self.scale is None else self.scale * size,
+            label_value=self.label_value / size,
+            affine=tuple(x / size for x in self.affine),
+        )
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """Return the largest normal power of two up to x >= 0, fp32; of 0 the least, of NaN inf."""
+    exponents = 0x7F800000
+    power = x.contiguous().view(torch.int32).bitwise_and(exponents).view(torch.float32)
+    return power.clamp_min(torch.finfo(torch.float32).tiny)
+
 
 def label_value(
     stats: TokenStats, reference: Tensor, terms: LossTerms, inverse_temperature: Tensor | None
@@ -98,9 +118,11 @@ def row_gradient(
 
 def row_gradient_with_metrics(
     stats: TokenStats, dloss: Tensor, dmetrics: Sequence[Tensor | None], entropy: Tensor | None,
-    terms: LossTerms, inverse_temperature: Tensor | None,
+    terms: LossTerms, inverse_temperature: Tensor | None, *, balances: bool,
 ) -> RowGradient:  # fmt: skip
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
+
+    If it ``balances``, as fp16 needs, D is near 1 in size; else it has that of upstream gradients.
 
     ``dloss`` comes from ``token_dloss``; ``dmetrics`` are those of lse, logprob and entropy. With
     ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` contains them::
@@ -123,17 +145,21 @@ def row_gradient_with_metrics(
         + uniform
     )
     scale = torch.full_like(dloss, terms.logit_scale)
-    return RowGradient(
+    of_p = dloss * w + dlse - dlogprob
+    rows = RowGradient(
         scale=scale if inverse_temperature is None else scale * inverse_temperature,
         reference=stats.reference,
         label_value=value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature),
         affine=(
-            (dloss * w + dlse - dlogprob - dentropy * centre) * p_scale,
+            (of_p - dentropy * centre) * p_scale,
             -dentropy * p_scale,
             uniform,
         ),
         uniform=None,
     )
+    if not balances:
+        return rows
+    return rows.balanced(torch.stack([value, of_p, dentropy, uniform]).abs().amax(0))
 
 
 def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:

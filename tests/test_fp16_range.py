@@ -1,0 +1,86 @@
+"""In fp16, whose numbers reach from 6e-8 to 65504, errors do not follow the upstream gradients.
+
+Gradients scale with them. Weights far from 1 keep dhidden within the range, hidden states dweight.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist.testing import error_budget
+from tests import problems, score_problem
+from tests.outcomes import Results
+from tests.problems import Inputs, Upstream, both, make_inputs, metric_upstream
+
+FACTORS = {  # of upstream gradients, and of what the gradient is proportional to
+    "a mean over many tokens": (2.0**-13, 2.0**8),
+    "very small": (2.0**-20, 2.0**12),
+    "a loss scale": (2.0**17, 2.0**-8),
+}
+GRADIENTS = ("dhidden", "dweight")
+each_range = pytest.mark.parametrize("size", FACTORS)
+each_gradient = pytest.mark.parametrize("name", GRADIENTS)
+
+
+def scaled(given: Any, name: str, factor: float) -> Any:
+    """The same logits, by hidden states and weights of other sizes."""
+    of_weight = factor if name == "dhidden" else 1 / factor
+    return replace(given, hidden=given.hidden / of_weight, weight=given.weight * of_weight)
+
+
+def assert_accurate(name: str, actual: Results, truth: Results, eager: Results, g: float) -> None:
+    """Compare results by small or large upstream gradients with others by those near 1."""
+    budget = error_budget(actual[name].double() / g, truth[name], eager[name], dtype=torch.float16)
+    assert budget.met, f"{name}: {budget}"
+
+
+@both
+@each_range
+@each_gradient
+@pytest.mark.parametrize("scores", [("logprob",), ("lse",), ("entropy",), None], ids=str)
+@pytest.mark.parametrize("how", [{"schedule": "recompute"}, {"schedule": "cached"}], ids=str)
+def test_scores(impl: str, size: str, name: str, scores: Any, how: dict[str, str]) -> None:
+    g, factor = FACTORS[size]
+    given = score_problem.problem(torch.float16, scores=scores, **how)
+    given = scaled(given, name, factor)
+    changed = replace(given, upstream={k: g * x for k, x in given.upstream.items()})
+    eager = score_problem.run_reference(given)
+    truth = score_problem.run_reference(given.to(torch.float64))
+    assert_accurate(name, score_problem.run_scores(changed, impl), truth, eager, g)
+
+
+def problem_of_metrics(name: str, factor: float) -> Inputs:
+    inputs: Inputs = scaled(make_inputs(24, 150, 32, torch.float16, bias=True), name, factor)
+    return inputs
+
+
+@both
+@each_range
+@each_gradient
+@pytest.mark.parametrize("metrics", [("logprob",), ("lse", "logprob", "entropy")], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}], ids=str)
+def test_metrics(impl: str, size: str, name: str, metrics: Any, options: dict[str, Any]) -> None:
+    g, factor = FACTORS[size]
+    inputs = problem_of_metrics(name, factor)
+    upstream = Upstream(1.0, metric_upstream(24, *metrics))
+    assert upstream.metrics is not None
+    changed = Upstream(g, {k: g * x for k, x in upstream.metrics.items()})
+    options = {"reduction": "none", **options}
+    eager = problems.run_reference(inputs, upstream, **options)
+    truth = problems.run_reference(inputs.to(torch.float64), upstream, **options)
+    assert_accurate(name, problems.run_op(inputs, changed, impl=impl, **options), truth, eager, g)
+
+
+@both
+@each_range
+@each_gradient
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_loss(impl: str, size: str, name: str, schedule: str) -> None:
+    g, factor = FACTORS[size]
+    inputs, options = problem_of_metrics(name, factor), {"reduction": "none"}
+    eager = problems.run_reference(inputs, Upstream(1.0), **options)
+    truth = problems.run_reference(inputs.to(torch.float64), Upstream(1.0), **options)
+    actual = problems.run_op(inputs, Upstream(g), impl=impl, schedule=schedule, **options)
+    assert_accurate(name, actual, truth, eager, g)
