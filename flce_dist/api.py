@@ -210,8 +210,9 @@ def linear_cross_entropy_with_metrics(
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 
     Metrics use the logits after softcap and temperature, without label smoothing, z-loss and token
-    weights. If a gradient arrives through lse, logprob or entropy, backward computes all logits
-    again, even cached columns; with schedule="in_forward" it raises. With
+    weights. If a gradient other than 0 arrives through the entropy, backward computes all logits
+    again, even cached columns; with schedule="in_forward" one through lse, logprob or entropy
+    raises. With
     ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
     checked = checks.checked_options(

@@ -18,10 +18,11 @@ from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_
 from flce_dist.arguments.dtensor import local_part
 from flce_dist.arguments.options import LossOptions
 from flce_dist.core.compiled import values_of
+from flce_dist.kernels.interface import kernels_of
 from flce_dist.testing import relative_rms
 from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step
-from tests.problems import DTYPES, SCHEDULES, device_of, pairwise
+from tests.problems import DTYPES, SCHEDULES, device_of, everywhere, pairwise
 from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
 from tests.test_gpu_oracle import each_device, inputs_on
 
@@ -86,6 +87,46 @@ def test_one_graph_for_any_number_of_tokens(name, fn, impl):
         for ours, expected in zip(*pair, strict=True):
             assert torch.equal(ours, expected) or relative_rms(ours, expected) < 1e-6 * by_inductor
     assert counter.frame_count == 2  # one for the first T, one for every other
+
+
+METRICS = ("lse", "logprob", "entropy")
+
+
+def loss_and_metrics(hidden, weight, bias, labels, options):
+    return linear_cross_entropy_with_metrics(hidden, weight, labels, bias=bias, **options)
+
+
+@everywhere
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("asked", [(), ("lse",), ("logprob",), ("entropy",), METRICS], ids=str)
+def test_cached_columns_serve_all_gradients_but_the_entropys(impl, compiles, asked, monkeypatch):
+    """Compiled code returns metrics, whose gradients are zeros where nobody asks for them."""
+    options = {"schedule": "cached", "label_smoothing": 0.1, "impl": impl}
+    step: Any = loss_and_metrics
+    launches: list[Any] = []
+    if compiles:
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    kernels = kernels_of(impl)
+    compute = kernels.dlogits
+
+    def counted(*arguments: Any, **out: Any) -> None:
+        launches.append(out)
+        compute(*arguments, **out)
+
+    monkeypatch.setattr(kernels, "dlogits", counted)
+    gradients = {}
+    for schedule in ("cached", "recompute"):
+        launches.clear()
+        given = inputs(9, device_of(impl))
+        out = step(*given, options | {"schedule": schedule})
+        heads = [out.loss, *(getattr(out, name).sum() for name in asked)]
+        gradients[schedule] = torch.autograd.grad(heads, given[:3])
+        if schedule == "recompute" or "entropy" in asked:
+            assert launches
+        else:
+            assert not launches or given[0].is_cuda  # there the host does not know
+    for ours, expected in zip(*gradients.values(), strict=True):
+        assert relative_rms(ours, expected) <= 1e-6
 
 
 def test_under_no_grad():

@@ -41,7 +41,7 @@ def assert_accurate(name: str, actual: Results, truth: Results, eager: Results, 
 @each_gradient
 @pytest.mark.parametrize("scores", [("logprob",), ("lse",), ("entropy",), None], ids=str)
 @pytest.mark.parametrize("how", [{"schedule": "recompute"}, {"schedule": "cached"}], ids=str)
-def test_scores(impl: str, size: str, name: str, scores: Any, how: dict[str, str]) -> None:
+def test_scores(impl: str, size: str, name: str, scores: Any, how: dict[str, Any]) -> None:
     g, factor = FACTORS[size]
     given = score_problem.problem(torch.float16, scores=scores, **how)
     given = scaled(given, name, factor)

@@ -12,9 +12,18 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm, gpu
 from flce_dist.kernels.counted_gemm import counted_gemm
+from flce_dist.kernels.logits.shard_logits import ShardLogits
 from flce_dist.testing import RankPool, relative_rms
 from tests.parallel_problem import joined, misses, rank_step
-from tests.problems import Patch, device_of, interpreted, pairwise, run_op
+from tests.problems import (
+    Patch,
+    device_of,
+    interpreted,
+    make_inputs,
+    on_a_gpu,
+    pairwise,
+    run_op,
+)
 from tests.test_counted import MASKS, ONE_RANK, check, masked, n_of, upstream_of
 
 TILE = 32  # tokens of a tile of logits in the interpreter
@@ -47,6 +56,21 @@ def test_tiles_of_other_tokens_are_not_computed(mutate: Patch) -> None:
     check("cached", torch.float32, "tenth", "mean", None, True, "triton")
     for rows in seen:
         assert not rows[: -(-n // TILE) * TILE].any() and rows[-(-n // TILE) * TILE :].all()
+
+
+@pytest.mark.parametrize("impl", ["triton", on_a_gpu])
+def test_with_a_count_of_0_only_d_at_the_labels_is_written(impl: str) -> None:
+    """So a device decides whether cached columns are computed again."""
+    device = device_of(impl)
+    inputs = make_inputs(40, 100, 16, ignored=0.0).to(device)
+    none = torch.zeros((), dtype=torch.int32, device=device)
+    logits = ShardLogits(
+        inputs.hidden, inputs.weight, None, inputs.labels, 0, -100, 1.0, None, n_counted=none
+    )
+    row, d = torch.ones(40, device=device), torch.full((40, 100), 7.0, device=device)
+    gpu.dlogits(logits, row, 3 * row, (row, row, row), out=d)
+    expected = torch.full_like(d, 7.0).scatter_(1, inputs.labels[:, None], 3.0)
+    assert torch.equal(d, expected)
 
 
 @pytest.mark.parametrize("sp", [False, True])

@@ -33,16 +33,22 @@ class Chunk(NamedTuple):
     window_v: int  # columns of D that are computed, or converted, at a time
     elements: Elements | None = None
     n_counted: Tensor | None = None  # as in ``ShardLogits``
+    again: Tensor | None = None  # [] int32: how many tokens' cached columns are computed again
+
+    @property
+    def contains_upstream(self) -> bool:
+        """Whether D, unlike cached exponentials, contains the upstream gradients."""
+        return bool(self.rows.affine)
 
     def rescales(self, call: Call) -> bool:
         """Whether cached columns are written once more before the GEMMs."""
-        return call.rescales_cache or self.elements is not None
+        return call.rescales_cache or self.contains_upstream
 
 
 def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     """Cut the shard's columns into windows, cached ones first; an empty shard has an empty one."""
     # A cache in the operands' dtype is used as it is; another is converted a window at a time.
-    as_it_is = call.cache_dtype == call.dtype and chunk.elements is None
+    as_it_is = call.cache_dtype == call.dtype and not chunk.contains_upstream
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
     return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
 
@@ -63,17 +69,22 @@ def dlogits(
         d = part_of(buffer, 0, end - start)
         if cached is not None:
             _rescale(call, chunk, rows, window, out=d)
+            if chunk.again is not None and (chunk.again.is_cuda or chunk.again > 0):
+                _recompute(call, chunk, rows, window, chunk.again, out=d)
         elif start < end:
-            _recompute(call, chunk, rows, window, out=d)
+            _recompute(call, chunk, rows, window, chunk.n_counted, out=d)
         if chunk.elements is not None:
             chunk.elements.write(d, start)
         yield start, end, d
 
 
-def _recompute(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
+def _recompute(
+    call: Call, chunk: Chunk, rows: RowGradient, window: Window, n_counted: Tensor | None,
+    out: Tensor,
+) -> None:  # fmt: skip
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait()
-    logits = chunk.logits.columns(window.start, window.end)
+    logits = chunk.logits.columns(window.start, window.end)._replace(n_counted=n_counted)
     call.kernels.dlogits(logits, rows.reference, rows.label_value, rows.affine, out=out)
 
 
@@ -81,7 +92,7 @@ def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: T
     """Multiply exponentials by the tokens' scales; in fp16 make them relative to lse."""
     assert window.cached is not None
     if rows.affine:
-        (change,) = rows.affine
+        change = rows.affine[0]
     else:
         change = (chunk.stats.reference - rows.reference).exp()
     labels, ignore_index = chunk.labels, call.options.ignore_index

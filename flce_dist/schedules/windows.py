@@ -57,9 +57,10 @@ class Windows(Sizes):
 
     Forward: one GEMM of 2 T H V flop. Under sequence parallelism a gather of hidden; the
     all-reduces of ``chunk_loss``.
-    Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached. Under
-    sequence parallelism a gather of hidden, in flight during dhidden of cached columns; the sum of
-    dhidden over ranks, in flight during the last dweight.
+    Backward: two GEMMs of 2 T H V flop, a third for the columns that were not cached, and for all
+    if there is a gradient of the entropy. Under sequence parallelism a gather of hidden, in flight
+    during dhidden of cached columns; the sum of dhidden over ranks, in flight during the last
+    dweight.
     """
 
     keeps_operands: ClassVar[bool] = True
@@ -90,11 +91,12 @@ class Windows(Sizes):
 
     def backward(self, request: Backward) -> Results:
         norm, cache, entropy, *of_tokens = WindowsSaved(*request.saved)
-        stats, from_lse = TokenStats(*of_tokens), request.call.is_from_lse
+        call, stats, from_lse = request.call, TokenStats(*of_tokens), request.call.is_from_lse
         rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
-        if not request.call.is_expressible(request.upstream):
-            cache = None
         gradients, chunk = self.opened(request, stats, rows, cache)
+        if request.upstream.entropy is not None:
+            again = _recomputed(request.upstream.entropy, call.T, chunk.n_counted)
+            chunk = chunk._replace(again=again)
         gradients.add(chunk)
         return closed(gradients, chunk)
 
@@ -106,7 +108,7 @@ class Windows(Sizes):
         assert operands is not None
         gather, logits = None, None
         # Decided by facts that all ranks share, not by which upstream gradients this rank got:
-        # those of metrics make cached columns useless.
+        # with that of the entropy cached columns are computed again.
         some_recompute = self.cached_v < self.V or (
             call.options.vocab_range is not None and self.limit is not None  # the larger shards
         )
@@ -133,6 +135,16 @@ class Windows(Sizes):
         column_bytes = call.T * call.cache_dtype.itemsize
         columns = self.cached_columns(call.V, column_bytes, lent=0, lent_as_planned=True)
         return new_window(call.T, columns, call.cache_dtype, device) if columns else None
+
+
+def _recomputed(dentropy: Tensor, T: int, n_counted: Tensor | None) -> Tensor:
+    """Return [] int32: how many tokens' cached columns a gradient of the entropy needs again.
+
+    All, or none if it is 0, as compiled code makes it where nothing asks for it. The host does not
+    know which.
+    """
+    count = dentropy.new_full((), T, dtype=torch.int32) if n_counted is None else n_counted
+    return count.where(dentropy.any(), 0)
 
 
 def closed(gradients: Gradients, chunk: Chunk) -> Results:

@@ -128,6 +128,8 @@ def row_gradient_with_metrics(
     ``x_v = z_v - reference``, ``D_v = exp(x_v) * (a + b * x_v) + u`` contains them::
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
+
+    b is that of the entropy, u of smoothing with a softcap, which is not the same in each column.
     """
     zero = torch.zeros_like(dloss)
     dlse, dlogprob, dentropy = (zero if g is None else g for g in dmetrics)
@@ -137,29 +139,31 @@ def row_gradient_with_metrics(
     w = 1 + 2 * terms.z_loss_weight * lse
     p_scale = (-log_total).exp()
     others = stats.others * p_scale  # 1 - p_label
+    slope = torch.full_like(dloss, terms.logit_scale)
+    if inverse_temperature is not None:
+        slope = slope * inverse_temperature
     uniform = -terms.label_smoothing / terms.vocab_size * dloss
+    in_d = uniform if terms.label_smoothing and terms.softcap is not None else zero
     value = (
         -others * (dloss * w - dlogprob)
         + dloss * (2 * terms.z_loss_weight * lse + terms.label_smoothing)
         + stats.logprob.exp() * (dlse - dentropy * (stats.label_above.clamp_min(FAR) + centre))
-        + uniform
+        + in_d
     )
-    scale = torch.full_like(dloss, terms.logit_scale)
     of_p = dloss * w + dlse - dlogprob
+    affine: tuple[Tensor, ...] = ((of_p - dentropy * centre) * p_scale,)
+    if dmetrics[2] is not None or in_d is uniform:
+        affine = (*affine, -dentropy * p_scale, in_d)
     rows = RowGradient(
-        scale=scale if inverse_temperature is None else scale * inverse_temperature,
+        scale=slope,
         reference=stats.reference,
         label_value=value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature),
-        affine=(
-            (of_p - dentropy * centre) * p_scale,
-            -dentropy * p_scale,
-            uniform,
-        ),
-        uniform=None,
+        affine=affine,
+        uniform=slope * uniform if terms.label_smoothing and in_d is not uniform else None,
     )
     if not balances:
         return rows
-    return rows.balanced(torch.stack([value, of_p, dentropy, uniform]).abs().amax(0))
+    return rows.balanced(torch.stack([value, of_p, dentropy, in_d]).abs().amax(0))
 
 
 def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:
