@@ -127,8 +127,10 @@ def linear_cross_entropy(
         max_counted: upper bound on the tokens that count: whose label is not ``ignore_index`` and
             whose token_weight is not 0. The same on all ranks. Time and memory are then those of so
             many tokens. Others contribute nothing, even if their hidden states are NaN or labels of
-            weight 0 wrong; loss, metrics and dhidden have zeros there. More tokens that count are
-            an error, on a GPU a failed device assertion. Default: all tokens are computed.
+            weight 0 wrong; loss, metrics and dhidden have zeros there. So where token_weight is 0,
+            a loss made of metrics vanishes, too: an entropy bonus at advantage 0, for example.
+            More tokens that count are an error, on a GPU a failed device assertion. Default: all
+            tokens are computed.
         skip_ignored: the GPU's time follows the tokens that count, as ``max_counted`` defines them,
             however many they are; memory is that of ``max_counted`` or all. No host waits: launches
             and collectives do not depend on the number. impl "eager" and filtered gradients compute

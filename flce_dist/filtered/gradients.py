@@ -57,7 +57,8 @@ def schedule(eps: float) -> "Filter":
     more, the gradients use the tile's mean row, so that two GEMMs skip it. Saves time only if rows
     of like frequency lie together; docs/filtered_gradients.md says how to choose ``eps``, in
     [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
-    Excludes softcap, tp_invariant and gradients of metrics.
+    With ``max_counted`` or ``skip_ignored`` tiles are of tokens that count, one after the other, so
+    other tiles are kept than without. Excludes softcap, tp_invariant and gradients of metrics.
     """
     is_number = isinstance(eps, Real) and not isinstance(eps, bool)
     if not is_number or not 0.0 <= eps < 1.0:

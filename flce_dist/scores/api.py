@@ -64,8 +64,8 @@ def linear_logprob(
         **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
             reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, schedule,
             max_logits_bytes and impl, as in ``linear_cross_entropy``. ``tp_invariant`` covers all
-            scores, not gradients. schedule, not "in_forward", and max_logits_bytes are of
-            over="vocabulary".
+            scores, not gradients, of a token with the same ids. schedule, not "in_forward", and
+            max_logits_bytes are of over="vocabulary".
 
     Returns:
         ``TokenScores``, plain tensors. Operands may be DTensors as for ``linear_cross_entropy``;
