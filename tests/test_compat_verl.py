@@ -63,6 +63,16 @@ def test_results_and_gradients(temperature, dtype):
         assert budget.met, budget
 
 
+def test_ignored_labels_score_0():
+    hidden, weight, labels = operands(torch.bfloat16)
+    ignored = labels.clone()
+    ignored[0, 1] = -100
+    scores, all_scores = (compat.linear_cross_entropy(hidden, weight, x) for x in (ignored, labels))
+    for ours, of_all in zip(scores, all_scores, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, of_all.index_fill(0, torch.tensor([1]), 0.0))
+
+
 @each_temperature
 def test_sequence_first(temperature):
     """Results are in labels' order, and gradients in hidden's."""

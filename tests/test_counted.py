@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flce_dist import filtered, linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels.rows.counted_tokens import counted_tokens, counts
 from flce_dist.testing import RankPool, run_ranks
 from tests.outcomes import assert_same
@@ -287,3 +287,23 @@ def test_one_graph_for_other_masks_and_bounds(skips):
             found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
         assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
     assert counter.frame_count <= 2 - skips, "one for the first bound, one for every other"
+
+
+@pytest.mark.parametrize("options", [{"max_counted": 3}, {"skip_ignored": True}], ids=str)
+def test_metrics_vanish_where_the_weight_is_0(options: dict[str, Any]) -> None:
+    """With an entropy bonus, too; an ordinary call computes them, whatever the weight."""
+    hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight, labels = torch.eye(8), torch.arange(5)
+    advantage = torch.tensor([1.0, 0.0, -2.0, 0.0, 0.5])
+
+    def gradient(**options: Any) -> torch.Tensor:
+        out = linear_cross_entropy_with_metrics(
+            hidden, weight, labels, token_weight=advantage, reduction="sum", **options
+        )
+        (dhidden,) = torch.autograd.grad(out.loss - 0.1 * out.entropy.sum(), hidden)
+        assert (out.entropy == 0).equal(~dhidden.any(1))
+        return dhidden
+
+    is_0 = advantage == 0
+    assert gradient().any(1).all() and gradient(**options).any(1).equal(~is_0)
+    assert torch.allclose(gradient(**options)[~is_0], gradient()[~is_0], rtol=1e-5, atol=1e-7)
