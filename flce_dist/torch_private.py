@@ -83,6 +83,17 @@ def hooks_of_all_modules() -> list[Any]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
+def keep_order(operator: Any) -> None:
+    """Make compilers keep the order of calls of such operators (``torch._ops.OpOverload``).
+
+    Without it: they keep it unless another takes less memory.
+    """
+    with suppress(ImportError, AttributeError):
+        from torch._higher_order_ops import effects
+
+        effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+
+
 def outside_graphs(function: Any, reason: str) -> Any:
     """Return a function for compiled code to call between its graphs.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
@@ -255,6 +258,33 @@ def two_heads_step(group: dist.ProcessGroup, compiles: Any) -> list[Tensor]:
     call = layered(compiles(two_heads))
     options: dict[str, Any] = {"sequence_parallel": True, "schedule": "cached"}
     return rank_step(group, UNEVEN, call=call, **options).tensors()
+
+
+def orders(group: dist.ProcessGroup) -> list[list[str]]:
+    """The names of operators of two heads in the order that their tokens give, of each graph."""
+    torch._dynamo.reset()
+    chains: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls = [x for x in graph.graph.nodes if "with_effects" in str(x.target)]
+        for before, after in itertools.pairwise(calls):
+            token = after.args[0]
+            assert token.target is operator.getitem and token.args == (before, 0)
+        chains.append([str(x.args[1]) for x in calls])
+        return make_boxed_func(graph)
+
+    def compiles(step: Any) -> Any:
+        return torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+
+    options: dict[str, Any] = {"sequence_parallel": True, "schedule": "cached"}
+    rank_step(group, UNEVEN, call=layered(compiles(two_heads)), **options)
+    return chains
+
+
+def test_collectives_of_two_heads_have_an_order(ranks):
+    """Each operator takes a token from the one before."""
+    expected = [[f"flce_dist.{name}_on_ranks.default"] * 2 for name in ("forward", "backward")]
+    assert ranks.run(orders) == [expected] * 2
 
 
 STEPS: dict[str, Callable[..., list[Tensor]]] = {

@@ -1,4 +1,8 @@
-"""The op as torch.compile sees it: two opaque operators with fakes and a gradient."""
+"""The op as torch.compile sees it: two opaque operators with fakes and a gradient.
+
+Calls on several ranks have operators of their own, ``forward_on_ranks`` and ``backward_on_ranks``,
+whose order compilers keep: they contain collectives, and graphs of ranks differ in sizes.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +62,7 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
             "exclude the call by torch.compiler.disable"
         )
-    outputs = torch.ops.flce_dist.forward(
+    outputs = _operator("forward", tp_group)(
         *arguments[:_TENSORS],
         *values_of(options),
         None if tp_group is None else tp_group.group_name,
@@ -94,6 +98,10 @@ def _options_of(values: Sequence[Any]) -> LossOptions:
     return LossOptions(**named)
 
 
+def _operator(name: str, group: object) -> Any:
+    return getattr(torch.ops.flce_dist, name if group is None else f"{name}_on_ranks")
+
+
 def _metrics(options: LossOptions) -> int:
     """Return how many outputs follow the loss."""
     schedule = options.schedule
@@ -114,7 +122,6 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-@torch.library.custom_op("flce_dist::forward", mutates_args=(), schema=_FORWARD)
 def _forward(*inputs):
     call, operands = _prepare(inputs)
     check_alike("linear_cross_entropy", call, operands)
@@ -126,8 +133,7 @@ def _forward(*inputs):
     return outputs + (_present(saved, loss) if any(needs) else [])
 
 
-@_forward.register_fake
-def _(*inputs):
+def _fake_forward(*inputs):
     call, operands = _prepare(inputs)
     hidden, of_tokens, one = inputs[0], inputs[2].shape, ()
 
@@ -143,7 +149,6 @@ def _(*inputs):
     return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
 
 
-@torch.library.custom_op("flce_dist::backward", mutates_args=(), schema=_BACKWARD)
 def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
     hidden, weight, labels, bias = inputs[:4]
@@ -166,8 +171,7 @@ def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     ]
 
 
-@_backward.register_fake
-def _(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
+def _fake_backward(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
         for x, need in zip((hidden, weight, bias), others[-1], strict=True)
@@ -187,9 +191,25 @@ def _differentiate(ctx, grads):
     upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
     if all(g is None for g in upstream):
         return (None,) * (_TENSORS + len(ctx.spec))
-    gradients = torch.ops.flce_dist.backward(*upstream, *operands, saved, *ctx.spec)
+    backward = _operator("backward", ctx.spec[-2])
+    gradients = backward(*upstream, *operands, saved, *ctx.spec)
     dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
     return dhidden, dweight, None, dbias, None, None, *(None for _ in ctx.spec)
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
+def _register(suffix: str) -> None:
+    forward = torch.library.custom_op(
+        f"flce_dist::forward{suffix}", _forward, mutates_args=(), schema=_FORWARD
+    )
+    forward.register_fake(_fake_forward)
+    forward.register_autograd(_differentiate, setup_context=_setup_context)
+    backward = torch.library.custom_op(
+        f"flce_dist::backward{suffix}", _backward, mutates_args=(), schema=_BACKWARD
+    )
+    backward.register_fake(_fake_backward)
+
+
+_register("")
+_register("_on_ranks")
+for _name in ("forward", "backward"):
+    torch_private.keep_order(_operator(_name, "of ranks").default)
