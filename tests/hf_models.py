@@ -2,7 +2,10 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -68,6 +71,22 @@ def batch(rows: int = B) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (rows, S), generator=generator)
     return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(S) < 4, -100)}
+
+
+@contextmanager
+def real_logits(vocab: int = VOCAB) -> Iterator[list[Any]]:
+    """Note the shape of all logits [..., vocab] that any layer makes."""
+    made: list[Any] = []
+    linear = nn.functional.linear
+
+    def noted(x: Any, weight: Any, bias: Any = None) -> Any:
+        result = linear(x, weight, bias)
+        if result.shape[-1] == vocab:
+            made.append(tuple(result.shape))
+        return result
+
+    with mock.patch.object(nn.functional, "linear", noted):
+        yield made
 
 
 def step(model: Any, *, may_warn: bool = False, **given: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import copy
 import inspect
+import io
 import pickle
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from flce_dist import linear_cross_entropy
-from flce_dist.hf import restore, use_linear_cross_entropy
-from flce_dist.hf.lazy_logits import LazyLogits
+from flce_dist.hf import NO_LOGITS, restore, use_linear_cross_entropy
 from tests.contract.compare import compare
-from tests.hf_models import KINDS, VOCAB, B, S, batch, ours, step, theirs
+from tests.hf_models import KINDS, VOCAB, B, S, batch, gradients, ours, real_logits, step, theirs
 
 BUDGET = 1e-5  # fp32
 
@@ -30,9 +29,28 @@ def test_a_step_equals_the_models_own(kind):
     settings: Any = {}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}, own
     for given in settings:
         compare(step(plugged, **given), step(model, **given), BUDGET)
-    logits = plugged(**batch()).logits
-    assert isinstance(logits, LazyLogits) and logits.shape == (B, S, VOCAB)
-    assert torch.equal(logits, model(**batch()).logits)
+    with real_logits() as made:
+        assert plugged(**batch()).logits is NO_LOGITS
+    assert made == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_beside_the_loss(kind):
+    """At once, once, with autograd; the loss is what it is without them."""
+    model = theirs(kind)
+    plugged = ours(model)
+
+    def both(one: Any, **given: Any) -> dict[str, Any]:
+        one.zero_grad()
+        out = one(**batch(), **given)
+        (out.loss - 0.1 * out.logits.float().log_softmax(-1)[..., 3].mean()).backward()
+        return {"loss": out.loss.detach(), "logits": out.logits.detach(), **gradients(one)}
+
+    with real_logits() as made:
+        found = both(plugged, logits=True)
+    assert made == [(B, S, VOCAB)]
+    compare(found, both(model), BUDGET)
+    assert torch.equal(found["loss"], plugged(**batch()).loss)
 
 
 def test_positional_labels_and_tuples():
@@ -42,7 +60,7 @@ def test_positional_labels_and_tuples():
     names = list(inspect.signature(model.forward).parameters)
     values = [batch().get(name) for name in names[: names.index("labels") + 1]]
     loss, logits, *_ = plugged(*values, return_dict=False)
-    assert isinstance(logits, LazyLogits)
+    assert logits is NO_LOGITS
     torch.testing.assert_close(loss, model(**batch()).loss)
 
 
@@ -58,26 +76,36 @@ def test_logits_without_labels_and_generate():
     assert torch.equal(plugged.generate(ids, **given), model.generate(ids, **given))
 
 
-def test_logits_in_the_output_are_computed_when_they_are_used():
-    plugged = ours(theirs("gemma2, softcap"))
-    layer = plugged.lm_head
-    with mock.patch.object(
-        nn.Linear, "forward", autospec=True, side_effect=nn.Linear.forward
-    ) as of:
-        out = plugged(**batch())
-        out.loss.backward()
-        logits = out.logits.float()  # as accelerate does
-        assert (logits.dtype, logits.device.type, logits.ndim) == (torch.float32, "cpu", 3)
-        assert not any(call.args[0] is layer for call in of.call_args_list)
-        argmax = logits[:, -1].argmax(-1)
-        assert sum(call.args[0] is layer for call in of.call_args_list) == 1
-    assert argmax.shape == (B,)
+def test_who_gets_logits():
+    model = theirs("gemma2, softcap")
+    plugged, always, never = ours(model), ours(model, logits=True), ours(model, logits=False)
+    expected = model(**batch()).logits
+    cases: list[tuple[Any, bool, dict[str, Any], bool]] = [
+        (plugged, True, {}, False),
+        (plugged, False, {}, True),
+        (plugged, True, {"logits": True}, True),
+        (plugged, False, {"logits": False}, False),
+        (always, True, {}, True),
+        (always, True, {"logits": False}, False),
+        (never, False, {}, False),
+        (never, False, {"logits": True}, True),
+    ]
+    for one, is_training, given, has_logits in cases:
+        one.train(is_training)
+        with real_logits() as made:
+            found = one(**batch(), **given).logits
+        assert len(made) == has_logits
+        if has_logits:
+            assert type(found) is Tensor and found.requires_grad
+            assert torch.equal(found, expected)
+        else:
+            assert found is NO_LOGITS
     with torch.no_grad():
-        out = plugged(**batch())
-        assert not out.logits.exp().requires_grad
-    assert out.logits.exp().requires_grad  # not what was computed without
+        assert not plugged.train()(**batch(), logits=True).logits.requires_grad
     with torch.autocast("cpu", torch.bfloat16):
-        assert plugged(**batch()).logits.dtype == torch.bfloat16
+        assert plugged(**batch(), logits=True).logits.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="logits must be None, True or False, got 'yes'"):
+        ours(model, logits="yes")
 
 
 class Unknown:
@@ -112,10 +140,13 @@ def test_whatever_is_done_to_the_logits_is_in_the_loss(name):
 
     model.__class__ = Changed
     plugged = ours(model)
-    compare(step(plugged, may_warn=name != "known"), step(model), BUDGET)
-    if name != "known":
+    if name == "known":
+        compare(step(plugged), step(model), BUDGET)
+    else:
         with pytest.warns(UserWarning, match="the model asks for .* of its logits"):
-            plugged(**batch())
+            found = step(plugged, may_warn=True)
+        compare(found, step(model), BUDGET)
+        compare(step(plugged), found, 0.0)  # the warning comes once
         with pytest.raises(NotImplementedError, match=r"does not apply z_loss_weight=0\.1"):
             step(ours(model, z_loss_weight=0.1), may_warn=True)
 
@@ -145,20 +176,10 @@ def test_a_cross_entropy_of_the_models_own_code(name):
 def test_a_cross_entropy_of_the_output_is_of_real_logits():
     """A caller's own loss has none of the options."""
     model, labels = theirs(), batch()["labels"].view(-1)
-    outputs = (one(**batch()) for one in (ours(model, z_loss_weight=1.0), model))
-    flat = (out.logits.view(-1, VOCAB) for out in outputs)
+    plugged = ours(model, z_loss_weight=1.0, logits=True)
+    flat = (one(**batch()).logits.view(-1, VOCAB) for one in (plugged, model))
     found, expected = (nn.functional.cross_entropy(x, labels) for x in flat)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
-def test_hooks_of_the_layer_see_logits(register):
-    model = theirs()
-    plugged, seen = ours(model), []
-    getattr(plugged.lm_head, f"register_{register}")(lambda *given: seen.append(given[1:]))
-    with pytest.warns(UserWarning, match="a hook of the output layer"):
-        compare(step(plugged, may_warn=True), step(model), BUDGET)
-    assert len(seen) >= 1
 
 
 def test_options_reach_the_loss():
@@ -186,6 +207,20 @@ def test_copies_and_restoring():
     replica = ours(model)._replicate_for_data_parallel()
     with pytest.warns(UserWarning, match="DataParallel gathers them"):
         assert type(replica(**batch()).logits) is Tensor
+
+
+def test_a_plugged_model_is_pickled():
+    model = theirs("cohere, product")
+    plugged = ours(model, logits=True, z_loss_weight=0.1)
+    expected = step(plugged)
+    compare(step(pickle.loads(pickle.dumps(plugged))), expected, 0.0)
+    file = io.BytesIO()
+    torch.save(plugged, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    compare(step(loaded), expected, 0.0)
+    assert type(loaded) is type(plugged) and type(loaded.lm_head) is type(plugged.lm_head)
+    compare(step(restore(loaded)), step(model), 0.0)
 
 
 def test_refusals():
@@ -221,11 +256,6 @@ def test_refusals():
     for name in ("softcap", "reduction", "logit_scale", "tp_group"):
         assert name in complaint(TypeError, lambda one: None, **{name: None})
 
-    plugged = ours(model)
-    plugged.lm_head = nn.Linear(32, VOCAB)
-    with pytest.raises(RuntimeError, match="got another Linear; call it again"):
-        plugged(**batch())
-
 
 def test_compile():
     model = theirs("gemma2, softcap")
@@ -237,7 +267,8 @@ def test_compile():
     expected = step(model)
     gradients = {name: p.grad for name, p in plugged.named_parameters()}
     compare(gradients | {"loss": found.loss.detach()}, expected, BUDGET)
-    logits = compiled(**batch()).logits
-    assert isinstance(logits, LazyLogits)
-    assert torch.equal(logits.argmax(-1), model(**batch()).logits.argmax(-1))
-    torch.testing.assert_close(compiled(**batch()).loss, expected["loss"])
+    assert found.logits is NO_LOGITS
+    asked = compiled(**batch(), logits=True)
+    assert type(asked.logits) is Tensor and asked.logits.requires_grad
+    torch.testing.assert_close(asked.logits, model(**batch()).logits)
+    torch.testing.assert_close(asked.loss, expected["loss"])

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from flce_dist.hf import use_linear_cross_entropy
-from flce_dist.hf.lazy_logits import LazyLogits
+from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.contract.compare import compare
 from tests.hf_models import batch, gradients, ours, step, theirs
 from tests.on_ranks import on_ranks
@@ -127,10 +126,10 @@ def test_tensor_parallel(group, kind, tmp_path):
     expected = step(split)
     use_linear_cross_entropy(split)
     found = step(split)
-    assert isinstance(split(**batch()).logits, LazyLogits)
+    assert split(**batch()).logits is NO_LOGITS
     compare(found, expected, BUDGET)
     compare({"loss": found["loss"]}, {"loss": step(model)["loss"]}, BUDGET)
-    logits = {"logits": split(**batch()).logits.detach()}
+    logits = {"logits": split(**batch(), logits=True).logits.detach()}
     compare(logits, {"logits": model(**batch()).logits.detach()}, BUDGET)
 
 

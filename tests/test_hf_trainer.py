@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -15,7 +14,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 from tests.contract.compare import compare
-from tests.hf_models import VOCAB, S, ours, theirs
+from tests.hf_models import VOCAB, S, ours, real_logits, theirs
 
 ROWS = 12
 
@@ -74,17 +73,14 @@ def test_a_run_equals_their_own(kind, changes, tmp_path):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_mixed_precision_computes_no_logits(bf16, tmp_path):
     plugged = ours(theirs("gemma2, softcap"))
-    calls = []
-    real = nn.Linear.forward
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        calls.append(self)
-        return real(self, x)
-
-    with mock.patch.object(nn.Linear, "forward", forward):
+    with real_logits() as made:
         trained(plugged, tmp_path, bf16=bf16)
-        trainer(plugged, tmp_path, bf16=bf16).evaluate()  # the loss alone
-    assert calls and plugged.lm_head not in calls
+        assert made == []
+        trainer(plugged, tmp_path, bf16=bf16).evaluate()  # in eval() the output has logits
+        assert len(made) == 2
+        without = ours(theirs("gemma2, softcap"), logits=False)
+        trainer(without, tmp_path, bf16=bf16).evaluate()
+        assert len(made) == 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])

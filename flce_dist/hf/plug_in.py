@@ -1,108 +1,210 @@
 """``use_linear_cross_entropy``: where the plug-in meets a model of transformers.
 
-Model and output layer become subclasses. With labels the layer returns ``LazyLogits``, which note
-what the model does to them. So no forward is copied and no config interpreted.
+Model and output layer become subclasses. With labels the layer returns ``SymbolicLogits``, which
+note what the model does to them, until the loss takes them. So no forward is copied and no config
+interpreted. What the model returns has real logits or ``NO_LOGITS``.
 """
 
 import functools
 import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+from torch import Tensor, nn
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import keywords_of
-from flce_dist.hf.lazy_logits import FusedHead, linear_of
+from flce_dist.hf.layers import FusedLayer, is_known, layers_of, why_real
+from flce_dist.hf.symbolic import Recording
 
 _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
     reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,
     sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
 )  # fmt: skip
+OURS_ALONE = ("label_smoothing", "z_loss_weight", "vocab_size")
+"""Options that change the loss, and that a model's own loss lacks."""
+
+_COST = (
+    "they and their fp32 copies take up to 12 bytes per token and vocabulary entry, as without the "
+    "plug-in"
+)
 
 
-def use_linear_cross_entropy(model: Any, **options: Any) -> Any:
+@dataclass
+class Settings:
+    """What the plug-in keeps in a model."""
+
+    keywords: dict[str, Any]  # of ``linear_cross_entropy``
+    logits: bool | None
+    is_off: bool = False  # while the model's own loss is asked for
+    warned: set[str] = field(default_factory=set)
+    head: Any = None  # that ``around`` belongs to
+    around: list[nn.Module] = field(default_factory=list)
+
+    def warn(self, why: str) -> None:
+        """Say once why logits are real; raise if an option is lost on them."""
+        for name in OURS_ALONE:
+            if self.keywords.get(name):
+                raise NotImplementedError(
+                    f"the loss of real logits does not apply {name}={self.keywords[name]}, and "
+                    f"logits are real: {why}"
+                )
+        if torch.compiler.is_compiling() or why in self.warned:
+            return
+        self.warned.add(why)
+        warnings.warn(f"the loss is computed from real logits: {why}; {_COST}", stacklevel=2)
+
+    def modules_around(self, model: nn.Module, head: Any) -> list[nn.Module]:
+        """Return the modules that contain the head, but for the model."""
+        if self.head is not head:
+            names = [name for name, module in model.named_modules() if module is head]
+            parts = names[0].split(".") if names else []
+            paths = [".".join(parts[:n]) for n in range(1, len(parts))]
+            self.around = [model.get_submodule(path) for path in paths]
+            self.head = head
+        return self.around
+
+
+def use_linear_cross_entropy(model: Any, *, logits: bool | None = None, **options: Any) -> Any:
     """Make a causal language model compute its loss by ``linear_cross_entropy``, and return it.
 
-    Call it after ``get_peft_model``, before Trainer, accelerate, DDP, FSDP or torch.compile take
-    the model; again to change options. With labels the model returns its loss as before (0, not
-    NaN, if no label counts); ``outputs.logits`` are computed when they are used. Scale, softcap,
-    bias, LoRA and the tensor-parallel group are the model's. Logits with which a model does more,
-    or that hooks see, are computed for its own loss; a warning says so.
+    Call it before Trainer, accelerate, DDP, FSDP or torch.compile take the model; again to change
+    options. Adapters may come before or after it. With labels the model returns its loss as before
+    (0, not NaN, if no label counts). Scale, softcap, bias, LoRA and the tensor-parallel group are
+    the model's. Logits with which a model does more, or that hooks see, are computed for its own
+    loss; a warning says so, once.
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
+        logits: whether ``outputs.logits`` beside a loss are real, [..., V] with autograd, for one
+            more GEMM and their memory. By default they are in ``eval()`` alone; in training
+            ``NO_LOGITS``, which is no tensor and raises when it is used, stands for them. A call
+            may say otherwise: ``model(..., logits=True)``. Without labels they are always real.
         **options: of ``linear_cross_entropy``: label_smoothing, z_loss_weight, vocab_size, impl,
             reduce_in_fp32, tp_invariant, schedule, max_logits_bytes, max_counted, skip_ignored.
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
-    layer neither an ``nn.Linear`` nor LoRA on one, or its loss or forward of its own.
+    layer none of those that ``flce_dist.hf.layers`` knows, or its loss or forward of its own.
     """
-    from transformers import PreTrainedModel
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     checks.checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
-    base, found = getattr(restore(model), "get_base_model", lambda: model)(), ""
-    if not isinstance(base, PreTrainedModel):
-        found = f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
-    elif (head := _head_of(base)) is None or not _is_linear(head):
-        found = f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
-    elif "labels" not in inspect.signature(base.forward).parameters or "forward" in vars(base):
-        found = f"forward must be that of the class and take labels, got {base.forward}"
-    elif base.loss_function is not ForCausalLMLoss:
-        found = f"loss_function must be ForCausalLMLoss, got {base.loss_function}"
-    if found:
-        raise NotImplementedError(found)
-    head.loss_keywords = options
-    head.__class__ = _subclass(head.__class__, FusedHead)
-    base.__class__ = _subclass(base.__class__)
+    if logits not in (None, True, False):
+        raise ValueError(f"logits must be None, True or False, got {logits!r}")
+    base = _base_of(restore(model))
+    _check_model(base)
+    base.linear_cross_entropy = Settings(options, logits)
+    head = base.get_output_embeddings()
+    base.linear_cross_entropy.modules_around(base, head)
+    _adopt(head)
+    base.__class__ = fused_class(base.__class__, is_layer=False)
     return model
 
 
 def restore(model: Any) -> Any:
     """Undo ``use_linear_cross_entropy``, where it was called, and return the model."""
-    base = getattr(model, "get_base_model", lambda: model)()
-    for module in (_head_of(base), base) if "unfused" in vars(type(base)) else ():
-        module.__class__ = vars(type(module)).get("unfused", type(module))
+    base = _base_of(model)
+    if "linear_cross_entropy" in vars(base):
+        del base.linear_cross_entropy
+        for module in base.modules():
+            if "unfused" in vars(type(module)):
+                module.__class__ = type(module).unfused
     return model
 
 
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_model(base: Any) -> None:
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(base, PreTrainedModel):
+        raise NotImplementedError(
+            f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
+        )
+    head = base.get_output_embeddings()
+    if head is None or not all(map(is_known, layers_of(head))):
+        raise NotImplementedError(
+            f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
+        )
+    if "labels" not in inspect.signature(base.forward).parameters or "forward" in vars(base):
+        raise NotImplementedError(
+            f"forward must be that of the class and take labels, got {base.forward}"
+        )
+    if base.loss_function is not ForCausalLMLoss:
+        raise NotImplementedError(
+            f"loss_function must be ForCausalLMLoss, got {base.loss_function}"
+        )
+
+
+def _adopt(head: Any) -> list[Any]:
+    """Make the known layers of a head fused ones, where they are not yet, and return these."""
+    layers = [layer for layer in layers_of(head) if is_known(layer)]
+    for layer in layers:
+        if not isinstance(layer, FusedLayer):
+            layer.__class__ = fused_class(layer.__class__, is_layer=True)
+    return layers
+
+
+# --- classes
+
+
 @functools.cache
-def _subclass(base: Any, *mixin: Any) -> Any:
-    """Return a class by the name of ``base``, a layer's with ``mixin`` or a model's."""
+def fused_class(base: Any, *, is_layer: bool) -> Any:
+    """Return the class that replaces ``base``, by the same name: of a layer, or of a model."""
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {} if mixin else {"forward": _forward_of(base)}
-    return type(base.__name__, (*mixin, base), {**members, "unfused": base})
+    members |= {"unfused": base, "__reduce_ex__": _reduced}
+    if is_layer:
+        return type(base.__name__, (FusedLayer, base), members)
+    return type(base.__name__, (base,), {**members, "forward": _forward_of(base)})
 
 
-def _forward_of(base: Any) -> Any:
-    """Return the model's forward, with a lazy output layer if there are labels."""
-    at = [*inspect.signature(base.forward).parameters].index("labels") - 1
+def _reduced(self: Any, protocol: int) -> Any:
+    """Pickle by the class that was replaced, which can be imported."""
+    own = type(self)
+    _, _, *state = super(own, self).__reduce_ex__(max(protocol, 2))
+    return _blank, (own.unfused, issubclass(own, FusedLayer)), *state
+
+
+def _blank(base: Any, is_layer: bool) -> Any:
+    made = fused_class(base, is_layer=is_layer)
+    return made.__new__(made)
+
+
+def _forward_of(base: Any) -> Callable[..., Any]:
+    """Return the model's forward, with symbolic logits if there are labels."""
+    place = [*inspect.signature(base.forward).parameters].index("labels") - 1
 
     @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        head, labels = _head_of(self), args[at] if len(args) > at else kwargs.get("labels")
-        if not isinstance(head, FusedHead):
-            found = f"the output layer must be the replaced one, got another {type(head).__name__}"
-            raise RuntimeError(f"{found}; call it again, after get_peft_model")
-        head.is_lazy = labels is not None and head.may_be_lazy(self)
-        try:
+    def forward(self: Any, *args: Any, logits: bool | None = None, **kwargs: Any) -> Any:
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        settings = self.linear_cross_entropy
+        if labels is None or settings.is_off:
             return base.forward(self, *args, **kwargs)
+        count = kwargs.get("num_items_in_batch")
+        if isinstance(count, Tensor):
+            kwargs["num_items_in_batch"] = count.clamp(min=1)
+        elif count is not None:
+            kwargs["num_items_in_batch"] = max(count, 1)
+        head = self.get_output_embeddings()
+        around = settings.modules_around(self, head)
+        why = why_real(head, around, getattr(self, "_is_replica", False))
+        if why is not None:
+            settings.warn(why)
+            return base.forward(self, *args, **kwargs)
+        wanted = next(x for x in (logits, settings.logits, not self.training) if x is not None)
+        recording = Recording(settings.keywords, wanted, settings.warn)
+        layers = _adopt(head)
+        for layer in layers:
+            layer.recording = recording
+        try:
+            output = base.forward(self, *args, **kwargs)
         finally:
-            head.is_lazy = False
+            for layer in layers:
+                layer.recording = None
+        return recording.finish(output)
 
     return forward
-
-
-def _head_of(model: Any) -> Any:
-    """Return the output layer, or peft's copy of it that is trained."""
-    head = model.get_output_embeddings()
-    copies = getattr(head, "modules_to_save", None)
-    return head if copies is None else copies[head.active_adapters[0]]
-
-
-def _is_linear(head: Any) -> bool:
-    layer, lora = linear_of(head), type(head).forward
-    is_lora = (lora.__module__, lora.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")
-    is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
-    return type(layer).forward is nn.Linear.forward and is_whole and (is_lora or layer is head)

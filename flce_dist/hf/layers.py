@@ -1,0 +1,247 @@
+"""Output layers that can be in a loss: an ``nn.Linear``, and what PEFT makes of one.
+
+V vocabulary rows of this rank, H hidden size, r the rank of an adapter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from flce_dist.api import linear_cross_entropy
+from flce_dist.hf.steps import Formula
+
+_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INPUT_HOOKS = ("_forward_pre_hooks",)
+_SPLITTING = (
+    "torch.distributed.tensor.",
+    "transformers.distributed.",
+    "transformers.integrations.",
+)
+_SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+_COUNTING = ("torch.utils.module_tracker",)
+"""Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
+
+Operands = tuple[Tensor, Tensor, Tensor | None]  # hidden [..., H], weight [V, H], bias [V]
+
+
+class FusedLayer:
+    """The first base of replaced output layers; the layer's own class is the second."""
+
+    recording: Any = None  # the ``Recording`` of the model's forward that runs
+    set_aside: Any = None  # the instance's own forward while ``computed`` runs
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_alone = len(args) == 1 and not kwargs
+        if self.recording is None or not is_alone or passes_on(self):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return self.recording.logits_of(self, args[0])
+
+    def forward(self: Any, *args: Any, compute: Any = None, **kwargs: Any) -> Any:
+        if compute is not None:
+            return compute(*args)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def called(self: Any, hidden: Tensor, compute: Callable[[Tensor], Any] | None = None) -> Any:
+        """Call the layer with all its hooks; return its logits, or what ``compute`` does."""
+        recording = self.recording
+        self.recording = None
+        try:
+            if compute is None:
+                return nn.Module.__call__(self, hidden)
+            if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):  # they are for logits alone
+                return compute(hidden)
+            return self.computed(hidden, compute)
+        finally:
+            self.recording = recording
+
+    def computed(self: Any, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+        """Call the layer with ``compute`` for the forward that tensor parallelism has given it."""
+        own = vars(self).pop("forward", None)
+        self.set_aside = own
+        try:
+            return nn.Module.__call__(self, hidden, compute=compute)
+        finally:
+            self.set_aside = None
+            if own is not None:
+                self.forward = own
+
+    def needs_its_hooks(self) -> bool:
+        """Whether the weight exists in a call of the layer alone."""
+        return isinstance(self, FSDPModule)
+
+    def logits_without_hooks(self: Any, hidden: Tensor) -> Tensor:
+        if self.needs_its_hooks():
+            raise NotImplementedError(
+                "the model uses its logits after the loss, when FSDP2 has released the weight of "
+                "the output layer; call the model with logits=True"
+            )
+        return vars(self).get("forward", super().forward)(hidden)  # type: ignore[misc]
+
+    def loss(
+        self: Any, hidden: Tensor, labels: Tensor, formula: Formula, makes_values: bool,
+        keywords: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the loss of labels [T], and if they are to be made the logits [..., V]."""
+        whole, weight, bias = operands(self, hidden)
+        mesh: Any = getattr(weight, "device_mesh", None)
+        rows = formula.rows(whole)
+        is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+        loss = linear_cross_entropy(
+            rows,
+            weight,
+            labels.view(rows.shape[:-1]),
+            softcap=formula.softcap,
+            logit_scale=formula.scale,
+            bias=bias if bias is None or formula.scale == 1.0 else bias * formula.scale,
+            tp_group=mesh.get_group() if is_split else None,
+            sequence_parallel=isinstance(rows, DTensor) and rows.placements == (Shard(1),),
+            **keywords,
+        )
+        if not makes_values:
+            return loss, None
+        if adapters_of(self):  # of the same dropout
+            return loss, F.linear(whole, weight, bias)
+        return loss, self.logits_in_its_call(hidden)
+
+    def logits_in_its_call(self: Any, hidden: Tensor) -> Tensor:
+        if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):
+            return nn.Module.__call__(self, hidden)
+        return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
+
+
+def layers_of(head: Any) -> list[Any]:
+    """Return the layers of which one makes the logits in a call of ``head``."""
+    if hasattr(head, "modules_to_save"):
+        return [head.original_module, *head.modules_to_save.values()]
+    if hasattr(head, "token_adapter"):
+        return [head.token_adapter, head.token_adapter.get_base_layer()]
+    return [head]
+
+
+def is_known(layer: Any) -> bool:
+    """Whether ``operands`` holds for the layer."""
+    forward = getattr(type(layer), "unfused", type(layer)).forward
+    place = (forward.__module__, forward.__qualname__)
+    if place == ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.forward"):
+        return is_known(layer.get_base_layer())
+    if place == ("peft.tuners.lora.layer", "Linear.forward"):
+        return is_known(layer.get_base_layer())
+    is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
+    return forward is nn.Linear.forward and is_whole
+
+
+def passes_on(layer: Any) -> bool:
+    """Whether a layer of trainable tokens only calls the layer below it."""
+    if not hasattr(layer, "trainable_tokens_delta"):
+        return False
+    return bool(layer.disable_adapters or layer.merged or not layer.active_adapters)
+
+
+def linear_of(layer: Any) -> Any:
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+
+
+def adapters_of(layer: Any) -> list[str]:
+    """Return the names of LoRA's active adapters that are not merged into the weight."""
+    if not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def operands(layer: Any, hidden: Tensor) -> Operands:
+    """Return what makes the logits [..., V] as one product: with LoRA both have H + r columns."""
+    if hasattr(layer, "trainable_tokens_delta"):  # PEFT leaves out the bias, too
+        return hidden, layer.get_merged_weights(layer.active_adapters), None
+    whole = hidden
+    weight = linear_of(layer).weight
+    bias = linear_of(layer).bias
+    for name in adapters_of(layer):
+        A, B, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        low = A(layer.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
+        whole = torch.cat((whole, low.to(hidden.dtype)), dim=-1)
+        weight = torch.cat((weight, B.weight.to(weight.dtype)), dim=-1)
+        if B.bias is not None:
+            bias = B.bias * scaling + (0.0 if bias is None else bias)
+    return whole, weight, bias
+
+
+# --- what stands in the way
+
+
+def why_real(head: Any, around: list[nn.Module], is_replica: bool) -> str | None:
+    """Return why a forward needs real logits; None if it does not.
+
+    Args:
+        head: the output layer, maybe in a wrapper of PEFT.
+        around: the modules between the model and its head, whose output is logits, too.
+        is_replica: whether the model is one of DataParallel's.
+    """
+    if is_replica:
+        return "DataParallel gathers them"
+    if _hooks_of(nn.modules.module, ["_global" + kind for kind in _OUTPUT_HOOKS]):
+        return "a hook of all modules may look at them"
+    for module in around:
+        if _hooks_of(module, _OUTPUT_HOOKS) or isinstance(module, FSDPModule):
+            return f"a hook of {type(module).__name__}, around the output layer, may look at them"
+    layers = layers_of(head)
+    if head not in layers and _is_watched(head):
+        return _WATCHED
+    for layer in layers:
+        why = why_layer_is_real(layer)
+        if why is not None:
+            return why
+    return None
+
+
+_WATCHED = "a hook of the output layer, or a forward of its own, may look at them"
+
+
+def why_layer_is_real(layer: Any) -> str | None:
+    if not is_known(layer):
+        return f"the output layer is a {type(layer).__name__} of {type(layer).__module__}"
+    below = linear_of(layer)
+    if _is_watched(layer):
+        return _WATCHED
+    if below is not layer and (_is_watched(below) or _hooks_of(below, _INPUT_HOOKS)):
+        return _WATCHED
+    splits = _hooks_of(layer, _OUTPUT_HOOKS, _SPLITTING)
+    if splits and (isinstance(layer, FSDPModule) or _foreign_hooks_of(layer, _INPUT_HOOKS)):
+        return "the output layer has hooks beside those of tensor parallelism"
+    if not hasattr(layer, "lora_A"):
+        return None
+    adapters = adapters_of(layer)
+    if adapters and isinstance(below.weight, DTensor):
+        return "its weight, with LoRA, is a DTensor"
+    variants = [getattr(layer, "lora_variant", layer.use_dora).get(name) for name in adapters]
+    if any(variants):
+        return "its LoRA is a variant, such as DoRA"
+    if layer.merged and layer.disable_adapters:
+        return "merged LoRA is disabled"
+    return None
+
+
+def _is_watched(layer: Any) -> bool:
+    own = vars(layer).get("forward")
+    return bool(_foreign_hooks_of(layer, _OUTPUT_HOOKS)) or not (
+        own is None or _is_of(own, _SPLITTING)
+    )
+
+
+def _foreign_hooks_of(module: Any, kinds: Any) -> list[Any]:
+    ours = (*_SPLITTING, *_SHARDING, *_COUNTING)
+    return [hook for hook in _hooks_of(module, kinds) if not _is_of(hook, ours)]
+
+
+def _hooks_of(module: Any, kinds: Any, places: tuple[str, ...] = ("",)) -> list[Any]:
+    """Return hooks of these kinds that are functions of modules with such a name."""
+    hooks = [hook for kind in kinds for hook in vars(module)[kind].values()]
+    return [hook for hook in hooks if _is_of(hook, places)]
+
+
+def _is_of(hook: Any, places: tuple[str, ...]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(places)
