@@ -4,6 +4,8 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -221,6 +223,36 @@ def test_a_plugged_model_is_pickled():
     compare(step(loaded), expected, 0.0)
     assert type(loaded) is type(plugged) and type(loaded.lm_head) is type(plugged.lm_head)
     compare(step(restore(loaded)), step(model), 0.0)
+
+
+def test_another_process_loads_a_pickled_model(tmp_path):
+    """As spawn hands it over: that process has plugged in nothing."""
+    plugged = ours(theirs())
+    torch.save({"model": plugged, "batch": batch()}, tmp_path / "all.pt")
+    program = (
+        "import sys, torch; found = torch.load(sys.argv[1], weights_only=False); "
+        "print(found['model'](**found['batch']).loss.item())"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "all.pt")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    torch.testing.assert_close(torch.tensor(float(printed)), plugged(**batch()).loss.detach())
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), 3, torch.tensor(3), None], ids=str)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_batch_in_which_no_label_counts(count, hooked):
+    """Its loss is 0, with gradients of 0; that of real logits too, if the count is passed."""
+    plugged = ours(theirs())
+    if hooked:
+        if count is None:
+            pytest.skip("the mean over no label is then PyTorch's: NaN")
+        plugged.lm_head.register_forward_hook(lambda *given: None)
+    labels = torch.full((B, S), -100)
+    given = {} if count is None else {"num_items_in_batch": count}
+    loss = plugged(input_ids=batch()["input_ids"], labels=labels, **given).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in plugged.parameters())
 
 
 def test_refusals():

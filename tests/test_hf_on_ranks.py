@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
@@ -16,7 +16,7 @@ import transformers
 
 from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.contract.compare import compare
-from tests.hf_models import batch, gradients, ours, step, theirs
+from tests.hf_models import VOCAB, batch, gradients, ours, real_logits, step, theirs
 from tests.on_ranks import on_ranks
 from tests.test_hf import BUDGET
 
@@ -55,7 +55,9 @@ def test_ddp(group, kind):
     options: Any
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         wrapped = nn.parallel.DistributedDataParallel(ours(model), **options)
-        found = step(wrapped, **of_rank(group))
+        with real_logits() as made:
+            found = step(wrapped, **of_rank(group))
+        assert made == []
         compare({name.removeprefix("module."): x for name, x in found.items()}, expected, BUDGET)
 
 
@@ -87,13 +89,53 @@ def test_fsdp2(group, kind, how):
     model = theirs(kind, **given)
     expected, before = averaged(model, group), model(**of_rank(group)).logits
     plugged = shard(ours(model), how)
-    for _ in range(2):
-        found = step(plugged, **of_rank(group))
+    for given in ({}, {}, {"logits": True}):
+        with real_logits() as made:
+            found = step(plugged, **of_rank(group), **given)
+        assert len(made) == len(given)
         compare(found, expected, BUDGET)
     torch.testing.assert_close(plugged(input_ids=of_rank(group)["input_ids"]).logits, before)
     ids, given = of_rank(group)["input_ids"], {"max_new_tokens": 2, "do_sample": False}
     if kind == "llama":
         assert torch.equal(plugged.generate(ids, **given), model.generate(ids, **given))
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, None], ids=str)
+@on_ranks(2)
+def test_fsdp2_casts_its_output(group, output):
+    """The cast finds no logits to cast, and casts those that were asked for."""
+    model = theirs("gemma2, softcap")
+    inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    outer = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output)
+    plugged = ours(model)
+    for one in (plugged, model):
+        for layer in one.model.layers:
+            fully_shard(layer, mp_policy=inner)
+        fully_shard(one, mp_policy=outer)
+    with real_logits() as made:
+        found = plugged(**of_rank(group))
+        found.loss.backward()
+    assert made == [] and found.logits is NO_LOGITS
+    expected = model(**of_rank(group))
+    logits = plugged(**of_rank(group), logits=True).logits
+    assert logits.dtype == expected.logits.dtype and torch.equal(logits, expected.logits)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP2, the head by itself", "tensor parallel"])
+@on_ranks(2)
+def test_logits_are_read_late_and_on_one_rank_alone(group, how, tmp_path):
+    """After backward and the optimizer's step: no collective, and those of the forward."""
+    model = theirs()
+    expected = model(**batch()).logits.detach()
+    if how == "tensor parallel":
+        plugged = use_linear_cross_entropy(loaded("llama", tmp_path, group, tp_size=2))
+    else:
+        plugged = shard(ours(model), "head" if "itself" in how else "root")
+    out = plugged(**batch(), logits=True)
+    (out.loss + 0.1 * out.logits.exp().mean()).backward()
+    torch.optim.SGD(plugged.parameters(), lr=0.5).step()
+    if group.rank() == 0:
+        torch.testing.assert_close(out.logits.detach(), expected)
 
 
 def loaded(kind: str, folder: Any, group: Any, **parallel: int) -> Any:
@@ -126,7 +168,9 @@ def test_tensor_parallel(group, kind, tmp_path):
     expected = step(split)
     use_linear_cross_entropy(split)
     found = step(split)
-    assert split(**batch()).logits is NO_LOGITS
+    with real_logits() as whole, real_logits(VOCAB // 2) as parts:
+        assert split(**batch()).logits is NO_LOGITS
+    assert whole == parts == []
     compare(found, expected, BUDGET)
     compare({"loss": found["loss"]}, {"loss": step(model)["loss"]}, BUDGET)
     logits = {"logits": split(**batch(), logits=True).logits.detach()}

@@ -1,5 +1,6 @@
 """The plug-in under transformers' Trainer: its own run, step by step, and its evaluation."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +8,20 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import accelerate
 import transformers
 
+from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.contract.compare import compare
 from tests.hf_models import VOCAB, S, ours, real_logits, theirs
+from tests.on_ranks import on_ranks
+from tests.test_hf_on_ranks import IS_5, loaded
 
 ROWS = 12
 
@@ -67,7 +74,32 @@ def test_a_run_equals_their_own(kind, changes, tmp_path):
     changes = {"optim": "sgd", **changes}
     model = theirs(kind)
     plugged = ours(model)
-    compare(trained(plugged, tmp_path, **changes), trained(model, tmp_path, **changes), 1e-5)
+    with contextlib.ExitStack() as stack:
+        is_noted = "torch_compile" not in changes  # the compiler traces no patched function
+        made = stack.enter_context(real_logits()) if is_noted else []
+        found = trained(plugged, tmp_path, **changes)
+    assert len(made) == (6 if "label_smoothing_factor" in changes else 0)
+    compare(found, trained(model, tmp_path, **changes), 1e-5)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate(mixed_precision):
+    """Its casts to fp32 of what a model returns, and its gathering of metrics."""
+    reset_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision)
+    plugged = ours(theirs("gemma2, softcap"))
+    optimizer = torch.optim.SGD(plugged.parameters(), lr=0.01)
+    prepared, optimizer = accelerator.prepare(plugged, optimizer)
+    rows_of = torch.stack([row["input_ids"] for row in rows(0)[:2]])
+    with real_logits() as made:
+        out = prepared(input_ids=rows_of, labels=rows_of)
+        accelerator.backward(out.loss)
+        optimizer.step()
+    assert made == [] and out.logits is NO_LOGITS
+    assert accelerator.gather_for_metrics(out.loss.detach()).isfinite()
+    asked = prepared(input_ids=rows_of, labels=rows_of, logits=True).logits
+    assert asked.dtype == torch.float32 and asked.requires_grad
+    reset_accelerate()
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -105,3 +137,49 @@ def test_evaluation(compiled, tmp_path):
     run = trainer(plugged, tmp_path, **given)
     without = [{"input_ids": row["input_ids"]} for row in rows(1)]
     assert run.predict(without).predictions.shape == (ROWS, S, VOCAB)
+
+
+def reset_accelerate() -> None:
+    """Let accelerate forget its processes, which tests of one process share."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["DDP", pytest.param("FSDP2", marks=pytest.mark.skipif(not IS_5, reason="needs version 5"))],
+)
+@on_ranks(2)
+def test_ranks(group, how, tmp_path):
+    """A run on ranks computes no logits, and ends with their own weights; DDP as it is by default.
+
+    FSDP2 is transformers' own: accelerate shards nothing on a CPU.
+    """
+    ranks = {
+        "RANK": str(group.rank()), "LOCAL_RANK": str(group.rank()), "WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    changes: dict[str, Any] = {"optim": "sgd", "gradient_accumulation_steps": 1}
+    shards = {"fsdp_size": 2} if how == "FSDP2" else None
+    with mock.patch.dict(os.environ, ranks):
+        models = [
+            theirs() if shards is None else loaded("llama", tmp_path / name, group, **shards)
+            for name in ("ours", "theirs")
+        ]
+        plugged, model = use_linear_cross_entropy(models[0]), models[1]
+        assert isinstance(plugged, FSDPModule) == (how == "FSDP2")
+        reset_accelerate()
+        with real_logits() as made:
+            found = trained(plugged, tmp_path, **changes)
+        assert made == []
+        with real_logits() as made:
+            trainer(plugged, tmp_path, **changes).evaluate()
+        assert len(made) == 1
+        reset_accelerate()
+        expected = trained(model, tmp_path, **changes)
+        reset_accelerate()
+    found, expected = ({name: whole(x) for name, x in run.items()} for run in (found, expected))
+    compare(found, expected, 1e-5)
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
