@@ -4,6 +4,7 @@ The first tests need no TRL; their sizes and tolerances are those of its own tes
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from flce_dist.compat import trl as compat
+from flce_dist.hf import use_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
 
 N, H, V, CHUNK = 64, 32, 128, 32
@@ -130,14 +133,13 @@ SKIP = "TRL is not installed: `make rl` installs it and runs these tests"
 
 
 @pytest.fixture
-def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def utils() -> Iterator[Any]:
     """trl.trainer.utils, which gets TRL's own function back afterwards."""
     pytest.importorskip("trl", reason=SKIP)
     from trl.trainer import utils
 
-    for name in ("_ChunkedLogProbFunction", "DTensor"):
-        monkeypatch.setattr(utils, name, getattr(utils, name))
-    return utils
+    yield utils
+    compat.restore()
 
 
 def test_results_of_trls_function(utils):
@@ -153,6 +155,28 @@ def test_a_release_without_the_function_says_so(utils, monkeypatch):
     monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
     with pytest.raises(NotImplementedError, match=r"TRL 1\.16.s fused LM head is not in TRL"):
         compat.use_linear_cross_entropy()
+
+
+def test_trl_gets_its_own_back(utils):
+    theirs = utils._ChunkedLogProbFunction, utils.DTensor
+    compat.restore()
+    for _ in range(2):  # as two trainers may call it
+        compat.use_linear_cross_entropy()
+    compat.restore()
+    assert (utils._ChunkedLogProbFunction, utils.DTensor) == theirs
+
+
+def only_parameters_are_none(group: dist.ProcessGroup) -> list[bool]:
+    mesh = init_device_mesh("cpu", (group.size(),))
+    whole = DTensor.from_local(torch.ones(2), mesh)
+    seen = compat.DTensorButNoParameter
+    assert seen.from_local(torch.ones(2), mesh).placements == whole.placements
+    return [isinstance(x, seen) for x in (whole, torch.nn.Parameter(whole), torch.ones(2))]
+
+
+def test_what_trl_takes_for_a_dtensor(pools):
+    """All but a parameter, and the class answers as DTensor does."""
+    assert pools[2].run(only_parameters_are_none) == [[True, False, False]] * 2
 
 
 WORDS = [chr(97 + i) for i in range(26)]
@@ -185,7 +209,7 @@ COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def sft_step(folder: Path) -> Any:
+def sft_step(folder: Path, **changes: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -194,7 +218,7 @@ def sft_step(folder: Path) -> Any:
     ]
     model, tokenizer = tiny(folder / "model")
     return SFTTrainer(
-        model, SFTConfig(str(folder), max_length=32, **COMMON),
+        model, SFTConfig(str(folder), max_length=32, **COMMON, **changes),
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
 
@@ -233,6 +257,26 @@ def outcome(
     timed = ("runtime", "per_second", "time", "mfu", "flops")
     logs = {k: v for k, v in trainer.state.log_history[0].items() if not any(x in k for x in timed)}
     return changes, logs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"logits": True}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_a_model_with_the_plug_in_of_transformers(utils, options, given, tmp_path, monkeypatch):
+    """TRL's head does not call its loss, and is right; what needs logits has no labels."""
+    make = partial(sft_step, **given)
+    changes, logs = outcome(make, tmp_path / "theirs")
+
+    def plugged(folder: Path) -> Any:
+        made, tokenizer = theirs(folder)
+        return use_linear_cross_entropy(made, **options), tokenizer
+
+    theirs = tiny
+    monkeypatch.setattr(sys.modules[__name__], "tiny", plugged)
+    found, ours = outcome(make, tmp_path / "ours")
+    for name, change in changes.items():
+        assert relative_rms(found[name], change) <= 1e-6, name
+    assert ours == logs
 
 
 @pytest.mark.filterwarnings("ignore")
